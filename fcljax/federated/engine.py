@@ -1,0 +1,488 @@
+"""The round engine: many clients' programs as one compiled loop, and their uploads as running sums and gathered buffers.
+
+Lanes run side by side and each plays its clients back to back from a host-built table (`schedule.py`). A client's upload depends on
+(seed, task, round, client id) and its own rows only: every draw is keyed that way, never by lane, device, slot or co-participants.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from fcljax.federated.aggregation import is_finite
+from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
+from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Metrics, Phase, Program, PyTree, Task, Upload, Weighted
+
+LANE_MODES = ("loop", "vmap", "unroll")
+
+# fetch(data, rows[B], keys[B], augment) -> (image [B, ...], label [B], query [B, D] or None)
+Fetch = Callable[[PyTree, Array, Array, bool], tuple[Array, Array, Array | None]]
+# reduce(stacked [K, ...], weight[K], valid[K]) -> tree, for the `mean` channel
+Reduce = Callable[[PyTree, Array, Array], PyTree]
+
+
+class Lanes(NamedTuple):
+    """How many clients run at a time, and how: `loop` (one after the other), `vmap` (batched) or `unroll` (a copy of the code each)."""
+
+    count: int = 1
+    mode: str = "loop"
+
+
+def default_lanes(backend: str, clients: int) -> Lanes:
+    """The lanes to use when none are asked for. On CPU one lane in a loop was the fastest mode measured
+    (`experiments/bench_engine.py`); accelerators batch up to 8 clients."""
+    return Lanes(1, "loop") if backend == "cpu" else Lanes(min(8, clients), "vmap")
+
+
+class Accumulator(NamedTuple):
+    """What a round has received so far. P participants; `mean` holds sums of weight * leaf, or [P, ...] if a reduce rule gathers it."""
+
+    mean: PyTree
+    sum: PyTree
+    gather: PyTree
+    weight: Float[Array, " P"]
+    id: Int[Array, " P"]
+    valid: Bool[Array, " P"]
+    rejected: Int[Array, ""]
+    metrics: tuple[Metrics, ...]
+
+
+class RoundReport(NamedTuple):
+    """Host-side summary of one round. `metrics` are means; `steps` counts local optimiser or extraction steps, `rows` the rows read."""
+
+    metrics: dict[str, float]
+    participants: int
+    rejected: int
+    slot_efficiency: float
+    rows: int
+
+
+class Engine(NamedTuple):
+    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any number of rounds."""
+
+    method: Method
+    lanes: Lanes
+    capacity: Capacity
+    refresh_capacity: Capacity | None
+    broadcast: Callable[..., Broadcast]
+    open: Callable[..., Accumulator]
+    clients: Callable[..., tuple[Accumulator, PyTree]]
+    refresh: Callable[..., PyTree] | None
+    server: Callable[..., tuple[PyTree, Metrics]]
+    traces: dict[str, int]
+
+
+def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
+    """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers up to rounding."""
+    if lanes == 1:
+        return lambda *args: _expand(function(*_squeeze(args)))
+    if mode == "vmap":
+        return jax.vmap(function)
+    if mode == "unroll":
+        return lambda *args: _stack([function(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(lanes)])
+    return lambda *args: jax.lax.map(lambda one: function(*one), args)
+
+
+def make_engine(
+    method: Method,
+    fetch: Fetch,
+    lanes: Lanes,
+    capacity: Capacity,
+    *,
+    reduce: Reduce | None = None,
+    refresh_capacity: Capacity | None = None,
+    mesh: Mesh | None = None,
+) -> Engine:
+    """Compile-once functions for all rounds of all tasks.
+
+    Args:
+      method: the method.
+      fetch: reads rows of the data pytree: (data, rows[B], keys[B], augment) -> (image, label, query or None).
+      lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a multiple of them.
+      capacity: the run's static shapes (`schedule.capacity`).
+      reduce: a rule for the `mean` channel that needs all uploads at once, such as the coordinate median; None streams the
+        sample-weighted mean in O(lanes) memory.
+      refresh_capacity: shapes for `method.refresh`, if the method has one.
+      mesh: devices under the axis name `clients`; None uses one device.
+    """
+    traces: dict[str, int] = {}
+    run = functools.partial(_run_chunk, fetch=fetch, lanes=lanes, capacity=capacity, reduce=reduce, mesh=mesh)
+    open_ = functools.partial(_open, method.client, capacity, reduce)
+
+    def clients(frozen, broadcast, accumulator, states, data, chunk, task, key):
+        return run(method.client, frozen, broadcast, accumulator, states, data, chunk, task, key)
+
+    def refresh(frozen, broadcast, states, data, chunk, task, key):
+        first = jax.tree.map(lambda x: x[0], states)
+        scratch = _open(method.refresh, refresh_capacity, None, frozen, broadcast, first, data, chunk, task, key, fetch)
+        again = functools.partial(_run_chunk, fetch=fetch, lanes=lanes, capacity=refresh_capacity, reduce=None, mesh=mesh)
+        return again(method.refresh, frozen, broadcast, scratch, states, data, chunk, task, key)[1]
+
+    def open_round(frozen, broadcast, states, data, chunk, task, key):
+        return open_(frozen, broadcast, jax.tree.map(lambda x: x[0], states), data, chunk, task, key, fetch)
+
+    def server(frozen, state, accumulator, task, key):
+        return _serve(method, reduce, frozen, state, accumulator, task, key)
+
+    count = functools.partial(_counted, traces)
+    return Engine(
+        method, lanes, capacity, refresh_capacity,
+        broadcast=jax.jit(count("broadcast", method.broadcast)),
+        open=jax.jit(count("open", open_round)),
+        clients=jax.jit(count("clients", clients), donate_argnums=(2, 3)),
+        refresh=jax.jit(count("refresh", refresh), donate_argnums=2) if method.refresh else None,
+        server=jax.jit(count("server", server)),
+        traces=traces,
+    )  # fmt: skip
+
+
+def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
+    """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key, i)."""
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(clients))
+    return jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys)
+
+
+def run_round(
+    engine: Engine,
+    frozen: PyTree,
+    server: PyTree,
+    states: PyTree,
+    data: PyTree,
+    roster: Roster,
+    ids: Int[np.ndarray, " n"],
+    task: Task,
+    round_: int,
+    key: PRNGKeyArray,
+) -> tuple[PyTree, PyTree, RoundReport]:
+    """One federated round: broadcast, the participants' programs, aggregation, the server phase and, if there is one, the refresh.
+
+    Args:
+      engine: from `make_engine`.
+      frozen: backbone parameters.
+      server: the server's state.
+      states: all clients' states, stacked [K, ...]; donated.
+      data: what `fetch` reads.
+      roster: the rows that every client holds in this task.
+      ids: sorted ids of the participants; those without rows are absent and their state stays as it is.
+      task: the current task.
+      round_: the round within the task.
+      key: of this run; the round's key is derived from (key, task, round).
+
+    Returns:
+      The new server state (the old one if no upload was finite), the new client states, and a report.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
+    chunks, efficiency = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
+    if not chunks:
+        return server, states, RoundReport({}, 0, 0, 1.0, 0)
+    broadcast = engine.broadcast(server, task)
+    accumulator = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
+    for chunk in chunks:
+        accumulator, states = engine.clients(frozen, broadcast, accumulator, states, data, chunk, task, key)
+    server, metrics = engine.server(frozen, server, accumulator, task, key)
+    if engine.refresh is not None:
+        states = _refresh(engine, frozen, server, states, data, roster, task, round_, key)
+    return server, states, _report(engine, accumulator, metrics, roster, ids, efficiency)
+
+
+def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
+    """Every client with rows runs the refresh program on the new broadcast."""
+    everyone = np.arange(len(roster.count))
+    chunks, _ = plan_round(engine.method.refresh, roster, everyone, round_, engine.lanes.count, engine.refresh_capacity)
+    broadcast = engine.broadcast(server, task)
+    for chunk in chunks:
+        states = engine.refresh(frozen, broadcast, states, data, chunk, task, jax.random.fold_in(key, 1))
+    return states
+
+
+def _report(engine, accumulator, server_metrics, roster, ids, efficiency) -> RoundReport:
+    rejected, client_metrics, metrics = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics))
+    rows = int(roster.count[ids].sum()) * sum(phase.view.epochs for phase in engine.method.client.phases)
+    return RoundReport(
+        metrics={name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()},
+        participants=int((roster.count[ids] > 0).sum()),
+        rejected=int(rejected),
+        slot_efficiency=efficiency,
+        rows=rows,
+    )
+
+
+def _mean_value(value: Weighted) -> float:
+    return float(value.total) / float(value.weight) if float(value.weight) else float("nan")
+
+
+def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def traced(*args):
+        traces[name] = traces.get(name, 0) + 1
+        return function(*args)
+
+    return traced
+
+
+# ---- what a round receives ---------------------------------------------------------------------------------------------------------
+
+
+def _open(program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch) -> Accumulator:
+    """An empty accumulator, with the shapes that the program's functions give."""
+    info = ClientInfo(chunk.id[0], chunk.count[0], chunk.class_rows[0], chunk.round)
+    local = jax.eval_shape(program.start, broadcast, state, task, info, key)
+    upload, _ = jax.eval_shape(program.finish, broadcast, local, state, task, info)
+    metrics = tuple(_metric_shapes(phase, fetch, frozen, broadcast, local, data, task, key) for phase in program.phases)
+    p = capacity.participants
+    return Accumulator(
+        mean=_zeros(upload.mean, (p,) if reduce else ()),
+        sum=_zeros(upload.sum),
+        gather=_zeros(upload.gather, (p,)),
+        weight=jnp.zeros(p),
+        id=jnp.full(p, capacity.clients, jnp.int32),
+        valid=jnp.zeros(p, bool),
+        rejected=jnp.zeros((), jnp.int32),
+        metrics=tuple(_zeros(m) for m in metrics),
+    )
+
+
+def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, key) -> Metrics:
+    def metrics_of(frozen, broadcast, local, data, task, key):
+        rows = jnp.zeros(phase.view.batch_size, jnp.int32)
+        batch = _read(fetch, phase, data, rows, rows == 0, key)
+        return phase.step(frozen, broadcast, local, batch, task, key)[1]
+
+    return jax.eval_shape(metrics_of, frozen, broadcast, local, data, task, key)
+
+
+def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce) -> tuple[Accumulator, Array]:
+    """Add the uploads [L, ...] of the lanes whose client has just finished. A non-finite upload gets weight 0 and is counted."""
+    finite = jax.vmap(is_finite)(upload)
+    valid = end & finite
+    weight = jnp.where(valid, jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), valid.shape), 0.0)
+    nowhere = acc.valid.shape[0]
+    position = jnp.where(valid, chunk.position[slot], nowhere)
+    write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
+    mean = upload.mean if reduce else jax.tree.map(lambda x: x.astype(jnp.float32) * _align(weight, x), upload.mean)
+    return acc._replace(
+        mean=write(acc.mean, mean) if reduce else _add_valid(acc.mean, mean, valid),
+        sum=_add_valid(acc.sum, upload.sum, valid),
+        gather=write(acc.gather, upload.gather),
+        weight=acc.weight.at[position].set(weight, mode="drop"),
+        id=acc.id.at[position].set(chunk.id[slot], mode="drop"),
+        valid=acc.valid.at[position].set(valid, mode="drop"),
+        rejected=acc.rejected + jnp.sum(end & ~finite, dtype=jnp.int32),
+    ), valid
+
+
+def _serve(method: Method, reduce, frozen, server, acc: Accumulator, task, key) -> tuple[PyTree, Metrics]:
+    """Close the round: the aggregate, then the method's server phase. With no valid upload the server state stays."""
+    if reduce:
+        mean = reduce(acc.mean, acc.weight, acc.valid)
+    else:
+        total = jnp.sum(acc.weight)
+        mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
+    aggregate = Aggregate(mean, acc.sum, acc.gather, acc.weight, acc.id, acc.valid)
+    new, metrics = method.server(frozen, server, aggregate, task, jax.random.fold_in(key, 0))
+    return _select(jnp.any(acc.valid & (acc.weight > 0)), new, server), metrics
+
+
+# ---- the compiled loop ---------------------------------------------------------------------------------------------------------------
+
+
+def _run_chunk(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes, capacity, reduce, mesh):
+    """All phases of one chunk of clients; on a mesh, every device plays its share of the lanes and the results are summed once."""
+    empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(id=jnp.zeros_like(accumulator.id))
+    mine = jax.tree.map(lambda x: x[jnp.minimum(chunk.id, capacity.clients - 1)], states)
+    play = functools.partial(_play, program, fetch=fetch, lanes=lanes, reduce=reduce)
+    if mesh is None:
+        received, mine, written = play(frozen, broadcast, empty, mine, data, chunk, task, key)
+    else:
+        received, mine, written = _play_on_mesh(play, mesh, lanes)(frozen, broadcast, empty, mine, data, chunk, task, key)
+    there = jnp.where(written, chunk.id, capacity.clients)
+    states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, mine)
+    merged = jax.tree.map(lambda a, b: a | b if a.dtype == bool else a + b, accumulator, received)
+    return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
+
+
+def _play_on_mesh(play, mesh: Mesh, lanes: Lanes):
+    """`play` with the lanes split over the mesh axis `clients`. Slots are played by exactly one device, so sums over devices only add
+    zeros to what that device wrote."""
+    devices = mesh.shape["clients"]
+    share = lanes._replace(count=lanes.count // devices)
+
+    def on_device(frozen, broadcast, empty, states, data, chunk, task, key):
+        received, new, written = play(frozen, broadcast, empty, states, data, chunk, task, key, lanes=share)
+        new = jax.tree.map(lambda x: jnp.where(_align(written, x), x, jnp.zeros_like(x)), new)
+        return jax.tree.map(_sum_devices, (received, new, written))
+
+    everywhere, by_lane = PartitionSpec(), PartitionSpec(None, "clients")
+
+    def spread(frozen, broadcast, empty, states, data, chunk, task, key):
+        args = (frozen, broadcast, empty, states, data, chunk, task, key)
+        specs = jax.tree.map(lambda _: everywhere, args)
+        tables = jax.tree.map(lambda _: by_lane, chunk.tables)
+        specs = (*specs[:5], specs[5]._replace(tables=tables), *specs[6:])
+        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(*args)
+
+    return spread
+
+
+def _sum_devices(x: Array) -> Array:
+    return jax.lax.psum(x.astype(jnp.int32), "clients") > 0 if x.dtype == bool else jax.lax.psum(x, "clients")
+
+
+def _play(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce):
+    """Phases as successive sweeps over the chunk's clients. Between phases a client's local state waits in a buffer [S, ...]."""
+    slots = chunk.id.shape[0]
+    first = jax.eval_shape(
+        program.start, broadcast, jax.tree.map(lambda x: x[0], states), task, _info(chunk, 0), jax.random.key(0)
+    )
+    waiting = _zeros(first, (slots,)) if len(program.phases) > 1 else ()
+    written = jnp.zeros(slots, bool)
+    for index in range(len(program.phases)):
+        sweep = functools.partial(_sweep, program, index, fetch=fetch, lanes=lanes, reduce=reduce, local=first)
+        accumulator, states, written, waiting = sweep(
+            frozen, broadcast, accumulator, states, written, waiting, data, chunk, task, key
+        )
+    return accumulator, states, written
+
+
+def _sweep(program: Program, index, frozen, broadcast, accumulator, states, written, waiting, data, chunk, task, key, *,
+           fetch, lanes, reduce, local):  # fmt: skip
+    """One phase of all the chunk's clients: at every tick each lane takes one step of the client that its table names."""
+    phase, table = program.phases[index], jax.tree.map(jnp.asarray, chunk.tables[index])
+    is_first, is_last = index == 0, index == len(program.phases) - 1
+    order = _row_order(phase, index, data, chunk, key)
+    each = functools.partial(over_lanes, lanes=lanes.count, mode=lanes.mode)
+
+    def begin(slot, start, locals_, states, waiting):
+        if is_first:
+            new = each(lambda s: program.start(broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)))(slot)
+        else:
+            new = jax.tree.map(lambda x: x[slot], waiting)
+        return _select(start, new, locals_)
+
+    def work(slot, step, active, local):
+        key_ = jax.random.fold_in(_client_key(key, chunk, slot, 1 + index), step)
+        rows, mask = _batch_rows(phase, chunk, order, slot, step)
+        batch = _read(fetch, phase, data, rows, mask, jax.random.fold_in(key_, 0))
+        new, metrics = phase.step(frozen, broadcast, local, batch, task, jax.random.fold_in(key_, 1))
+        return _select(active, new, local), _select(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
+
+    def finish(slot, end, locals_, accumulator, states, written, waiting):
+        if not is_last:
+            there = jnp.where(end, slot, chunk.id.shape[0])
+            put = lambda buffer, x: buffer.at[there].set(x, mode="drop")  # noqa: E731
+            return accumulator, states, written, jax.tree.map(put, waiting, locals_)
+        done = each(lambda s, one: program.finish(broadcast, one, _at(states, s), task, _info(chunk, s)))
+        upload, new = done(slot, locals_)
+        upload = upload._replace(weight=jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape))
+        accumulator, valid = _receive(accumulator, upload, chunk, slot, end, reduce)
+        there = jnp.where(valid, slot, chunk.id.shape[0])
+        states = jax.tree.map(lambda buffer, x: buffer.at[there].set(x, mode="drop"), states, new)
+        return accumulator, states, written.at[there].set(True, mode="drop"), waiting
+
+    def tick(i, carry):
+        locals_, accumulator, states, written, waiting = carry
+        slot, step, start, end, active = (column[i] for column in table)
+        start, end, active = start > 0, end > 0, active > 0
+        # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both branches at every tick.
+        locals_ = jax.lax.cond(
+            jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_
+        )
+        locals_, metrics = each(work)(slot, step, active, locals_)
+        total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0), accumulator.metrics[index], metrics)
+        metrics = (*accumulator.metrics[:index], total, *accumulator.metrics[index + 1 :])
+        accumulator = accumulator._replace(metrics=metrics)
+        rest = jax.lax.cond(
+            jnp.any(end),
+            lambda: finish(slot, end, locals_, accumulator, states, written, waiting),
+            lambda: (accumulator, states, written, waiting),
+        )
+        return locals_, *rest
+
+    start = (_zeros(local, (lanes.count,)), accumulator, states, written, waiting)
+    # The trip count is data, so one trace serves rounds of any length.
+    return jax.lax.fori_loop(0, chunk.ticks[index], tick, start)[1:]
+
+
+def _row_order(phase: Phase, index: int, data, chunk: Chunk, key) -> Int[Array, "epochs rows"]:
+    """For every epoch, the positions in chunk.rows sorted by client and, within a client, by a uniform draw per training row.
+
+    The draw belongs to the row (seed, task, round, phase, epoch, row), so a client's order does not depend on who else takes part.
+    """
+    position = jnp.arange(chunk.rows.shape[0], dtype=jnp.int32)
+
+    def shuffled(epoch):
+        draw_key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 2), index), epoch)
+        draw = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(draw_key, row)))(chunk.rows)
+        return jax.lax.sort((chunk.slot_of_row, draw, position), num_keys=2)[2]
+
+    if not phase.view.shuffle:
+        return jnp.broadcast_to(position, (phase.view.epochs, position.shape[0]))
+    return jax.lax.map(shuffled, jnp.arange(phase.view.epochs))
+
+
+def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Training rows of a client's step, and which of them are real: the last batch of an epoch may be partial."""
+    size, count = phase.view.batch_size, chunk.count[slot]
+    per_epoch = jnp.maximum(-(-count // size), 1)
+    within = (step % per_epoch) * size + jnp.arange(size, dtype=jnp.int32)
+    mask = within < count
+    position = order[step // per_epoch, jnp.where(mask, chunk.offset[slot] + within, 0)]
+    return chunk.rows[position], mask
+
+
+def _read(fetch: Fetch, phase: Phase, data, rows, mask, key) -> Batch:
+    """A batch whose padding rows are zeros whatever the data holds there."""
+    keys = jax.random.split(key, rows.shape[0])
+    image, label, query = fetch(data, jnp.where(mask, rows, 0), keys, phase.view.augment)
+    clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))  # noqa: E731
+    return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query))
+
+
+def _client_key(key, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 3), chunk.id[slot]), purpose)
+
+
+def _info(chunk: Chunk, slot) -> ClientInfo:
+    return ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], chunk.round)
+
+
+# ---- pytrees -----------------------------------------------------------------------------------------------------------------------
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), shapes)
+
+
+def _align(mask: Array, x: Array) -> Array:
+    """`mask` with trailing axes of size 1 so that it broadcasts against x from the left."""
+    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+
+
+def _select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(_align(mask, a), a, b), new, old)
+
+
+def _add_valid(total: PyTree, new: PyTree, valid: Array) -> PyTree:
+    """Sum over lanes of the valid rows: selected, not multiplied, since 0 * nan is nan."""
+    return jax.tree.map(lambda t, x: t + jnp.sum(jnp.where(_align(valid, x), x, 0), axis=0, dtype=t.dtype), total, new)
+
+
+def _squeeze(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _expand(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def _stack(trees: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

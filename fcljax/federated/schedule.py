@@ -1,0 +1,170 @@
+"""Host-side planning of a round: who takes part, and which lane runs which client's step at which tick. Numpy only.
+
+A lane plays its clients back to back, so lanes are never padded to the longest client; clients go longest first onto the least loaded
+lane (LPT). The tables have one shape for a whole run, so that every round of every task reuses one compiled program.
+"""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from fcljax.types import Program, View
+
+Ints = Int[np.ndarray, "..."]
+
+
+class Roster(NamedTuple):
+    """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i + 1]]."""
+
+    rows: Int[np.ndarray, " rows"]  # indices into the training store
+    offset: Int[np.ndarray, " K+1"]
+    class_rows: Int[np.ndarray, "K C"]  # how many rows of each class a client holds
+
+    @property
+    def count(self) -> Int[np.ndarray, " K"]:
+        """Rows per client."""
+        return np.diff(self.offset)
+
+
+class Capacity(NamedTuple):
+    """Static shapes of a run: the largest round decides."""
+
+    clients: int  # K: rows of the client-state buffers
+    participants: int  # rows of the gathered uploads
+    slots: int  # clients per chunk
+    rows: int  # training rows per chunk
+    ticks: tuple[int, ...]  # per phase
+
+
+class Table(NamedTuple):
+    """What each lane does at each tick of one phase."""
+
+    slot: Int[np.ndarray, "ticks lanes"]
+    step: Int[np.ndarray, "ticks lanes"]
+    start: Int[np.ndarray, "ticks lanes"]
+    end: Int[np.ndarray, "ticks lanes"]
+    active: Int[np.ndarray, "ticks lanes"]
+
+
+class Chunk(NamedTuple):
+    """A group of participants that one call of the compiled program trains. Padding slots have id K and position P, which no write hits."""
+
+    id: Int[np.ndarray, " slots"]
+    position: Int[np.ndarray, " slots"]  # row in the gathered uploads: rank of the id among the round's participants
+    count: Int[np.ndarray, " slots"]
+    offset: Int[np.ndarray, " slots"]
+    class_rows: Int[np.ndarray, "slots C"]
+    rows: Int[np.ndarray, " rows"]
+    slot_of_row: Int[np.ndarray, " rows"]  # padding rows belong to slot S, which sorts last
+    tables: tuple[Table, ...]
+    ticks: tuple[Ints, ...]
+    round: Ints
+
+
+def participants(
+    seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
+) -> Int[np.ndarray, " m"]:
+    """Sorted ids of the clients that take part: a uniform draw without replacement of ceil(participation * n) of the eligible ones,
+    which depends on (seed, task, round) only."""
+    if participation >= 1.0:
+        return np.sort(eligible)
+    wanted = int(np.ceil(participation * len(eligible)))
+    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[:wanted]
+    return np.sort(eligible[draw])
+
+
+def phase_steps(count: Ints, view: View) -> Ints:
+    """Steps that a client with `count` rows takes in a phase: the last batch of an epoch may be partial, none is dropped."""
+    return view.epochs * -(-count // view.batch_size)
+
+
+def pack(length: Ints, lanes: int) -> list[list[int]]:
+    """Longest-processing-time-first: the items of each lane in playing order. Ties go to the lower index, so the result is unique."""
+    heap = [(0, lane) for lane in range(lanes)]
+    plays: list[list[int]] = [[] for _ in range(lanes)]
+    for item in np.argsort(-length, kind="stable"):
+        load, lane = heapq.heappop(heap)
+        plays[lane].append(int(item))
+        heapq.heappush(heap, (load + int(length[item]), lane))
+    return plays
+
+
+def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
+    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
+    table = Table(*(np.zeros((capacity, len(plays)), np.int32) for _ in Table._fields))
+    longest = 0
+    for lane, items in enumerate(plays):
+        if not items:
+            continue
+        n = steps[items]
+        total = int(n.sum())
+        longest = max(longest, total)
+        slot = np.repeat(items, n)
+        step = np.arange(total) - np.repeat(np.cumsum(n) - n, n)
+        table.slot[:total, lane] = slot
+        table.step[:total, lane] = step
+        table.start[:total, lane] = step == 0
+        table.end[:total, lane] = step == steps[slot] - 1
+        table.active[:total, lane] = 1
+    return table, longest
+
+
+def capacity(program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0) -> Capacity:
+    """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the clients per chunk and with
+    them the memory between phases."""
+    counts = [np.sort(roster.count)[::-1] for roster in rosters]
+    most = max(int(np.ceil(participation * (count > 0).sum())) for count in counts)
+    slots = max(1, min(slots, most))
+    head = [count[:slots] for count in counts]
+    # LPT never ends later than the mean load plus the longest job.
+    ticks = tuple(
+        max(int(-(-steps.sum() // lanes) + steps.max(initial=0)) for steps in (phase_steps(c, phase.view) for c in head))
+        for phase in program.phases
+    )
+    return Capacity(len(rosters[0].count), max(1, most), slots, max(1, max(int(c.sum()) for c in head)), ticks)
+
+
+def plan_round(
+    program: Program, roster: Roster, ids: Int[np.ndarray, " n"], round_: int, lanes: int, capacity: Capacity
+) -> tuple[list[Chunk], float]:
+    """Chunks of one round and its slot efficiency (steps that do work over steps that lanes wait for).
+
+    `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that none waits for another's.
+    """
+    ids = ids[roster.count[ids] > 0]
+    by_size = np.argsort(-roster.count[ids], kind="stable")
+    groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
+    planned = [_plan_chunk(program, roster, ids, group, round_, lanes, capacity) for group in groups]
+    useful = sum(int(phase_steps(roster.count[ids], phase.view).sum()) for phase in program.phases)
+    paid = lanes * sum(int(tick) for chunk in planned for tick in chunk.ticks)
+    return planned, useful / max(paid, 1)
+
+
+def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
+    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its lane."""
+    chosen, n = ids[group], len(group)
+    count = roster.count[chosen]
+    pad = capacity.slots - n
+    steps = [phase_steps(count, phase.view) for phase in program.phases]
+    plays = pack(np.sum(steps, axis=0), lanes)
+    tables, ticks = zip(*(tabulate(plays, s, cap) for s, cap in zip(steps, capacity.ticks, strict=True)), strict=True)
+    rows = np.concatenate([roster.rows[roster.offset[i] : roster.offset[i + 1]] for i in chosen])
+    spare = capacity.rows - len(rows)
+    return Chunk(
+        id=_pad(chosen, pad, capacity.clients),
+        position=_pad(group, pad, capacity.participants),
+        count=_pad(count, pad, 0),
+        offset=_pad(np.cumsum(count) - count, pad, 0),
+        class_rows=np.concatenate([roster.class_rows[chosen], np.zeros((pad, roster.class_rows.shape[1]))]).astype(np.int32),
+        rows=_pad(rows, spare, 0),
+        slot_of_row=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
+        tables=tables,
+        ticks=tuple(np.int32(tick) for tick in ticks),
+        round=np.int32(round_),
+    )
+
+
+def _pad(values: Ints, amount: int, fill: int) -> Int[np.ndarray, " n"]:
+    return np.pad(values, (0, amount), constant_values=fill).astype(np.int32)

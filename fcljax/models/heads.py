@@ -1,0 +1,85 @@
+"""Classifier heads and the masked losses on them: classes are preallocated, so masks and not shapes say which of them compete."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+Reduction = Literal["mean", "sum"]
+
+
+class Head(NamedTuple):
+    """A linear classifier over all classes of the stream."""
+
+    kernel: Float[Array, "width classes"]
+    bias: Float[Array, " classes"]
+
+
+def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
+    """Kernel and bias uniform in +-1/sqrt(width), as torch's Linear does."""
+    bound = width**-0.5
+    kernel, bias = jax.random.split(key)
+    draw = lambda k, shape: jax.random.uniform(k, shape, minval=-bound, maxval=bound)  # noqa: E731
+    return Head(draw(kernel, (width, classes)), draw(bias, (classes,)))
+
+
+def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array, "batch classes"]:
+    """Logits of all classes."""
+    return feature @ head.kernel + head.bias
+
+
+def mask_logits(logits: Float[Array, "*batch classes"], allowed: Bool[Array, "..."]) -> Float[Array, "*batch classes"]:
+    """Logits with the classes that are not allowed at the lowest finite value: they never win and get a gradient of exactly 0.
+    (-inf would do the same but turns into nan where no class is allowed.)"""
+    return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
+
+
+def masked_sum(value: Float[Array, " batch"], mask: Bool[Array, " batch"]) -> Float[Array, ""]:
+    """Sum over the rows in the mask; rows outside may hold nan and contribute neither value nor gradient."""
+    return jnp.sum(jnp.where(mask, value, 0.0))
+
+
+def reduce_rows(
+    value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Float[Array, ""], reduction: Reduction
+) -> Float[Array, ""]:
+    """The sum over the rows in the mask, divided by `count` (0 if that is 0) when the reduction is "mean"."""
+    total = masked_sum(value, mask)
+    return total if reduction == "sum" else total / jnp.maximum(count, 1)
+
+
+def cross_entropy(
+    logits: Float[Array, "batch classes"],
+    label: Int[Array, " batch"],
+    allowed: Bool[Array, " classes"],
+    mask: Bool[Array, " batch"],
+    reduction: Reduction = "mean",
+) -> Float[Array, ""]:
+    """Cross-entropy over the allowed classes and the rows in the mask; the other classes get no gradient."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(mask_logits(logits, allowed), label)
+    return reduce_rows(loss, mask, jnp.sum(mask), reduction)
+
+
+def correct(
+    logits: Float[Array, "batch classes"], label: Int[Array, " batch"], allowed: Bool[Array, " classes"], mask: Bool[Array, " batch"]
+) -> Float[Array, ""]:
+    """How many rows in the mask have their label as the highest allowed logit."""
+    return masked_sum((jnp.argmax(mask_logits(logits, allowed), axis=-1) == label).astype(jnp.float32), mask)
+
+
+def cosine(
+    a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8
+) -> Float[Array, "n m"]:
+    """Cosine similarity of all pairs; a vector shorter than eps counts as 0. The guard is on the input of the root, so gradients at 0
+    are 0 and not nan."""
+    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))  # noqa: E731
+    return unit(a) @ unit(b).T
+
+
+def class_sums(
+    feature: Float[Array, "batch width"], label: Int[Array, " batch"], classes: Int[Array, " Ct"], mask: Bool[Array, " batch"]
+) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
+    """Sum of features and number of rows for each of `classes`, as a matrix product: scatter-add is not deterministic on GPUs."""
+    member = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
+    return member.T @ jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32), jnp.sum(member, axis=0)

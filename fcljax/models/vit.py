@@ -1,0 +1,205 @@
+"""A pre-norm Vision Transformer in Flax with named intermediates and injection points for parameter-efficient adapters.
+
+The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class token, biased qkv, LayerNorm
+with eps 1e-6, exact GELU, no dropout. Adapters never touch this code: they hand over an `Injection`. The patch embedding is a reshape and
+a matrix product because convolutions inside loops fall off XLA's fast path.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import linen as nn
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.types import Backbone
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32."""
+
+    image_size: int = 224
+    patch: int = 16
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp: int = 3072
+    dtype: str = "float32"
+
+    @property
+    def grid(self) -> int:
+        """Patches per side."""
+        return self.image_size // self.patch
+
+
+VITS: dict[str, ViTConfig] = {
+    "vit_micro": ViTConfig(image_size=32, patch=4, width=64, depth=6, heads=4, mlp=256),
+    "vit_ti16": ViTConfig(width=192, heads=3, mlp=768),
+    "vit_s16": ViTConfig(width=384, heads=6, mlp=1536),
+    "vit_b16": ViTConfig(),
+}
+
+
+class Lora(NamedTuple):
+    """Low-rank updates of one block: q += B_q A_q x and v += B_v A_v x, with x the output of norm1. No scaling factor."""
+
+    a_q: Float[Array, "rank width"]
+    b_q: Float[Array, "width rank"]
+    a_v: Float[Array, "rank width"]
+    b_v: Float[Array, "width rank"]
+
+
+class Prefix(NamedTuple):
+    """Extra keys and values of one block in head space: they bypass norm1 and the qkv projection (DualPrompt, CODA-Prompt, HePCo)."""
+
+    key: Float[Array, "batch length heads head_dim"]
+    value: Float[Array, "batch length heads head_dim"]
+
+
+class Injection(NamedTuple):
+    """What an adapter puts into the frozen network, by block index.
+
+    prompt: tokens that join the block's input, [batch, length, width] or [length, width] for all images alike. Their outputs would be
+      dropped after the block, so they enter only as extra keys and values, which gives the same class token at a lower cost
+      (FPPL release; equal to prefix-tuning with K = W_k norm1(p) + b_k and V likewise).
+    prefix: keys and values that are concatenated as they are.
+    lora: low-rank updates of q and v.
+    keep: indices of the patches that stay, in order (masked autoencoding); None keeps all.
+    """
+
+    prompt: Mapping[int, Float[Array, "..."]] = {}
+    prefix: Mapping[int, Prefix] = {}
+    lora: Mapping[int, Lora] = {}
+    keep: Int[Array, "batch kept"] | None = None
+
+
+class Features(NamedTuple):
+    """cls: class token after the final norm. tokens: all tokens after the final norm, if asked for. taps: named intermediates."""
+
+    cls: Float[Array, "batch width"]
+    tokens: Float[Array, "batch tokens width"] | None
+    taps: dict[str, Array]
+
+
+def _norm(name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name=name)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of the first `queries` tokens of x over all tokens of x, the prompts and the prefix."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, x, prompt, prefix, lora, queries):
+        c = self.config
+        qkv = nn.Dense(3 * c.width, dtype=c.dtype, name="qkv")
+        kernel, bias = self._materialise(qkv, x)
+        q = x[:, :queries] @ kernel[:, : c.width] + bias[: c.width]
+        kv = x @ kernel[:, c.width :] + bias[c.width :]
+        if lora is not None:
+            q = q + (x[:, :queries] @ lora.a_q.T.astype(x.dtype)) @ lora.b_q.T.astype(x.dtype)
+            kv = kv.at[..., c.width :].add((x @ lora.a_v.T.astype(x.dtype)) @ lora.b_v.T.astype(x.dtype))
+        if prompt is not None:
+            extra = prompt @ kernel[:, c.width :] + bias[c.width :]
+            kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
+        q = rearrange(q, "b n (h d) -> b n h d", h=c.heads)
+        k, v = rearrange(kv, "b n (two h d) -> two b n h d", two=2, h=c.heads)
+        if prefix is not None:
+            k = jnp.concatenate([k, prefix.key.astype(k.dtype)], axis=1)
+            v = jnp.concatenate([v, prefix.value.astype(v.dtype)], axis=1)
+        score = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * (c.width // c.heads) ** -0.5
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(score).astype(v.dtype), v)
+        return nn.Dense(c.width, dtype=c.dtype, name="proj")(rearrange(out, "b n h d -> b n (h d)"))
+
+    def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
+        """The fused projection's kernel and bias in the compute type, so that q, k and v can be taken for different tokens."""
+        if self.is_initializing():
+            dense(x)
+        parameters = dense.variables["params"]
+        return parameters["kernel"].astype(self.config.dtype), parameters["bias"].astype(self.config.dtype)
+
+
+class Block(nn.Module):
+    """One transformer block. Only the first `queries` tokens come out; the others serve as keys and values alone."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None):
+        c = self.config
+        queries = x.shape[1] if queries is None else queries
+        norm1 = _norm("norm1")
+        if prompt is not None:
+            prompt = norm1(prompt).astype(c.dtype)
+        attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
+        x = x[:, :queries] + attended.astype(x.dtype)
+        hidden = nn.gelu(nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm("norm2")(x).astype(c.dtype)), approximate=False)
+        return x + nn.Dense(c.width, dtype=c.dtype, name="fc2")(hidden).astype(x.dtype)
+
+
+class ViT(nn.Module):
+    """The whole network; see `apply_vit`."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, image, injection=None, full=False):
+        c = self.config
+        injection = Injection() if injection is None else injection
+        patches = rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=c.patch, q=c.patch)
+        cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
+        position = self.param("pos", nn.initializers.normal(0.02), (1 + c.grid**2, c.width))
+        x = nn.Dense(c.width, dtype=c.dtype, name="patch")(patches).astype(jnp.float32) + position[1:]
+        if injection.keep is not None:
+            x = jnp.take_along_axis(x, injection.keep[..., None], axis=1)
+        x = jnp.concatenate([jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width)), x], axis=1)
+        taps = {"embed": x}
+        for i in range(c.depth):
+            # Only the class token of the last block is read, so only it needs a query, a projection and an MLP there.
+            queries = 1 if i == c.depth - 1 and not full else None
+            x = Block(c, name=f"block_{i:02d}")(
+                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
+            )
+            taps[f"block_{i:02d}"] = x
+        x = _norm("norm")(x)
+        return Features(x[:, 0], x if full else None, taps)
+
+
+def init_vit(key: PRNGKeyArray, config: ViTConfig) -> PyTree:
+    """Random parameters of a ViT, float32: {patch, cls, pos, block_00.., norm}. They do not depend on the batch."""
+    image = jnp.zeros((1, config.image_size, config.image_size, 3))
+    return ViT(config).init(key, image, full=True)["params"]
+
+
+def apply_vit(
+    config: ViTConfig,
+    params: PyTree,
+    image: Float[Array, "batch height width_px 3"],
+    injection: Injection | None = None,
+    full: bool = False,
+) -> Features:
+    """Features of normalised images.
+
+    Args:
+      config: the static shape; `image` must be config.image_size square.
+      params: as from `init_vit` or `models.pretrained`; an argument, never closed over.
+      image: float images in the range that the checkpoint expects.
+      injection: what an adapter adds.
+      full: also return all tokens; otherwise the last block computes the class token alone (the same value, cheaper).
+    """
+    return ViT(config).apply({"params": params}, image, injection, full)
+
+
+def vit_backbone(config: ViTConfig) -> Backbone:
+    """The ViT as methods see it."""
+    return Backbone(lambda frozen, image, injection: apply_vit(config, frozen, image, injection).cls, config.width, config.depth)
+
+
+def parameter_shapes(config: ViTConfig) -> PyTree:
+    """Shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
+    return jax.eval_shape(lambda: init_vit(jax.random.key(0), config))
