@@ -4,6 +4,7 @@ Lanes run side by side and each plays its clients back to back from a host-built
 (seed, task, round, client id) and its own rows only: every draw is keyed that way, never by lane, device, slot or co-participants.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -53,13 +54,20 @@ class Accumulator(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """Host-side summary of one round. `metrics` are means; `steps` counts local optimiser or extraction steps, `rows` the rows read."""
+    """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all phases."""
 
     metrics: dict[str, float]
     participants: int
     rejected: int
-    slot_efficiency: float
     rows: int
+    first_phase_rows: int
+    useful_steps: int
+    paid_steps: int  # lanes times ticks: what the useful steps would have been without waiting
+
+    @property
+    def slot_efficiency(self) -> float:
+        """Useful steps over paid steps."""
+        return self.useful_steps / max(self.paid_steps, 1)
 
 
 class Engine(NamedTuple):
@@ -158,6 +166,7 @@ def run_round(
     task: Task,
     round_: int,
     key: PRNGKeyArray,
+    section: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> tuple[PyTree, PyTree, RoundReport]:
     """One federated round: broadcast, the participants' programs, aggregation, the server phase and, if there is one, the refresh.
 
@@ -172,22 +181,27 @@ def run_round(
       task: the current task.
       round_: the round within the task.
       key: of this run; the round's key is derived from (key, task, round).
+      section: a context manager that is entered around the parts "client" and "server", to time them.
 
     Returns:
       The new server state (the old one if no upload was finite), the new client states, and a report.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
-    chunks, efficiency = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
+    chunks, steps = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
     if not chunks:
-        return server, states, RoundReport({}, 0, 0, 1.0, 0)
-    broadcast = engine.broadcast(server, task)
-    accumulator = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
-    for chunk in chunks:
-        accumulator, states = engine.clients(frozen, broadcast, accumulator, states, data, chunk, task, key)
-    server, metrics = engine.server(frozen, server, accumulator, task, key)
+        return server, states, RoundReport({}, 0, 0, 0, 0, 0, 0)
+    with section("client"):
+        broadcast = engine.broadcast(server, task)
+        accumulator = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
+        for chunk in chunks:
+            accumulator, states = engine.clients(frozen, broadcast, accumulator, states, data, chunk, task, key)
+        jax.block_until_ready(accumulator)
+    with section("server"):
+        server, metrics = jax.block_until_ready(engine.server(frozen, server, accumulator, task, key))
     if engine.refresh is not None:
-        states = _refresh(engine, frozen, server, states, data, roster, task, round_, key)
-    return server, states, _report(engine, accumulator, metrics, roster, ids, efficiency)
+        with section("client"):
+            states = jax.block_until_ready(_refresh(engine, frozen, server, states, data, roster, task, round_, key))
+    return server, states, _report(engine, accumulator, metrics, roster, ids, steps)
 
 
 def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
@@ -200,16 +214,12 @@ def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
     return states
 
 
-def _report(engine, accumulator, server_metrics, roster, ids, efficiency) -> RoundReport:
+def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundReport:
     rejected, client_metrics, metrics = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics))
-    rows = int(roster.count[ids].sum()) * sum(phase.view.epochs for phase in engine.method.client.phases)
-    return RoundReport(
-        metrics={name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()},
-        participants=int((roster.count[ids] > 0).sum()),
-        rejected=int(rejected),
-        slot_efficiency=efficiency,
-        rows=rows,
-    )
+    rows = int(roster.count[ids].sum())
+    epochs = [phase.view.epochs for phase in engine.method.client.phases]
+    named = {name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()}
+    return RoundReport(named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps)
 
 
 def _mean_value(value: Weighted) -> float:

@@ -128,8 +128,8 @@ def capacity(program: Program, rosters: list[Roster], lanes: int, slots: int, pa
 
 def plan_round(
     program: Program, roster: Roster, ids: Int[np.ndarray, " n"], round_: int, lanes: int, capacity: Capacity
-) -> tuple[list[Chunk], float]:
-    """Chunks of one round and its slot efficiency (steps that do work over steps that lanes wait for).
+) -> tuple[list[Chunk], tuple[int, int]]:
+    """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their ratio is the slot efficiency.
 
     `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that none waits for another's.
     """
@@ -139,7 +139,7 @@ def plan_round(
     planned = [_plan_chunk(program, roster, ids, group, round_, lanes, capacity) for group in groups]
     useful = sum(int(phase_steps(roster.count[ids], phase.view).sum()) for phase in program.phases)
     paid = lanes * sum(int(tick) for chunk in planned for tick in chunk.ticks)
-    return planned, useful / max(paid, 1)
+    return planned, (useful, paid)
 
 
 def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:

@@ -6,12 +6,11 @@ server removes the bias of the averaged classifier. Where paper and release diff
 """
 
 import dataclasses
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.federated.aggregation import prototype_mean
@@ -33,10 +32,10 @@ class FPPLConfig:
     server_epochs: int = 5  # debias epochs per round
     server_batch_size: int = 128
     server_lr: float = 1e-3
-    wo_unified: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # ablation: no unified-representation loss
-    wo_fusion: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # ablation: the gate's best task alone, gate untrained
-    wo_debias: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # ablation: no server training of the classifier
-    wo_pool: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # ablation: debias on the current task's prototypes only
+    wo_unified: bool = False  # ablation: no unified-representation loss
+    wo_fusion: bool = False  # ablation: the gate's best task alone, gate untrained
+    wo_debias: bool = False  # ablation: no server training of the classifier
+    wo_pool: bool = False  # ablation: debias on the current task's prototypes only
     gate_scale: Literal["learnable", "fixed"] | None = None  # is sigma trained and sent, or 1
     local_classes: Literal["current", "all"] | None = None  # classes that compete in the client's cross-entropy
     reduction: Literal["mean", "sum"] | None = None  # of the losses over a batch, at clients and server

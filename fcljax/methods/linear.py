@@ -1,5 +1,7 @@
 """The linear baseline: FedAvg of a classifier on frozen features, nothing else (McMahan et al. 2017 with a frozen backbone)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,8 +10,17 @@ from fcljax.models.heads import apply_head, correct, cross_entropy, init_head, m
 from fcljax.types import Backbone, Broadcast, Method, Phase, Program, Setting, Upload, View, Weighted
 
 
-def linear(setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+@dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    """The linear baseline has no settings of its own."""
+
+
+FIDELITY: dict[str, dict] = {"intended": {}, "paper": {}, "released": {}}
+
+
+def linear(config: LinearConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
     """Head-only FedAvg: clients train the classifier with a new Adam every round on the classes of the current task."""
+    del config
     adam = optax.adam(lr)
 
     def features(frozen, image, query):

@@ -37,7 +37,7 @@ class ViTConfig:
 
 
 VITS: dict[str, ViTConfig] = {
-    "vit_micro": ViTConfig(image_size=32, patch=4, width=64, depth=6, heads=4, mlp=256),
+    "vit_micro": ViTConfig(image_size=32, patch=8, width=96, depth=6, heads=4, mlp=384),
     "vit_ti16": ViTConfig(width=192, heads=3, mlp=768),
     "vit_s16": ViTConfig(width=384, heads=6, mlp=1536),
     "vit_b16": ViTConfig(),

@@ -1,0 +1,227 @@
+"""The command line: `fcljax run METHOD`, `list`, `pretrain`, `compare`."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from fcljax import __version__, config
+from fcljax.errors import InputError, choose, nearest
+
+USAGE = """usage: fcljax COMMAND ...
+
+  fcljax run METHOD [options]    train and evaluate a method; `fcljax run METHOD --help` lists its options
+  fcljax list                    methods, data sets and backbones
+  fcljax compare RUN_DIR...      a table and a figure over finished runs
+  fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
+  fcljax --version
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """Where a run's settings come from and where its files go."""
+
+    out: str | None = None  # run directory, a new one; default: runs/METHOD-DATASET-sSEED-TIME
+    resume: str | None = None  # run directory to go on with, under the settings it was started with
+    config: str | None = None  # YAML file of settings; options on the command line win
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareOptions:
+    """Options of `fcljax compare`."""
+
+    out: str | None = None  # PNG file of the figure; default: accuracy.png in the folder that holds the first run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; bad input is one line on stderr and exit code 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return dispatch(arguments)
+    except InputError as error:
+        print(f"fcljax: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone, as `head` does: nothing is left to say
+        return 141
+    except OSError as error:
+        where = f" {str(error.filename)!r}" if error.filename else ""
+        print(f"fcljax: cannot read or write{where}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("fcljax: interrupted; go on with --resume", file=sys.stderr)
+        return 130
+    return 2
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Find the command and run it.
+
+    Raises:
+      InputError: for an unknown command or anything wrong that the command finds.
+    """
+    commands = {"run": run, "list": list_, "compare": compare, "pretrain": pretrain}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    return commands[choose("command", arguments[0], commands)](arguments[1:])
+
+
+def run(arguments: list[str]) -> int:
+    """`fcljax run METHOD [options]`."""
+    from fcljax.methods import METHODS
+
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}")
+    method, arguments = arguments[0], arguments[1:]
+    entry = METHODS[choose("method", method, METHODS)]
+    groups = {"files": Paths, "run": config.RunConfig, method: entry.options}
+    given = parse(groups, arguments, f"fcljax run {method}", entry.summary)
+    paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
+    resolved = settings(method, given, paths)
+    out = paths.resume or paths.out or f"runs/{method}-{_slug(resolved.dataset)}-s{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    from fcljax import experiment, report
+
+    summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
+    console = Console()
+    console.print(report.results_table([summary]))
+    console.print(f"run directory: {out}", soft_wrap=True)
+    console.print(f"accuracy curve: {Path(out) / 'figures' / 'accuracy.png'}", soft_wrap=True)
+    return 0
+
+
+def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
+    """Settings of a run: defaults, then those of --config or of the run to resume, then the options that were given.
+
+    Raises:
+      InputError: for a wrong value, or a file that belongs to another method.
+    """
+    source = str(Path(paths.resume) / "config.yaml") if paths.resume else paths.config
+    if paths.resume and (paths.out or paths.config):
+        raise InputError(f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out")
+    values = config.load_yaml(source) if source else {}
+    name = values.pop("method", method)
+    if name != method:
+        raise InputError(f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}")
+    return config.resolve(method, config.from_mapping(method, values | given, source or "options"))
+
+
+def parse(groups: dict[str, type], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
+    """The options that were given, as values by field name. tyro parses and prints the help; what it would reject is caught first, so
+    that every mistake gives one line.
+
+    Args:
+      groups: title -> frozen dataclass of options; together they are one flat namespace.
+      arguments: what the user typed.
+      prog: the command, for the help.
+      description: the first line of the help.
+
+    Raises:
+      InputError: naming the option, its value and the nearest valid one.
+    """
+    fields = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
+    names = set() if {"-h", "--help"} & set(arguments) else check_arguments(fields, arguments)
+    flat = [(title, tyro.conf.OmitArgPrefixes[group], group()) for title, group in groups.items()]
+    command = dataclasses.make_dataclass("Command", flat, frozen=True)
+    parsed = tyro.cli(command, args=arguments, prog=prog, description=description)
+    values = {name: getattr(part, name) for part in vars(parsed).values() for name in vars(part)}
+    return {name: values[name] for name in names}
+
+
+def check_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> set[str]:
+    """Names of the fields that `arguments` set.
+
+    Raises:
+      InputError: for an unknown option, a missing value or a value of the wrong type.
+    """
+    names, rest = set(), list(arguments)
+    while rest:
+        token, *rest = rest
+        flag, equals, value = token.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise InputError(f"option: unexpected argument {token!r}; options start with --")
+        switch = name.removeprefix("no_")
+        if switch in fields and fields[switch].type is bool:
+            names.add(switch)
+            continue
+        if name not in fields:
+            raise InputError(f"option: unknown option {flag!r}; {nearest(flag, map(_flag, fields))}")
+        if not equals:
+            if not rest:
+                raise InputError(f"{name}: {flag} needs a value")
+            value, *rest = rest
+        config.convert(name, fields[name].type, value)
+        names.add(name)
+    return names
+
+
+def list_(arguments: list[str]) -> int:
+    """`fcljax list`: what can be named on the command line."""
+    from fcljax.data.sources import DATASETS
+    from fcljax.methods import METHODS
+    from fcljax.models.pretrained import PACKAGED
+    from fcljax.models.vit import VITS
+
+    if arguments:
+        raise InputError(f"option: unexpected argument {arguments[0]!r}; list takes none")
+    backbones = {
+        name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
+        + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
+        for name, vit in VITS.items()
+    }
+    table = Table("kind", "name", "what it is")
+    listed = {"method": {name: entry.summary for name, entry in METHODS.items()}, "data set": DATASETS, "backbone": backbones}
+    for kind, rows in listed.items():
+        for name, text in rows.items():
+            table.add_row(kind, name, text)
+        table.add_section()
+    Console().print(table)
+    return 0
+
+
+def compare(arguments: list[str]) -> int:
+    """`fcljax compare RUN_DIR... [--out PNG]`."""
+    from fcljax import report
+
+    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    given = parse({"compare": CompareOptions}, arguments[split:], "fcljax compare", "A table and a figure over runs.")
+    if not arguments[:split]:
+        raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
+    out = given.get("out") or Path(arguments[0]).parent / "accuracy.png"
+    table, figure = report.compare(arguments[:split], out)
+    console = Console()
+    console.print(table)
+    console.print(f"accuracy curve: {figure}", soft_wrap=True)
+    return 0
+
+
+def pretrain(arguments: list[str]) -> int:
+    """`fcljax pretrain [options]`."""
+    from fcljax.pretrain import PretrainConfig
+    from fcljax.pretrain import pretrain as train
+
+    given = parse({"pretrain": PretrainConfig}, arguments, "fcljax pretrain", "Train the packaged micro ViT again.")
+    summary = train(PretrainConfig(**given))
+    for name, value in summary.items():
+        print(f"{name}: {value}")
+    return 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _slug(text: str) -> str:
+    """A data set's name as part of a folder's name."""
+    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)
+

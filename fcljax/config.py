@@ -1,0 +1,175 @@
+"""The settings of a run: one frozen dataclass per method, one flat namespace of fields for the command line and for YAML.
+
+`config.yaml` holds every field of a resolved run and can be given back with `--config`. All values pass `from_mapping`, wherever they
+come from, so a wrong one gives the same single line.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fcljax.errors import InputError, choose, nearest
+from fcljax.methods import METHODS, resolve_options
+
+Fidelity = Literal["intended", "paper", "released"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and need no download."""
+
+    dataset: str = "digits"  # digits, glyphs, npz:PATH or folder:PATH
+    backbone: str = "vit_micro"  # vit_micro, vit_ti16, vit_s16 or vit_b16
+    checkpoint: str | None = None  # weights of the backbone (.safetensors or .npz, timm names); vit_micro's are packaged
+    image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
+    normalise: Literal["half", "unit", "imagenet"] | None = None  # pixel range; default: half, and unit where fidelity is not intended
+    augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
+    tasks: int = 5  # number of tasks T
+    clients: int = 5  # number of clients K
+    participation: float = 1.0  # share of the clients that take part in a round
+    partition: Literal["dirichlet", "iid"] = "dirichlet"  # how the training rows are dealt to clients
+    beta: float = 0.5  # Dirichlet concentration; smaller is less even
+    rounds: int = 3  # communication rounds per task
+    epochs: int = 5  # local epochs per round
+    batch_size: int = 32  # rows per local step
+    lr: float = 1e-3  # the clients' learning rate
+    aggregator: Literal["mean", "uniform", "median", "trimmed_mean"] = "mean"  # how uploads are merged
+    seed: int = 2023  # of class order, partition, initial values and all draws
+    fidelity: Fidelity = "intended"  # which reading of the paper where paper and release differ
+    lanes: int | None = None  # clients that run at a time; default: chosen by backend
+    lane_mode: Literal["loop", "vmap", "unroll"] | None = None  # how lanes run; default: chosen by backend
+    eval_batch_size: int = 64  # images per evaluation step
+    eval_every_round: bool = False  # evaluate after every round, not only after every task
+    keep_checkpoints: int = 2  # how many checkpoints stay on disk
+    glyph_train: int = 100  # training images per class of the data set glyphs
+    glyph_test: int = 20  # test images per class of the data set glyphs
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "image_size": (1, 4096), "tasks": (1, 100_000), "clients": (1, 10_000_000), "rounds": (1, 1_000_000), "epochs": (1, 100_000),
+    "batch_size": (1, 1_000_000), "eval_batch_size": (1, 1_000_000), "keep_checkpoints": (1, 10_000), "lanes": (1, 100_000),
+    "seed": (0, 2**32 - 1), "glyph_train": (1, 1_000_000), "glyph_test": (1, 1_000_000), "prompt_length": (1, 10_000),
+    "prompt_blocks": (1, 1000), "server_epochs": (1, 100_000), "server_batch_size": (1, 1_000_000),
+}  # fmt: skip
+POSITIVE = ("beta", "lr", "server_lr", "temperature", "participation")
+
+
+@functools.cache
+def run_class(method: str) -> type:
+    """The dataclass of a method's run: the shared fields and the method's own.
+
+    Raises:
+      InputError: for an unknown method.
+    """
+    choose("method", method, METHODS)
+    return dataclasses.make_dataclass(
+        f"Run_{method}", [], bases=(METHODS[method].options, RunConfig), frozen=True, namespace={"__doc__": METHODS[method].summary}
+    )
+
+
+def method_options(method: str, config: RunConfig) -> Any:
+    """The method's own part of a run's settings."""
+    options = METHODS[method].options
+    return options(**{field.name: getattr(config, field.name) for field in dataclasses.fields(options)})
+
+
+def resolve(method: str, config: RunConfig) -> RunConfig:
+    """Every None that a fidelity preset decides is filled in; checks ranges.
+
+    Raises:
+      InputError: naming the field, its value and what is valid.
+    """
+    _check_ranges(config)
+    options = resolve_options(method, method_options(method, config), config.fidelity)
+    normalise = config.normalise or ("half" if config.fidelity == "intended" else "unit")
+    return dataclasses.replace(config, normalise=normalise, **dataclasses.asdict(options))
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in BOUNDS and value is not None:
+            low, high = BOUNDS[field.name]
+            if not low <= value <= high:
+                raise InputError(f"{field.name}: {value} is out of range; nearest valid value: {min(max(value, low), high)}")
+        if field.name in POSITIVE and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{field.name}: {value} must be a positive finite number, such as {field.default}")
+    if config.participation > 1:
+        raise InputError(f"participation: {config.participation} is out of range; nearest valid value: 1.0")
+
+
+def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
+    """A run's settings from names and values, as YAML or the command line give them; missing names keep their defaults.
+
+    Raises:
+      InputError: for an unknown key (with the nearest known one) or a value of the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(run_class(method))}
+    for name in values:
+        if name not in fields:
+            raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
+    return run_class(method)(**{name: convert(name, fields[name].type, value) for name, value in values.items()})
+
+
+def convert(name: str, type_: Any, value: Any) -> Any:
+    """`value`, which may be a string, as a value of the field's type.
+
+    Raises:
+      InputError: naming the field, the value and what is valid.
+    """
+    if isinstance(type_, types.UnionType):
+        if value is None or value == "None":
+            return None
+        type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
+    if typing.get_origin(type_) is Literal:
+        return choose(name, value, typing.get_args(type_))
+    if type_ is bool:
+        return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
+    if type_ is int and not _is_whole(value):
+        raise InputError(f"{name}: {value!r} is not a whole number")
+    try:
+        return type_(value) if not isinstance(value, bool) else _reject(name, value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: {value!r} is not a {'number' if type_ is float else type_.__name__}") from None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
+
+
+def _reject(name: str, value: Any) -> None:
+    raise InputError(f"{name}: {value!r} is not a number")
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, safely loaded.
+
+    Raises:
+      InputError: for a missing file, broken YAML or something that is no mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config: cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"config: {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"config: {str(path)!r} does not hold a mapping of names to values")
+    return values
+
+
+def to_yaml(method: str, config: RunConfig) -> str:
+    """All fields of a run as YAML, the method first."""
+    return yaml.safe_dump({"method": method, **dataclasses.asdict(config)}, sort_keys=False)
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Readable differences between two mappings of settings: 'name (x, not y)'."""
+    return [f"{name} ({b.get(name)!r}, not {a.get(name)!r})" for name in {**a, **b} if a.get(name) != b.get(name)]

@@ -1,0 +1,64 @@
+"""A stream of tasks: the shuffled class order of a run, and which classes belong to which task.
+
+Two numberings of classes exist. Original labels are those of the data set, 0..C-1. Everything after `relabel` numbers a class by
+its position in the class order, so that every task owns a contiguous range.
+"""
+
+from itertools import accumulate
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from fcljax.errors import InputError
+from fcljax.types import Task
+
+
+def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarray, " C"]:
+    """Original labels in the order in which tasks take them.
+
+    Must be the first draw of `RandomState(seed)`; the partition goes on with the same stream (FPPL's release, which seeds numpy's
+    global legacy stream). `RandomState` and not `default_rng`, because only its stream is frozen for ever.
+    """
+    return rng.permutation(np.arange(num_classes, dtype=np.int64))
+
+
+def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
+    """Classes per task: equal, and where `tasks` does not divide them the first tasks get one more.
+
+    Raises:
+      InputError: for less than one task, or more tasks than classes.
+    """
+    if not 1 <= tasks <= num_classes:
+        raise InputError(f"tasks: {tasks} tasks cannot share {num_classes} classes; choose 1 to {num_classes}")
+    size, rest = divmod(num_classes, tasks)
+    return tuple(size + (task < rest) for task in range(tasks))
+
+
+def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
+    """The tasks of a run as numpy arrays, classes numbered by position in the class order.
+
+    Raises:
+      InputError: as `task_sizes`.
+    """
+    sizes = task_sizes(num_classes, tasks)
+    ends = tuple(accumulate(sizes))
+    return tuple(_task(task, ends[task] - sizes[task], ends[task], max(sizes), num_classes) for task in range(tasks))
+
+
+def _task(index: int, start: int, end: int, widest: int, num_classes: int) -> Task:
+    ids = np.arange(num_classes)
+    classes = np.full(widest, -1, np.int32)
+    classes[: end - start] = ids[start:end]
+    return Task(np.asarray(index, np.int32), classes, current=(start <= ids) & (ids < end), seen=ids < end)
+
+
+def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int64[np.ndarray, " N"]:
+    """Original labels to positions in the class order."""
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    return position[labels]
+
+
+def task_of_round(round: int, tasks: int, total_rounds: int) -> int:
+    """The task that global round `round` (from 0) belongs to: floor(round * tasks / total_rounds), as in FPPL's release."""
+    return round * tasks // total_rounds

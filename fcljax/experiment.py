@@ -1,0 +1,432 @@
+"""The driver, and the only effectful file: tasks x rounds, evaluation, checkpoints, logs, figures.
+
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/ and figures/.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fcljax import checkpoint, config, metrics, report
+from fcljax.config import RunConfig
+from fcljax.data.augment import NORMALISE, Preprocess, clean_view, train_view
+from fcljax.data.partition import count_matrix, dirichlet, iid
+from fcljax.data.sources import Dataset, load_dataset
+from fcljax.data.store import client_rows
+from fcljax.data.tasks import class_order, make_tasks, relabel
+from fcljax.errors import InputError
+from fcljax.evaluation import Split, cache_queries, make_predict
+from fcljax.federated import communication
+from fcljax.federated.aggregation import AGGREGATORS
+from fcljax.federated.engine import Engine, Lanes, default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacity, participants
+from fcljax.files import write_text
+from fcljax.methods import METHODS
+from fcljax.models.pretrained import load_backbone
+from fcljax.models.vit import vit_backbone
+from fcljax.types import ClientInfo, Method, PyTree, Setting, Task
+
+CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
+INIT, CLIENTS, ROUNDS, BEGIN, END = range(5)  # purposes of the run's key
+
+
+class Experiment(NamedTuple):
+    """Everything that a run needs and that does not change while it goes on."""
+
+    method: Method
+    engine: Engine
+    frozen: PyTree
+    train: Split
+    test: Split
+    tasks: tuple[Task, ...]
+    rosters: list[Roster]
+    holdings: np.ndarray  # [K, C] training rows per client and class
+    view: Callable  # uint8 images -> network input, deterministic
+    augments: bool  # does the training view crop and flip?
+    setting: Setting
+    key: jax.Array
+
+
+class State(NamedTuple):
+    """Everything that changes: what a checkpoint holds beside the host records."""
+
+    server: PyTree
+    clients: PyTree
+    key: jax.Array  # key data of the run's key, so that a checkpoint says what drew its numbers
+
+
+@dataclasses.dataclass
+class Records:
+    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. Plain JSON values."""
+
+    rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    accuracy: list[list[float]] = dataclasses.field(default_factory=list)
+    confusion: list[list[int]] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, **counts: float) -> None:
+        """Add to the totals."""
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+
+class Clock:
+    """Seconds per section, with compilation apart: JAX reports how long it traced and compiled while a section was open."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds, self.compiling = seconds, 0.0
+
+    def __enter__(self) -> "Clock":
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, seconds: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.compiling += seconds
+
+    @contextlib.contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
+        start, compiled = time.perf_counter(), self.compiling
+        yield
+        compiled = self.compiling - compiled
+        spent = max(0.0, time.perf_counter() - start - compiled)
+        self.seconds[section] = self.seconds.get(section, 0.0) + spent
+        self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
+
+
+# ---- set-up ------------------------------------------------------------------------------------------------------------------------
+
+
+def prepare(method_name: str, cfg: RunConfig) -> Experiment:
+    """Load data and backbone, deal the rows to clients and tasks, build the method and its engine. `cfg` is resolved.
+
+    Raises:
+      InputError: for anything in the settings or files that cannot work.
+    """
+    vit, frozen = load_backbone(cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype)
+    dataset = load_dataset(
+        cfg.dataset, image_size=vit.image_size, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed
+    )
+    classes = len(dataset.class_names)
+    tasks = make_tasks(classes, cfg.tasks)
+    train_label, test_label, parts = deal(dataset, cfg)
+    rosters = [_roster(parts, train_label, task, classes) for task in tasks]
+    setting = Setting(classes, cfg.tasks, len(tasks[0].classes), cfg.clients)
+    options = config.method_options(method_name, cfg)
+    if getattr(options, "prompt_blocks", 0) > vit.depth:
+        raise InputError(f"prompt_blocks: {options.prompt_blocks} is more than the {vit.depth} blocks of {cfg.backbone}")
+    method = METHODS[method_name].build(options, setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
+
+    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without the margin of 256 to 224.
+    preprocess = Preprocess(
+        vit.image_size, *NORMALISE[cfg.normalise], resize=None if dataset.augment else vit.image_size
+    )
+    augments = dataset.augment if cfg.augment is None else cfg.augment
+    clean = partial(clean_view, preprocess)
+    lanes = _lanes(cfg)
+    shapes = capacity(method.client, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
+    again = capacity(method.refresh, rosters, lanes.count, CLIENTS_PER_CHUNK) if method.refresh else None
+    engine = make_engine(
+        method, partial(fetch, preprocess, augments), lanes, shapes,
+        reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator], refresh_capacity=again,
+    )  # fmt: skip
+    train = Split(jnp.asarray(dataset.x_train), jnp.asarray(train_label, jnp.int32))
+    test = Split(jnp.asarray(dataset.x_test), jnp.asarray(test_label, jnp.int32))
+    holdings = count_matrix(train_label, parts, classes)
+    key = jax.random.key(cfg.seed)
+    return Experiment(method, engine, frozen, train, test, tasks, rosters, holdings, clean, augments, setting, key)
+
+
+def deal(dataset: Dataset, cfg: RunConfig) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Labels as positions in the shuffled class order, for both splits, and the training rows of each client.
+
+    Class order and partition come from one legacy numpy stream, in this order, as in FPPL's release (specification section 6).
+    """
+    stream = np.random.RandomState(cfg.seed)
+    order = class_order(len(dataset.class_names), stream)
+    if cfg.partition == "iid":
+        parts = iid(dataset.y_train, cfg.clients, stream)
+    else:
+        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream)
+    return relabel(dataset.y_train, order), relabel(dataset.y_test, order), parts
+
+
+def fetch(preprocess: Preprocess, augments: bool, split: Split, rows, keys, augment: bool):
+    """What the engine reads: rows of a split as network input, with the query features where they are cached and still hold."""
+    image = split.image[rows]
+    if augment and augments:
+        return train_view(preprocess, image, keys), split.label[rows], None
+    return clean_view(preprocess, image), split.label[rows], None if split.query is None else split.query[rows]
+
+
+def _roster(parts, label, task, classes) -> Roster:
+    rows, offset = client_rows(parts, label, task)
+    client = np.repeat(np.arange(len(parts)), np.diff(offset))
+    held = np.bincount(client * classes + label[rows], minlength=len(parts) * classes).reshape(len(parts), classes)
+    return Roster(rows, offset, held.astype(np.int32))
+
+
+def _lanes(cfg: RunConfig) -> Lanes:
+    default = default_lanes(jax.default_backend(), cfg.clients)
+    count = cfg.lanes or default.count
+    return Lanes(count, cfg.lane_mode or (default.mode if cfg.lanes is None or default.mode != "loop" else "loop"))
+
+
+def with_queries(exp: Experiment, batch_size: int) -> Experiment:
+    """The experiment with query features cached wherever the input is deterministic: the test split always, the training split if
+    some phase reads it without augmentation."""
+    if exp.method.query is None:
+        return exp
+    cache = partial(cache_queries, exp.method.query, exp.view, exp.frozen, batch_size=batch_size)
+    test = exp.test._replace(query=cache(exp.test.image))
+    if all(phase.view.augment and exp.augments for phase in exp.method.client.phases):
+        return exp._replace(test=test)
+    return exp._replace(test=test, train=exp.train._replace(query=cache(exp.train.image)))
+
+
+# ---- the run -----------------------------------------------------------------------------------------------------------------------
+
+
+def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Train and evaluate one method, or go on with a run that was cut off.
+
+    Args:
+      method_name: one of METHODS.
+      cfg: resolved settings; with `resume` they must be those of the run.
+      out: the run directory; a new one, unless `resume`.
+      resume: continue from the newest checkpoint in `out`; the result equals the uninterrupted run's bit for bit.
+      console: where the progress bar goes.
+
+    Returns:
+      The content of summary.json.
+
+    Raises:
+      InputError: for bad settings or files, or if `out` cannot be written.
+    """
+    out = Path(out)
+    exp = prepare(method_name, cfg)
+    claim(out, method_name, cfg, resume)
+    with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
+        state, records, done = _begin(exp, manager, resume)
+        with Clock(records.seconds) as clock:
+            with clock("eval"):
+                exp = with_queries(exp, cfg.eval_batch_size)
+                jax.block_until_ready((exp.test, exp.train))
+            _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
+        checkpoint.finish(manager)
+    summary = summarize(exp, method_name, cfg, records)
+    report.write_json(out / "summary.json", summary)
+    draw(exp, summary, out / "figures")
+    return summary
+
+
+def claim(out: Path, method_name: str, cfg: RunConfig, resume: bool) -> None:
+    """Make the run directory and write config.yaml, or check that the directory is this run's.
+
+    Raises:
+      InputError: if it cannot be written, holds another run already, or was made with other settings.
+    """
+    text = config.to_yaml(method_name, cfg)
+    if resume:
+        differ = config.differences(config.load_yaml(out / "config.yaml"), yaml.safe_load(text))
+        if differ:
+            raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ)}")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"out: {str(out)!r} exists already; give a new folder, or go on with --resume {out}")
+    try:
+        (out / "checkpoints").mkdir(parents=True)
+        (out / "figures").mkdir()
+        write_text(out / "config.yaml", text)
+    except OSError as error:
+        raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
+
+
+def _begin(exp: Experiment, manager, resume: bool) -> tuple[State, Records, int]:
+    """The state before the first round, or the newest checkpoint's, and how many rounds it has behind it."""
+    server = jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
+    clients = init_clients(exp.method, server, exp.setting.clients, jax.random.fold_in(exp.key, CLIENTS))
+    state = State(server, clients, jax.random.key_data(exp.key))
+    snapshot = checkpoint.latest(manager, state) if resume else None
+    if snapshot is None:
+        return state, Records(), 0
+    return snapshot.state, Records(**snapshot.records), snapshot.step
+
+
+def _loop(exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager, clock, out: Path, console: Console) -> None:
+    """All remaining rounds: train, evaluate at task ends, log, checkpoint."""
+    predict = make_predict(exp.method.predict, exp.view, cfg.eval_batch_size, exp.test.label.shape[0])
+    begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
+    log = out / "metrics.jsonl"
+    # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged, again.
+    write_text(log, "".join(_json_line(line) for line in records.rounds))
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=cfg.tasks * cfg.rounds, completed=done, **_shown(records))
+        for step in range(done, cfg.tasks * cfg.rounds):
+            t, r = divmod(step, cfg.rounds)
+            task, last = exp.tasks[t], r == cfg.rounds - 1
+            server, clients, _ = state
+            if r == 0:
+                server = begin_task(server, task, jax.random.fold_in(jax.random.fold_in(exp.key, BEGIN), t))
+            ids = participants(cfg.seed, t, r, np.flatnonzero(exp.rosters[t].count), cfg.participation)
+            server, clients, done_round = run_round(
+                exp.engine, exp.frozen, server, clients, exp.train, exp.rosters[t], ids, task, r,
+                jax.random.fold_in(exp.key, ROUNDS), clock,
+            )  # fmt: skip
+            if last:
+                server = end_task(exp.frozen, server, task, jax.random.fold_in(jax.random.fold_in(exp.key, END), t))
+            state = State(server, clients, state.key)
+            row = None
+            if last or cfg.eval_every_round:
+                with clock("eval"):
+                    row = evaluate(exp, predict, server, t, records)
+                if last:
+                    records.accuracy.append(row)
+            line = _record(records, t, r, done_round, row)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(_json_line(line))
+            checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, dataclasses.asdict(records)))
+            progress.update(bar, advance=1, **_shown(records))
+
+
+def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records: Records) -> list[float]:
+    """Accuracy on each task seen so far, over all its test rows, with all seen classes competing."""
+    label = np.asarray(exp.test.label)
+    rows = np.flatnonzero(exp.tasks[t].seen[label])
+    predicted = predict(exp.frozen, server, exp.test, rows, exp.tasks[t])
+    confusion = metrics.confusion_matrix(label[rows], predicted, exp.setting.classes)
+    records.confusion = confusion.tolist()
+    records.add(evaluated_images=len(rows))
+    return metrics.task_accuracy(confusion, [task.classes for task in exp.tasks[: t + 1]]).tolist()
+
+
+def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None]:
+    """Accuracy of each client's personal model on the test rows of the classes that it has learned; None if it has learned none."""
+    label = np.asarray(exp.test.label)
+    predict = make_predict(
+        lambda frozen, model, image, query, task: exp.method.predict_client(frozen, *model, image, query, task),
+        exp.view, batch_size, len(label),
+    )  # fmt: skip
+    result = []
+    for client in range(exp.setting.clients):
+        learned = (exp.holdings[client] > 0) & exp.tasks[t].seen
+        rows = np.flatnonzero(learned[label])
+        model = (state.server, jax.tree.map(lambda x, i=client: x[i], state.clients))
+        predicted = predict(exp.frozen, model, exp.test, rows, exp.tasks[t])
+        result.append(float(np.mean(predicted == label[rows])) if len(rows) else None)
+    return result
+
+
+def _record(records: Records, t: int, r: int, done, row: list[float] | None) -> dict[str, Any]:
+    """Add one round to the history."""
+    line = {"task": t, "round": r, **done.metrics, "participants": done.participants, "rejected": done.rejected}
+    line["slot_efficiency"] = done.slot_efficiency
+    if row is not None:
+        line["accuracy"] = row
+        line["A"] = float(np.mean(row))
+    line = {name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in line.items()}
+    records.rounds.append(line)
+    records.add(
+        client_rounds=done.participants, rejected=done.rejected, client_images=done.rows, trained_images=done.first_phase_rows,
+        useful_steps=done.useful_steps, paid_steps=done.paid_steps,
+    )  # fmt: skip
+    return line
+
+
+def _json_line(line: dict[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+def _progress(console: Console) -> Progress:
+    """Task, round, loss, accuracy and the time left."""
+    return Progress(
+        TextColumn("task {task.fields[t]} round {task.fields[r]}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip
+
+
+def _shown(records: Records) -> dict[str, str]:
+    last = records.rounds[-1] if records.rounds else {}
+    accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
+    return {
+        "t": str(last.get("task", 0) + 1),
+        "r": str(last.get("round", -1) + 1),
+        "loss": f"{last['loss']:.3f}" if last.get("loss") is not None else "-",
+        "accuracy": f"{100 * accuracy:.1f}%" if accuracy is not None else "-",
+    }
+
+
+# ---- results -----------------------------------------------------------------------------------------------------------------------
+
+
+def summarize(exp: Experiment, method_name: str, cfg: RunConfig, records: Records) -> dict[str, Any]:
+    """What summary.json holds. Communication is counted per client and round from the real pytrees; times are seconds."""
+    upload, broadcast, trainable = wire_shapes(exp)
+    traffic = communication.traffic(upload, broadcast)
+    seconds, counts = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds, records.counts
+    confusion = np.asarray(records.confusion)
+    by_part = {name: communication.scalars(tree) for name, tree in trainable.items()}
+    return {
+        "method": method_name, "dataset": cfg.dataset, "backbone": cfg.backbone, "seed": cfg.seed, "fidelity": cfg.fidelity,
+        **metrics.summarize(records.accuracy),
+        "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
+        "client_accuracy": metrics.client_accuracy(confusion, exp.holdings).tolist(),
+        "communication": traffic._asdict(),
+        "communication_total": communication.total(traffic, int(counts["client_rounds"])),
+        "extra_storage": communication.extra_storage(broadcast),
+        "trainable_params": sum(by_part.values()),
+        "trainable_params_by_part": by_part,
+        "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
+        "client_images_per_s": _rate(counts["client_images"], seconds["client"]),
+        "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]),
+        "eval_images_per_s": _rate(counts["evaluated_images"], seconds["eval"]),
+        "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
+        "lanes": exp.engine.lanes._asdict(),
+        "rejected_uploads": int(counts["rejected"]),
+        "traces": max(exp.engine.traces.values(), default=0),
+        "config": dataclasses.asdict(cfg),
+    }  # fmt: skip
+
+
+def wire_shapes(exp: Experiment) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+    """Shapes of one client's upload, of the broadcast, and of the named parts that it trains."""
+    method, task = exp.method, exp.tasks[0]
+    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(exp.setting.classes, np.int32), np.int32(0))
+
+    def client(key, frozen):
+        server = method.init(key, frozen)
+        broadcast, state = method.broadcast(server, task), method.init_client(key, server)
+        local = method.client.start(broadcast, state, task, info, key)
+        upload, _ = method.client.finish(broadcast, local, state, task, info)
+        return upload, broadcast, method.trainable(server, task) if method.trainable else {"upload": upload.mean}
+
+    return jax.eval_shape(client, exp.key, exp.frozen)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else float("nan")
+
+
+def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
+    """The run's figures: accuracy curve, accuracy matrix, who holds which class."""
+    name = f"{summary['method']} on {summary['dataset']}"
+    report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
+    report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
+    report.class_holdings(folder / "classes.png", exp.holdings, [task.classes for task in exp.tasks])

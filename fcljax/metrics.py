@@ -1,0 +1,154 @@
+"""One named definition per metric of federated continual learning, in numpy, as fractions in [0, 1].
+
+All of them read the accuracy matrix a: a[t, i] is the accuracy on the test rows of task i after training on task t, with nothing
+(NaN or None, or a ragged list) above the diagonal. The first rows of a run still going are a matrix too; T below is the rows given.
+A missing value on or below the diagonal (a task without test rows) is left out of every mean.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int, Integer
+
+from fcljax.errors import InputError
+
+Matrix = np.ndarray | Sequence
+
+
+def confusion_matrix(
+    label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
+) -> Int[np.ndarray, "C C"]:
+    """Counts [true class, predicted class] of N rows.
+
+    Raises:
+      InputError: a class id outside 0..num_classes-1.
+    """
+    for field, ids in (("label", label), ("prediction", prediction)):
+        wrong = ids[(ids < 0) | (ids >= num_classes)]
+        if wrong.size:
+            raise InputError(f"{field}: class {wrong[0]} is outside 0..{num_classes - 1}")
+    pair = label.astype(np.int64) * num_classes + prediction
+    return np.bincount(pair, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def per_class_accuracy(confusion: Integer[np.ndarray, "C C"]) -> Float[np.ndarray, " C"]:
+    """The fraction of each class's rows that are predicted right; NaN for a class without rows."""
+    return _ratio(np.diagonal(confusion), confusion.sum(1))
+
+
+def task_accuracy(confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.ndarray) -> Float[np.ndarray, " t"]:
+    """One row a[t, :t+1] of the accuracy matrix.
+
+    Args:
+      confusion: counts over the test rows of all seen classes.
+      tasks: the class ids of each task seen so far; negative ids are padding.
+
+    Returns:
+      Right predictions over rows, per task; NaN for a task without rows.
+    """
+    classes = [np.asarray(task)[np.asarray(task) >= 0] for task in tasks]
+    right, rows = np.diagonal(confusion), confusion.sum(1)
+    return _ratio(np.array([right[c].sum() for c in classes]), np.array([rows[c].sum() for c in classes]))
+
+
+def client_accuracy(
+    confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]
+) -> Float[np.ndarray, " K"]:
+    """Accuracy of the global model under each client's own label distribution.
+
+    Args:
+      confusion: counts over the test rows of all seen classes; a class without test rows counts as not seen.
+      class_counts: training rows of each client and class.
+
+    Returns:
+      The mean of the per-class accuracies weighted by the client's rows of the seen classes; NaN for a client without such rows.
+    """
+    accuracy = per_class_accuracy(confusion)
+    seen = ~np.isnan(accuracy)
+    counts = class_counts[:, seen]
+    return _ratio(counts @ accuracy[seen], counts.sum(1))
+
+
+def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
+    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over the tasks seen, also when tasks differ in size (VFCL eq. 22)."""
+    return np.array([_mean(row[: t + 1]) for t, row in enumerate(_lower(matrix))])
+
+
+def A_avg(matrix: Matrix) -> float:
+    """Average incremental accuracy: the mean over t of A_t (A-bar in FPPL, Avg in PILoRA)."""
+    return _mean(average_accuracy(matrix))
+
+
+def A_last(matrix: Matrix) -> float:
+    """A_T: the average accuracy after the last task given; NaN for an empty matrix."""
+    accuracy = average_accuracy(matrix)
+    return float(accuracy[-1]) if accuracy.size else float("nan")
+
+
+def forgetting(matrix: Matrix) -> dict[str, float]:
+    """Three definitions in use, by name; all are 0 for a single task.
+
+    paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA; VFCL eq. 23).
+    released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last task adds 0 (FPPL's released script).
+    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, that is minus backward transfer.
+    """
+    a = _lower(matrix)
+    if len(a) < 2:
+        return {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
+    last = a[-1]
+    best_before = np.fmax.reduce(a[:-1, :-1], axis=0)
+    return {
+        "paper": _mean(best_before - last[:-1]),
+        "released": _mean(np.fmax.reduce(a, axis=0) - last),
+        "diagonal": _mean(np.diagonal(a)[:-1] - last[:-1]),
+    }
+
+
+def backward_transfer(matrix: Matrix) -> float:
+    """1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq. 3); 0 for a single task."""
+    return -forgetting(matrix)["diagonal"] + 0.0
+
+
+def summarize(matrix: Matrix) -> dict:
+    """What a run reports about its accuracy matrix, ready for JSON: accuracy, A, A_avg, A_last, forgetting, backward_transfer."""
+    return {
+        "accuracy": to_json(matrix),
+        "A": average_accuracy(matrix).tolist(),
+        "A_avg": A_avg(matrix),
+        "A_last": A_last(matrix),
+        "forgetting": forgetting(matrix),
+        "backward_transfer": backward_transfer(matrix),
+    }
+
+
+def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """(mean, population standard deviation) over seeds: ddof = 0, as the papers report it."""
+    values = np.asarray(values, float)
+    return float(values.mean()), float(values.std())
+
+
+def to_json(matrix: Matrix) -> list[list[float | None]]:
+    """The accuracy matrix as square nested lists, with None above the diagonal and wherever a value is missing."""
+    return [[None if np.isnan(value) else float(value) for value in row] for row in _lower(matrix)]
+
+
+def _lower(matrix: Matrix) -> np.ndarray:
+    """[T, T] float64 with NaN above the diagonal; rows of tasks not trained yet (nothing in them) are cut off the end."""
+    rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
+    while rows and np.isnan(rows[-1]).all():
+        rows.pop()
+    square = np.full((len(rows), len(rows)), np.nan)
+    for t, row in enumerate(rows):
+        if len(row) < t + 1:
+            raise InputError(f"accuracy: row {t} has {len(row)} values; it needs one for each of the {t + 1} tasks seen")
+        square[t, : t + 1] = row
+    return square
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)

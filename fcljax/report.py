@@ -1,0 +1,321 @@
+"""Figures, tables and files of finished runs. Figures use matplotlib's objects and Agg, never pyplot, so nothing global is touched;
+every file is written to a temporary name in its folder and then renamed, so a reader never meets half a file."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Num
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from fcljax.errors import InputError
+from fcljax.files import atomic, write_text
+from fcljax.metrics import over_seeds
+
+# Okabe and Ito's palette, which stays distinct under the common colour blindnesses; its yellow is left out, as too faint on white
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = "osD^vPX<>p"
+LINES = ("-", "--", ":", "-.")
+INK = "#333333"
+MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
+MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
+
+SUMMARY_FIELDS = {
+    "method": (), "dataset": (), "backbone": (), "seed": (), "fidelity": (), "accuracy": (), "A": (), "A_avg": (), "A_last": (),
+    "forgetting": ("paper", "released", "diagonal"),
+    "communication": ("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"),
+    "trainable_params": (),
+    "time": ("compile_s", "client_s", "server_s", "eval_s"),
+    "client_images_per_s": (), "slot_efficiency": (), "traces": (),
+}  # fmt: skip
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Write `obj` as strict JSON: NaN and infinities become null, arrays lists, named tuples and mappings objects.
+
+    Raises:
+      TypeError: a value that JSON has no form for; an existing file is then left as it is.
+    """
+    text = json.dumps(_plain(obj), indent=2, allow_nan=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text + "\n")
+
+
+def load_summary(run_dir: str | Path) -> dict[str, Any]:
+    """The `summary.json` of a run directory.
+
+    Raises:
+      InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing.
+    """
+    path = Path(run_dir) / "summary.json"
+    if not path.parent.is_dir():
+        raise InputError(f"run: no directory {str(run_dir)!r}")
+    if not path.is_file():
+        raise InputError(f"run: {str(run_dir)!r} has no summary.json; has the run finished?")
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
+    missing = _missing(summary)
+    if missing:
+        raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
+    return summary
+
+
+def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") -> Table:
+    """One row per run, and one more with mean +- population standard deviation for runs that differ in their seed only.
+
+    Args:
+      summaries: as `load_summary` returns them.
+      forgetting: which of `metrics.forgetting`'s definitions to show.
+    """
+    table = Table(title="Accuracy and forgetting in %, uploads in floating-point numbers per client and round")
+    for name in ("Method", "Dataset", "Backbone", "Fidelity"):
+        table.add_column(name, overflow="fold")
+    for name in ("Seed", "A_avg", "A_last", f"Forgetting ({forgetting})", "Upload", "Time", "Images/s"):
+        table.add_column(name, justify="right")
+    for group in _groups(summaries):
+        for run in group:
+            table.add_row(*_cells([run], forgetting), end_section=run is group[-1] and len(group) == 1)
+        if len(group) > 1:
+            table.add_row(*_cells(group, forgetting), style="bold", end_section=True)
+    return table
+
+
+def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tuple[Table, Path | None]:
+    """The results table of several runs and, if `out` is given, their accuracy curves as a PNG there.
+
+    Runs with the same method, dataset, backbone, fidelity and number of tasks but different seeds are one curve with a band of one
+    population standard deviation.
+
+    Returns:
+      (table, path of the figure or None).
+
+    Raises:
+      InputError: no run given, or a run that `load_summary` refuses.
+    """
+    if not run_dirs:
+        raise InputError("run: nothing to compare; give at least one run directory")
+    summaries = [load_summary(run_dir) for run_dir in run_dirs]
+    table = results_table(summaries)
+    if out is None:
+        return table, None
+    groups = _groups(summaries)
+    curves = [np.array([run["A"] for run in group], float) for group in groups]
+    names = _names(groups)
+    spread = {name: curve.std(0) for name, curve in zip(names, curves, strict=True) if len(curve) > 1}
+    return table, accuracy_curve(out, {name: curve.mean(0) for name, curve in zip(names, curves, strict=True)}, spread)
+
+
+def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any] | None = None) -> Path:
+    """A_t over tasks, one line per run, as a PNG.
+
+    Args:
+      path: file to write.
+      runs: name -> A [T], fractions; lengths may differ.
+      spread: name -> half width [T] of a band around the line of that name.
+    """
+    figure = _figure(7.2 if len(runs) <= 6 else 9.6, 4.4)
+    axes = figure.add_subplot()
+    longest = max((len(values) for values in runs.values()), default=0)
+    for i, (name, values) in enumerate(runs.items()):
+        percent = 100 * np.asarray(values, float)
+        tasks = np.arange(1, len(percent) + 1)
+        color = PALETTE[i % len(PALETTE)]
+        style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]}
+        edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
+        axes.plot(tasks, percent, label=name, color=color, linewidth=1.8, **style, **edge)
+        if spread and name in spread:
+            half = 100 * np.asarray(spread[name], float)
+            axes.fill_between(tasks, percent - half, percent + half, color=color, alpha=0.18, linewidth=0)
+    axes.set(xlabel="Tasks learned", ylabel="Average accuracy $A_t$ (%)", xlim=(0.6, max(longest, 1) + 0.4))
+    axes.set_xticks(_ticks(longest))
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    _open_frame(axes)
+    if len(runs) > 6:
+        figure.legend(loc="outside right upper", frameon=False)
+    elif runs:
+        axes.legend(frameon=False)
+    return _save(path, figure)
+
+
+def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
+    """The accuracy matrix [T, T] (fractions; NaN or None above the diagonal) as a heat map PNG, with numbers up to 12 tasks."""
+    percent = 100 * np.array(matrix, dtype=float)
+    tasks = len(percent)
+    side = min(max(3.6, 0.62 * tasks + 1.4), 9.0)
+    figure = _figure(side + 0.9, side)
+    axes = figure.add_subplot()
+    axes.set_facecolor("#F2F2F2")
+    image = axes.imshow(np.ma.masked_invalid(percent), cmap="viridis", vmin=0, vmax=100)
+    if tasks <= MAX_NUMBERED_TASKS:
+        for t, i in np.argwhere(~np.isnan(percent)):
+            ink = "black" if percent[t, i] > 55 else "white"
+            axes.text(i, t, f"{percent[t, i]:.1f}", ha="center", va="center", fontsize=9, color=ink)
+    ticks = np.array(_ticks(tasks))
+    axes.set_xticks(ticks - 1, ticks)
+    axes.set_yticks(ticks - 1, ticks)
+    axes.set(xlabel="Accuracy on task", ylabel="After learning task")
+    figure.colorbar(image, label="Accuracy (%)", shrink=0.85)
+    return _save(path, figure)
+
+
+def class_holdings(path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Path:
+    """Who holds which class, as a PNG: bubbles with area proportional to rows for up to 40 classes, else a heat map.
+
+    Args:
+      path: file to write.
+      counts: rows of each client and class.
+      tasks: the class ids of each task, in order; columns follow it and a line parts the tasks; negative ids are padding.
+        None: classes in their own order.
+    """
+    tasks = [np.asarray(task) for task in (tasks if tasks is not None else [range(counts.shape[1])])]
+    tasks = [task[task >= 0] for task in tasks]
+    order = np.concatenate(tasks)
+    counts = counts[:, order]
+    clients, classes = counts.shape
+    figure = _figure(min(max(5.0, 0.3 * classes + 2), 12.0), min(max(2.8, 0.3 * clients + 1.4), 9.0))
+    axes = figure.add_subplot()
+    edges = np.cumsum([0] + [len(task) for task in tasks])
+    axes.vlines(edges[1:-1] - 0.5, -0.5, clients - 0.5, color="#777777", linewidth=0.9, zorder=3)
+    if classes <= MAX_BUBBLE_CLASSES:
+        _bubbles(figure, axes, counts)
+        axes.set_xticks(range(classes), order, fontsize=8, rotation=90 if classes > 25 else 0)
+        axes.set_xlabel("Class, in the order of the tasks" if len(tasks) > 1 else "Class")
+    else:
+        _cells_map(figure, axes, counts)
+        step = math.ceil(len(tasks) / 25)
+        axes.set_xticks(((edges[1:] + edges[:-1] - 1) / 2)[::step], range(1, len(tasks) + 1, step))
+        axes.set_xlabel("Task, one column for each of its classes")
+    axes.set_yticks(range(0, clients, math.ceil(clients / 25)))
+    axes.set(ylabel="Client", xlim=(-0.5, classes - 0.5), ylim=(clients - 0.5, -0.5))
+    return _save(path, figure)
+
+
+def _bubbles(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
+    clients, classes = counts.shape
+    client, column = np.nonzero(counts)
+    rows = counts[client, column]
+    # the largest bubble just fits its cell, in points
+    width, height = figure.get_size_inches()
+    diameter = 0.92 * 72 * min((width - 1.6) / classes, (height - 0.9) / clients)
+    largest = max(float(rows.max()), 1.0) if rows.size else 1.0
+    axes.scatter(column, client, s=diameter**2 * rows / largest, color=PALETTE[0], alpha=0.85, linewidth=0)
+    axes.set_title(f"bubble area: rows held; largest {largest:g}", fontsize=9, color=INK, loc="right")
+    axes.grid(color="#EEEEEE", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _cells_map(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(counts.max()), 1.0))  # small holdings stay visible beside large ones
+    image = axes.imshow(np.ma.masked_equal(counts, 0), cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, label="Rows held (white: none)", fraction=0.03, pad=0.01)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _open_frame(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _ticks(tasks: int) -> list[int]:
+    step = max(1, math.ceil(tasks / 20))
+    return list(range(1, tasks + 1, step))
+
+
+def _save(path: str | Path, figure: Figure) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})  # so the same data give the same bytes
+    return path
+
+
+def _plain(obj: Any) -> Any:
+    if hasattr(obj, "_asdict"):
+        obj = obj._asdict()
+    if hasattr(obj, "tolist"):  # numpy and jax arrays and scalars
+        obj = obj.tolist()
+    if isinstance(obj, dict):
+        return {str(key): _plain(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [_plain(value) for value in obj]
+    if isinstance(obj, float) and not math.isfinite(obj):
+        return None
+    return str(obj) if isinstance(obj, Path) else obj
+
+
+def _missing(summary: Any) -> list[str]:
+    if not isinstance(summary, dict):
+        return ["every field: it is not a JSON object"]
+    missing = [name for name in SUMMARY_FIELDS if name not in summary]
+    for name in [name for name in SUMMARY_FIELDS if name in summary]:
+        inner = summary[name] if isinstance(summary[name], dict) else {}
+        missing += [f"{name}.{part}" for part in SUMMARY_FIELDS[name] if part not in inner]
+    return missing
+
+
+def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs that differ in their seed only, together, in the order of first appearance. A seed that comes twice means that the runs
+    differ in something the summary does not show, so such runs stay apart."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for run in summaries:
+        key = (*(run[name] for name in ("method", "dataset", "backbone", "fidelity")), len(run["A"]))
+        groups.setdefault(key, []).append(run)
+    together = []
+    for group in groups.values():
+        distinct = len({run["seed"] for run in group}) == len(group)
+        together += [sorted(group, key=lambda run: run["seed"])] if distinct else [[run] for run in group]
+    return together
+
+
+def _names(groups: list[list[dict[str, Any]]]) -> list[str]:
+    """One distinct name per curve: the method, and of dataset, backbone, fidelity and seed whatever differs between the runs."""
+    first = [group[0] for group in groups]
+    differing = [name for name in ("dataset", "backbone", "fidelity") if len({run[name] for run in first}) > 1]
+    names = [" / ".join(str(run[name]) for name in ("method", *differing)) for run in first]
+    names = [f"{name} ({len(group)} seeds)" if len(group) > 1 else name for name, group in zip(names, groups, strict=True)]
+    for label in (lambda i: f"seed {first[i]['seed']}", lambda i: f"run {i + 1}"):
+        names = [f"{name}, {label(i)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return names
+
+
+def _cells(runs: list[dict[str, Any]], forgetting: str) -> list[str]:
+    """The table's cells for one run, or for the mean over the runs of a group."""
+    one = runs[0]
+    return [
+        *(str(one[name]) for name in ("method", "dataset", "backbone", "fidelity")),
+        str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
+        _spread([run["A_avg"] for run in runs], 100.0, 2),
+        _spread([run["A_last"] for run in runs], 100.0, 2),
+        _spread([run["forgetting"][forgetting] for run in runs], 100.0, 2),
+        f"{one['communication']['upload_scalars']:,}",
+        _duration([sum(value or 0 for value in run["time"].values()) for run in runs]),
+        _spread([run["client_images_per_s"] for run in runs], 1.0, 1),
+    ]
+
+
+def _spread(values: list, scale: float, digits: int) -> str:
+    if any(value is None for value in values):
+        return "-"
+    mean, deviation = over_seeds(np.array(values, float) * scale)
+    return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+
+
+def _duration(seconds: list) -> str:
+    mean = over_seeds(seconds)[0]
+    if mean < 60:
+        return f"{mean:.1f} s"
+    minutes, rest = divmod(round(mean), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,116 @@
+"""Metrics against hand-computed matrices."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fcljax import metrics
+from fcljax.errors import InputError
+
+NAN = float("nan")
+MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]  # FPPL section 9, item 16
+SQUARE = [[0.9, None, None], [0.7, 0.8, None], [0.6, 0.85, 0.9]]
+FORMS = {
+    "ragged": MATRIX,
+    "none": SQUARE,
+    "nan": np.array(SQUARE, float),
+    "zeros above": np.array([[0.9, 0, 0], [0.7, 0.8, 0], [0.6, 0.85, 0.9]]),
+    "not finished": [[0.9] + [None] * 4, [0.7, 0.8] + [NAN] * 3, [0.6, 0.85, 0.9, NAN, NAN], [None] * 5, [NAN] * 5],
+}
+
+
+@pytest.mark.parametrize("matrix", FORMS.values(), ids=FORMS)
+def test_the_published_example_gives_its_published_numbers(matrix):
+    np.testing.assert_allclose(metrics.average_accuracy(matrix), [0.9, 0.75, 0.783333], atol=1e-6)
+    assert metrics.A_avg(matrix) == pytest.approx(0.811111, abs=1e-6)
+    assert metrics.A_last(matrix) == pytest.approx(0.783333, abs=1e-6)
+    assert metrics.forgetting(matrix) == pytest.approx({"paper": 0.125, "released": 0.1, "diagonal": 0.125})
+    assert metrics.backward_transfer(matrix) == pytest.approx(-0.125)
+
+
+def test_the_definitions_of_forgetting_differ_where_they_should():
+    # task 0 peaks after task 1; task 1 ends at its best
+    matrix = [[0.5], [0.8, 0.6], [0.7, 0.9, 0.4]]
+    expected = {"paper": (0.1 - 0.3) / 2, "released": 0.1 / 3, "diagonal": (-0.2 - 0.3) / 2}
+    assert metrics.forgetting(matrix) == pytest.approx(expected)
+
+
+def test_without_negative_terms_released_forgetting_is_the_papers_times_t_minus_1_over_t():
+    matrix = [[0.9], [0.8, 0.9], [0.7, 0.7, 0.9], [0.5, 0.6, 0.8, 0.9]]
+    forgetting = metrics.forgetting(matrix)
+    assert forgetting["released"] == pytest.approx(forgetting["paper"] * 3 / 4)
+
+
+def test_a_single_task_forgets_nothing():
+    assert metrics.forgetting([[0.4]]) == {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
+    assert metrics.backward_transfer([[0.4]]) == 0.0
+
+
+def test_the_first_rows_of_a_matrix_give_the_metrics_of_that_moment():
+    part = np.array(SQUARE, float)[:2]  # [2, 3]
+    assert metrics.average_accuracy(part).tolist() == pytest.approx([0.9, 0.75])
+    assert metrics.forgetting(part)["paper"] == pytest.approx(0.2)
+
+
+def test_no_rows_at_all_give_nan_and_not_an_error():
+    assert metrics.average_accuracy([]).size == 0 and np.isnan(metrics.A_avg([])) and np.isnan(metrics.A_last([]))
+
+
+def test_a_missing_task_is_left_out_of_the_means():
+    matrix = [[0.8], [0.6, NAN], [0.5, NAN, 0.9]]
+    np.testing.assert_allclose(metrics.average_accuracy(matrix), [0.8, 0.6, 0.7])
+    assert metrics.forgetting(matrix) == pytest.approx({"paper": 0.3, "released": 0.15, "diagonal": 0.3})
+
+
+def test_a_row_that_is_too_short_is_refused():
+    with pytest.raises(InputError, match="row 1 has 1 values"):
+        metrics.average_accuracy([[0.5], [0.5]])
+
+
+def test_the_matrix_becomes_strict_json_with_null_above_the_diagonal():
+    for matrix in FORMS.values():
+        assert json.loads(json.dumps(metrics.to_json(matrix), allow_nan=False)) == SQUARE
+
+
+def test_the_summary_holds_every_metric_by_name():
+    summary = metrics.summarize(MATRIX)
+    assert summary["accuracy"] == SQUARE and summary["A"][-1] == summary["A_last"]
+    assert set(summary) == {"accuracy", "A", "A_avg", "A_last", "forgetting", "backward_transfer"}
+
+
+def test_spread_over_seeds_is_the_population_standard_deviation():
+    assert metrics.over_seeds([0.70, 0.72, 0.75]) == pytest.approx((0.723333, 0.020548), abs=1e-6)
+
+
+CONFUSION = np.array([[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]])  # rows of classes: 10, 4, 20, 0
+
+
+def test_confusion_counts_true_class_by_predicted_class():
+    label, prediction = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 2, 2])
+    assert metrics.confusion_matrix(label, prediction, 4).tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 2, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("label, prediction, field", [([0, 4], [0, 0], "label"), ([0, 1], [0, -1], "prediction")])
+def test_a_class_out_of_range_is_refused(label, prediction, field):
+    with pytest.raises(InputError, match=f"{field}: class"):
+        metrics.confusion_matrix(np.array(label), np.array(prediction), 4)
+
+
+def test_task_accuracy_pools_the_rows_of_a_tasks_classes():
+    np.testing.assert_allclose(metrics.task_accuracy(CONFUSION, [[1, 0], [2, -1]]), [11 / 14, 15 / 20])
+    assert np.isnan(metrics.task_accuracy(CONFUSION, [[0], [3]])[1])
+
+
+def test_classes_without_rows_have_no_accuracy():
+    np.testing.assert_allclose(metrics.per_class_accuracy(CONFUSION), [0.8, 0.75, 0.75, NAN])
+
+
+def test_client_accuracy_weighs_classes_by_the_clients_own_seen_rows():
+    counts = np.array([[5, 0, 0, 0], [10, 30, 0, 60], [0, 0, 0, 9], [0, 0, 0, 0]])
+    np.testing.assert_allclose(metrics.client_accuracy(CONFUSION, counts), [0.8, 0.7625, NAN, NAN])
+
+
+def test_a_client_with_the_test_sets_distribution_has_the_test_sets_accuracy():
+    counts = CONFUSION.sum(1, keepdims=True).T
+    assert metrics.client_accuracy(CONFUSION, counts)[0] == pytest.approx(np.trace(CONFUSION) / CONFUSION.sum())

@@ -1,0 +1,235 @@
+"""Run files, tables and figures."""
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from fcljax import metrics, report
+from fcljax.errors import InputError
+
+MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]
+
+
+def summary(**changes) -> dict[str, Any]:
+    base = {"method": "fppl", "dataset": "cifar100", "backbone": "vit_b16", "seed": 0, "fidelity": "intended"}
+    base |= metrics.summarize(MATRIX)
+    base["communication"] = dict.fromkeys(("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"), 169060)
+    base |= {"trainable_params": 84480, "time": {"compile_s": 10.0, "client_s": 100.0, "server_s": 2.0, "eval_s": 8.0}}
+    return base | {"client_images_per_s": 123.4, "slot_efficiency": 0.9, "traces": {"round": 1}} | changes
+
+
+def write(folder, **changes):
+    report.write_json(folder / "summary.json", summary(**changes))
+    return folder
+
+
+def text_of(table) -> str:
+    console = Console(file=io.StringIO(), width=220)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def pixels(path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def has_color(image: np.ndarray, code: str, tolerance: int = 12) -> bool:
+    wanted = np.array([int(code[i : i + 2], 16) for i in (1, 3, 5)])
+    return bool((np.abs(image.astype(int) - wanted).max(-1) <= tolerance).any())
+
+
+# files -------------------------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: int
+    right: Any
+
+
+def test_json_is_strict_and_holds_arrays_and_named_tuples(tmp_path):
+    path = tmp_path / "deep" / "x.json"
+    loose = {"a": np.array([1.0, np.nan]), "b": Pair(1, jnp.float32(2)), "c": float("inf"), "d": np.int64(3), "e": (True, None)}
+    report.write_json(path, loose)
+    strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert strict == {"a": [1.0, None], "b": {"left": 1, "right": 2.0}, "c": None, "d": 3, "e": [True, None]}
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "x.json"
+    report.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        report.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1} and [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_an_interrupted_figure_leaves_the_old_one_and_no_temporary(tmp_path, monkeypatch):
+    path = report.accuracy_curve(tmp_path / "c.png", {"a": [0.5]})
+    before = path.read_bytes()
+
+    def interrupted(self, target, **options):
+        target.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.Figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.accuracy_curve(path, {"a": [0.1]})
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["c.png"]
+
+
+def test_a_written_summary_is_read_back(tmp_path):
+    assert report.load_summary(write(tmp_path / "run")) == summary()
+
+
+def refused(run_dir) -> str:
+    with pytest.raises(InputError) as error:
+        report.load_summary(run_dir)
+    assert "\n" not in str(error.value) and run_dir.name in str(error.value)
+    return str(error.value)
+
+
+def test_a_run_that_cannot_be_read_is_one_clear_line(tmp_path):
+    assert "no directory" in refused(tmp_path / "absent")
+    (tmp_path / "run").mkdir()
+    assert "no summary.json" in refused(tmp_path / "run")
+    path = tmp_path / "run" / "summary.json"
+    for broken in (b'{"method": ', b"\xff\xfe\x00", b""):
+        path.write_bytes(broken)
+        assert "not JSON" in refused(tmp_path / "run")
+    path.write_text("[1, 2]")
+    assert "not a JSON object" in refused(tmp_path / "run")
+
+
+def test_missing_fields_are_named_the_nested_ones_too(tmp_path):
+    whole = summary(time=3.0, forgetting={"paper": 0.1, "released": 0.1})
+    del whole["A_last"], whole["traces"]
+    report.write_json(tmp_path / "summary.json", whole)
+    times = ", ".join(f"time.{name}_s" for name in ("compile", "client", "server", "eval"))
+    assert refused(tmp_path).endswith(f"lacks A_last, traces, forgetting.diagonal, {times}")
+
+
+# tables ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_a_run_in_percent():
+    text = text_of(report.results_table([summary()]))
+    for cell in ("fppl", "cifar100", "vit_b16", "intended", "81.11", "78.33", "12.50", "169,060", "2 min 00 s", "123.4"):
+        assert cell in text
+    assert "10.00" in text_of(report.results_table([summary()], forgetting="released"))
+
+
+def test_seeds_of_one_setting_get_a_row_with_mean_and_population_deviation():
+    text = text_of(report.results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))]))
+    assert "3 seeds" in text and "72.33 ± 2.05" in text and "70.00" in text
+
+
+OTHER = [{"method": "pilora"}, {"dataset": "cub"}, {"backbone": "tiny"}, {"fidelity": "paper"}, {"A": [0.5]}]
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_runs_that_differ_in_more_than_the_seed_stay_apart(change):
+    assert "seeds" not in text_of(report.results_table([summary(), summary(seed=1, **change)]))
+
+
+def test_the_same_seed_twice_is_not_called_two_seeds():
+    assert "seeds" not in text_of(report.results_table([summary(), summary(A_avg=0.2)]))
+
+
+def test_missing_numbers_show_as_a_dash():
+    assert " - " in text_of(report.results_table([summary(client_images_per_s=None)]))
+
+
+@pytest.mark.parametrize("seconds, shown", [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.0, "1 min 01 s"), (18420.0, "5 h 07 min")])
+def test_times_are_readable(seconds, shown):
+    assert shown in text_of(report.results_table([summary(time={"client_s": seconds})]))
+
+
+def test_compare_reads_runs_and_draws_one_curve_per_setting(tmp_path):
+    runs = [write(tmp_path / f"f{s}", seed=s, A=[0.9, 0.8 - 0.1 * s, 0.7]) for s in (0, 1)]
+    runs.append(write(tmp_path / "p", method="pilora"))
+    table, figure = report.compare(runs, tmp_path / "out" / "curves.png")
+    assert "2 seeds" in text_of(table) and "pilora" in text_of(table)
+    image = pixels(figure)
+    assert [has_color(image, color) for color in report.PALETTE[:3]] == [True, True, False]
+
+
+def test_compare_without_a_target_draws_nothing(tmp_path):
+    run = write(tmp_path / "run")
+    assert report.compare([run])[1] is None and [p.name for p in run.iterdir()] == ["summary.json"]
+
+
+def test_comparing_nothing_is_refused():
+    with pytest.raises(InputError, match="nothing to compare"):
+        report.compare([])
+
+
+def test_curves_of_like_runs_have_distinct_names(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(report, "accuracy_curve", lambda path, runs, spread: seen.update(runs) or path)
+    changes = {"a": {}, "b": {}, "c": {"fidelity": "paper"}, "d": {"seed": 4, "A": [0.1]}}
+    runs = [write(tmp_path / name, **change) for name, change in changes.items()]
+    report.compare(runs, tmp_path / "x.png")
+    assert len(seen) == 4 and "fppl / paper" in seen
+
+
+# figures -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9, 30])
+def test_curves_are_drawn_for_any_number_of_runs(tmp_path, count):
+    image = pixels(report.accuracy_curve(tmp_path / "c.png", {f"run {i}": [0.9, 0.8 - 0.01 * i] for i in range(count)}))
+    assert has_color(image, report.PALETTE[0]) == (count > 0)
+
+
+def test_curves_with_gaps_and_different_lengths_are_drawn(tmp_path):
+    runs = {"a": np.array([0.9, np.nan, 0.7]), "b": [0.5], "c": [0.4, None]}
+    assert has_color(pixels(report.accuracy_curve(tmp_path / "c.png", runs, {"a": [0.1, 0.1, 0.1]})), report.PALETTE[1])
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 12, 25])
+def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(report.Axes, "text", lambda self, *args, **kwargs: numbers.append(args[2]))
+    matrix = [[0.5 if i <= t else None for i in range(tasks)] for t in range(tasks)]
+    assert pixels(report.accuracy_matrix(tmp_path / "m.png", matrix)).std() > 5
+    assert numbers == (["50.0"] * (tasks * (tasks + 1) // 2) if tasks <= 12 else [])
+
+
+@pytest.mark.parametrize("clients, classes, per_task", [(1, 1, 1), (10, 20, 5), (40, 40, 10), (10, 100, 10), (60, 200, 5)])
+def test_holdings_are_drawn_for_few_and_for_many_classes(tmp_path, clients, classes, per_task):
+    counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
+    tasks = np.arange(classes)[::-1].reshape(-1, per_task)
+    assert pixels(report.class_holdings(tmp_path / "h.png", counts, tasks)).std() > 5
+
+
+def test_holdings_follow_the_order_of_the_tasks(tmp_path):
+    counts = np.array([[9, 0, 0, 0], [0, 0, 0, 5]])
+    upper = lambda path: pixels(path)[:280]  # noqa: E731  the plot without its tick labels
+    ordered = upper(report.class_holdings(tmp_path / "a.png", counts, [[3, 1, 2, 0, -1]]))
+    np.testing.assert_array_equal(ordered, upper(report.class_holdings(tmp_path / "b.png", counts[:, [3, 1, 2, 0]])))
+    assert (ordered != upper(report.class_holdings(tmp_path / "c.png", counts))).any()
+
+
+def test_holdings_without_any_rows_are_drawn(tmp_path):
+    assert pixels(report.class_holdings(tmp_path / "h.png", np.zeros((3, 5), int))).size
+    assert pixels(report.class_holdings(tmp_path / "g.png", np.zeros((3, 60), int))).size
+
+
+def test_the_same_data_give_the_same_bytes(tmp_path):
+    first, second = (report.accuracy_matrix(tmp_path / f"{name}.png", np.array([[0.5]])).read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path):
+    draw = "import sys; from fcljax import report; report.accuracy_curve(sys.argv[1], {'a': [0.5]})"
+    code = draw + "; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "c.png"], check=True)

@@ -1,0 +1,190 @@
+"""Class order, tasks and partitions: the numbers of FPPL's release, and what must hold for any of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcljax.data.partition import count_matrix, dirichlet, iid
+from fcljax.data.tasks import class_order, make_tasks, relabel, task_of_round, task_sizes
+from fcljax.errors import InputError
+
+CIFAR = np.repeat(np.arange(100), 500)
+
+
+def seeded(seed, num_classes):
+    """The stream of a run, right after the class order."""
+    rng = np.random.RandomState(seed)
+    return class_order(num_classes, rng), rng
+
+
+@pytest.mark.parametrize(
+    "seed, num_classes, first",
+    [
+        (2023, 200, [13, 188, 96, 122, 85, 2, 61, 173, 38, 8]),
+        (2024, 200, [178, 21, 193, 147, 98, 68, 101, 81, 192, 30]),
+        (2025, 200, [30, 0, 32, 34, 5, 49, 56, 154, 143, 82]),
+        (2023, 100, [56, 12, 68, 0, 82, 66, 91, 44, 46, 20]),
+        (2024, 100, [35, 19, 26, 17, 77, 24, 70, 58, 95, 14]),
+        (2025, 100, [49, 77, 61, 69, 6, 95, 68, 19, 2, 5]),
+    ],
+)
+def test_the_class_order_is_that_of_the_release(seed, num_classes, first):
+    order, _ = seeded(seed, num_classes)
+    assert order[:10].tolist() == first
+    assert sorted(order) == list(range(num_classes))
+
+
+def test_a_small_dirichlet_partition_is_that_of_the_release():
+    labels = np.repeat(np.arange(4), 25)
+    order, rng = seeded(2023, 4)
+    parts = dirichlet(labels, 3, 0.5, rng)
+    assert order.tolist() == [2, 0, 1, 3]
+    assert [len(part) for part in parts] == [27, 35, 38]
+    assert count_matrix(labels, parts, 4).tolist() == [[17, 2, 4, 4], [6, 17, 2, 10], [2, 6, 19, 11]]
+    assert [part[:5].tolist() for part in parts] == [[39, 77, 16, 12, 9], [17, 76, 44, 91, 30], [55, 85, 26, 64, 32]]
+
+
+def test_a_small_iid_partition_is_that_of_the_release():
+    labels = np.repeat(np.arange(4), 25)
+    _, rng = seeded(2023, 4)
+    parts = iid(labels, 3, rng)
+    assert count_matrix(labels, parts, 4).tolist() == [[9] * 4, [8] * 4, [8] * 4]
+    assert [part[:5].tolist() for part in parts] == [[97, 27, 25, 4, 91], [96, 38, 32, 79, 88], [1, 70, 5, 89, 99]]
+
+
+@pytest.mark.parametrize(
+    "seed, passes, counts",
+    [
+        (2023, 1, [[0, 0, 13], [13, 0, 1], [1, 14, 0]]),
+        (2025, 2, [[13, 0, 0], [0, 13, 2], [1, 1, 12]]),
+    ],
+)
+def test_a_partition_is_drawn_again_until_every_client_has_enough(seed, passes, counts):
+    labels = np.repeat(np.arange(3), 14)
+    stream = np.random.RandomState(seed)
+
+    class Counting:
+        draws = 0
+        permutation, shuffle, choice = stream.permutation, stream.shuffle, stream.choice
+
+        def dirichlet(self, alpha):
+            self.draws += 1
+            return stream.dirichlet(alpha)
+
+    rng = Counting()
+    class_order(3, rng)
+    parts = dirichlet(labels, 3, 0.1, rng)
+    assert count_matrix(labels, parts, 3).tolist() == counts
+    assert rng.draws == 3 * passes
+
+
+@pytest.mark.parametrize(
+    "seed, sizes",
+    [
+        (2023, [5207, 5357, 5036, 4528, 5102, 5001, 5015, 5062, 4467, 5225]),
+        (2024, [5062, 4983, 4964, 4989, 5055, 5057, 5132, 5150, 4446, 5162]),
+        (2025, [5056, 4755, 4754, 5180, 5000, 5061, 5406, 5008, 5155, 4625]),
+    ],
+)
+def test_cifar_100_client_sizes_are_those_of_the_release(seed, sizes):
+    _, rng = seeded(seed, 100)
+    assert [len(part) for part in dirichlet(CIFAR, 10, 0.5, rng)] == sizes
+
+
+def test_cifar_100_first_task_client_sizes_are_those_of_the_release():
+    order, rng = seeded(2023, 100)
+    first = make_tasks(100, 10)[0].current
+    counts = count_matrix(relabel(CIFAR, order), dirichlet(CIFAR, 10, 0.5, rng), 100)
+    assert counts[:, first].sum(1).tolist() == [438, 618, 531, 365, 477, 628, 442, 224, 338, 939]
+
+
+def test_rounds_are_shared_equally_by_tasks():
+    assert [task_of_round(g, 20, 200) for g in (0, 9, 190, 199)] == [0, 0, 19, 19]
+    assert [task_of_round(g, 10, 400) for g in (39, 40)] == [0, 1]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 8), st.floats(0.01, 100), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_partition_gives_every_row_to_exactly_one_client(clients, beta, seed, skewed):
+    labels = np.random.RandomState(seed).permutation(np.arange(300) % 7)
+    rng = np.random.RandomState(seed)
+    parts = dirichlet(labels, clients, beta, rng, min_size=0) if skewed else iid(labels, clients, rng)
+    assert sorted(np.concatenate(parts)) == list(range(300))
+    np.testing.assert_array_equal(count_matrix(labels, parts, 7).sum(0), np.bincount(labels))
+
+
+def test_an_iid_partition_is_even_per_class():
+    counts = count_matrix(CIFAR, iid(CIFAR, 7, np.random.RandomState(0)), 100)
+    assert set(np.unique(counts)) == {500 // 7, 500 // 7 + 1}
+
+
+@pytest.mark.parametrize("beta", [1e-4, 1e-12])
+def test_a_beta_so_small_that_shares_underflow_gives_each_class_to_one_client(beta):
+    labels = np.repeat(np.arange(50), 20)
+    parts = dirichlet(labels, 5, beta, np.random.RandomState(0), min_size=1)
+    counts = count_matrix(labels, parts, 50)
+    assert ((counts > 0).sum(0) == 1).all()
+    assert (counts.sum(1) > 0).all()
+
+
+def test_smaller_beta_is_more_skewed():
+    def largest_share(beta):
+        counts = count_matrix(CIFAR, dirichlet(CIFAR, 10, beta, np.random.RandomState(1)), 100)
+        return (counts.max(0) / counts.sum(0)).mean()
+
+    assert largest_share(0.05) > largest_share(0.5) > largest_share(50)
+
+
+@pytest.mark.parametrize("beta", [0, -0.5, float("nan"), float("inf"), -float("inf"), 1e9])
+def test_a_beta_that_is_no_concentration_is_refused(beta):
+    with pytest.raises(InputError, match=r"^beta: .* choose 0 < beta"):
+        dirichlet(CIFAR, 10, beta, np.random.RandomState(0))
+
+
+def test_impossible_numbers_of_clients_are_refused():
+    labels = np.repeat(np.arange(4), 10)
+    rng = np.random.RandomState(0)
+    for split in (lambda k: dirichlet(labels, k, 0.5, rng), lambda k: iid(labels, k, rng)):
+        with pytest.raises(InputError, match="clients: 0 is not"):
+            split(0)
+        with pytest.raises(InputError, match="choose 4 clients or fewer"):
+            split(5)
+    with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 rows"):
+        iid(labels, 4, rng)
+    with pytest.raises(InputError, match="beta 0.001 do not all reach 10 rows"):
+        dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
+
+
+def test_task_sizes_differ_by_at_most_one_and_the_first_are_larger():
+    assert task_sizes(200, 20) == (10,) * 20
+    assert task_sizes(10, 3) == (4, 3, 3)
+    assert task_sizes(5, 5) == (1,) * 5
+
+
+@pytest.mark.parametrize("tasks", [0, -1, 11])
+def test_more_tasks_than_classes_are_refused(tasks):
+    with pytest.raises(InputError, match=f"^tasks: {tasks} tasks cannot share 10 classes"):
+        task_sizes(10, tasks)
+
+
+@given(st.integers(1, 60), st.data())
+def test_tasks_tile_the_classes(num_classes, data):
+    tasks = make_tasks(num_classes, data.draw(st.integers(1, num_classes)))
+    current = np.stack([task.current for task in tasks])
+    assert (current.sum(0) == 1).all()
+    for index, task in enumerate(tasks):
+        assert task.index == index
+        np.testing.assert_array_equal(task.seen, current[: index + 1].any(0))
+        np.testing.assert_array_equal(task.classes[task.classes >= 0], np.flatnonzero(task.current))
+        assert task.classes.shape == tasks[0].classes.shape
+
+
+def test_uneven_tasks_are_padded_with_minus_one():
+    assert [task.classes.tolist() for task in make_tasks(5, 2)] == [[0, 1, 2], [3, 4, -1]]
+
+
+def test_relabelling_numbers_classes_by_position_in_the_order():
+    order = np.array([2, 0, 1])
+    assert relabel(np.array([0, 1, 2, 2]), order).tolist() == [1, 2, 0, 0]
+    np.testing.assert_array_equal(relabel(order, order), np.arange(3))
