@@ -224,4 +224,3 @@ def _flag(name: str) -> str:
 def _slug(text: str) -> str:
     """A data set's name as part of a folder's name."""
     return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)
-

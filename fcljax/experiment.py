@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -134,17 +135,15 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     method = METHODS[method_name].build(options, setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
 
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without the margin of 256 to 224.
-    preprocess = Preprocess(
-        vit.image_size, *NORMALISE[cfg.normalise], resize=None if dataset.augment else vit.image_size
-    )
+    preprocess = Preprocess(vit.image_size, *NORMALISE[cfg.normalise], resize=None if dataset.augment else vit.image_size)
     augments = dataset.augment if cfg.augment is None else cfg.augment
     clean = partial(clean_view, preprocess)
-    lanes = _lanes(cfg)
+    lanes, mesh = _lanes(cfg)
     shapes = capacity(method.client, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
     again = capacity(method.refresh, rosters, lanes.count, CLIENTS_PER_CHUNK) if method.refresh else None
     engine = make_engine(
         method, partial(fetch, preprocess, augments), lanes, shapes,
-        reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator], refresh_capacity=again,
+        reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator], refresh_capacity=again, mesh=mesh,
     )  # fmt: skip
     train = Split(jnp.asarray(dataset.x_train), jnp.asarray(train_label, jnp.int32))
     test = Split(jnp.asarray(dataset.x_test), jnp.asarray(test_label, jnp.int32))
@@ -161,9 +160,9 @@ def deal(dataset: Dataset, cfg: RunConfig) -> tuple[np.ndarray, np.ndarray, list
     stream = np.random.RandomState(cfg.seed)
     order = class_order(len(dataset.class_names), stream)
     if cfg.partition == "iid":
-        parts = iid(dataset.y_train, cfg.clients, stream)
+        parts = iid(dataset.y_train, cfg.clients, stream, cfg.min_rows)
     else:
-        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream)
+        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream, cfg.min_rows)
     return relabel(dataset.y_train, order), relabel(dataset.y_test, order), parts
 
 
@@ -182,10 +181,20 @@ def _roster(parts, label, task, classes) -> Roster:
     return Roster(rows, offset, held.astype(np.int32))
 
 
-def _lanes(cfg: RunConfig) -> Lanes:
-    default = default_lanes(jax.default_backend(), cfg.clients)
-    count = cfg.lanes or default.count
-    return Lanes(count, cfg.lane_mode or (default.mode if cfg.lanes is None or default.mode != "loop" else "loop"))
+def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
+    """The lanes, and the devices that share them: the defaults that were measured for the backend where nothing is asked for."""
+    available = jax.device_count()
+    if cfg.devices > available:
+        raise InputError(f"devices: {cfg.devices} asked for; nearest valid value: {available}")
+    default = default_lanes(jax.default_backend(), -(-cfg.clients // cfg.devices))
+    lanes = Lanes(cfg.lanes or default.count * cfg.devices, cfg.lane_mode or default.mode)
+    if lanes.count % cfg.devices:
+        fitting = -(-lanes.count // cfg.devices) * cfg.devices
+        raise InputError(f"lanes: {lanes.count} lanes cannot be split over {cfg.devices} devices; nearest valid value: {fitting}")
+    if cfg.devices == 1:
+        return lanes, None
+    devices = jax.devices()[: cfg.devices]
+    return lanes, jax.make_mesh((cfg.devices,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def with_queries(exp: Experiment, batch_size: int) -> Experiment:
@@ -269,7 +278,9 @@ def _begin(exp: Experiment, manager, resume: bool) -> tuple[State, Records, int]
     return snapshot.state, Records(**snapshot.records), snapshot.step
 
 
-def _loop(exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager, clock, out: Path, console: Console) -> None:
+def _loop(
+    exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager, clock, out: Path, console: Console
+) -> None:
     """All remaining rounds: train, evaluate at task ends, log, checkpoint."""
     predict = make_predict(exp.method.predict, exp.view, cfg.eval_batch_size, exp.test.label.shape[0])
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
@@ -403,6 +414,14 @@ def summarize(exp: Experiment, method_name: str, cfg: RunConfig, records: Record
         "traces": max(exp.engine.traces.values(), default=0),
         "config": dataclasses.asdict(cfg),
     }  # fmt: skip
+
+
+def variant(method_name: str, cfg: RunConfig) -> str:
+    """The settings in which a run departs from its method's defaults under its fidelity: switches by name, others as name=value."""
+    usual = config.resolve(method_name, config.run_class(method_name)(fidelity=cfg.fidelity))
+    own = [field.name for field in dataclasses.fields(METHODS[method_name].options)]
+    changed = {name: getattr(cfg, name) for name in (*own, "aggregator", "normalise") if getattr(cfg, name) != getattr(usual, name)}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
 def wire_shapes(exp: Experiment) -> tuple[PyTree, PyTree, dict[str, PyTree]]:

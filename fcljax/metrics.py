@@ -51,9 +51,7 @@ def task_accuracy(confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.nd
     return _ratio(np.array([right[c].sum() for c in classes]), np.array([rows[c].sum() for c in classes]))
 
 
-def client_accuracy(
-    confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]
-) -> Float[np.ndarray, " K"]:
+def client_accuracy(confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]) -> Float[np.ndarray, " K"]:
     """Accuracy of the global model under each client's own label distribution.
 
     Args:

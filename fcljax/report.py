@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Num
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -27,6 +28,7 @@ INK = "#333333"
 MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
 MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
 
+SETTING = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 SUMMARY_FIELDS = {
     "method": (), "dataset": (), "backbone": (), "seed": (), "fidelity": (), "accuracy": (), "A": (), "A_avg": (), "A_last": (),
     "forgetting": ("paper", "released", "diagonal"),
@@ -76,16 +78,22 @@ def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") ->
       summaries: as `load_summary` returns them.
       forgetting: which of `metrics.forgetting`'s definitions to show.
     """
-    table = Table(title="Accuracy and forgetting in %, uploads in floating-point numbers per client and round")
-    for name in ("Method", "Dataset", "Backbone", "Fidelity"):
+    shared = [field for field in SETTING if len({run[field] for run in summaries}) == 1]
+    columns = [field for field in SETTING if field not in shared]
+    caption = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
+    table = Table(
+        title=caption, caption="accuracy A and forgetting F in %, upload in scalars per client and round, images/s in training"
+    )
+    table.add_column("method", overflow="fold")
+    for name in columns:
         table.add_column(name, overflow="fold")
-    for name in ("Seed", "A_avg", "A_last", f"Forgetting ({forgetting})", "Upload", "Time", "Images/s"):
+    for name in ("seed", "A_avg", "A_last", f"F {forgetting}", "upload", "time", "images/s"):
         table.add_column(name, justify="right")
     for group in _groups(summaries):
         for run in group:
-            table.add_row(*_cells([run], forgetting), end_section=run is group[-1] and len(group) == 1)
+            table.add_row(*_cells([run], columns, forgetting), end_section=run is group[-1] and len(group) == 1)
         if len(group) > 1:
-            table.add_row(*_cells(group, forgetting), style="bold", end_section=True)
+            table.add_row(*_cells(group, columns, forgetting), style="bold", end_section=True)
     return table
 
 
@@ -215,7 +223,8 @@ def _bubbles(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
 
 def _cells_map(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
     norm = PowerNorm(0.5, vmin=0, vmax=max(float(counts.max()), 1.0))  # small holdings stay visible beside large ones
-    image = axes.imshow(np.ma.masked_equal(counts, 0), cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+    blues = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a holding of one row is not white
+    image = axes.imshow(np.ma.masked_equal(counts, 0), cmap=blues, norm=norm, aspect="auto", interpolation="nearest")
     figure.colorbar(image, label="Rows held (white: none)", fraction=0.03, pad=0.01)
 
 
@@ -271,7 +280,7 @@ def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     differ in something the summary does not show, so such runs stay apart."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for run in summaries:
-        key = (*(run[name] for name in ("method", "dataset", "backbone", "fidelity")), len(run["A"]))
+        key = (_label(run), *(run[name] for name in SETTING), len(run["A"]))
         groups.setdefault(key, []).append(run)
     together = []
     for group in groups.values():
@@ -283,19 +292,30 @@ def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _names(groups: list[list[dict[str, Any]]]) -> list[str]:
     """One distinct name per curve: the method, and of dataset, backbone, fidelity and seed whatever differs between the runs."""
     first = [group[0] for group in groups]
-    differing = [name for name in ("dataset", "backbone", "fidelity") if len({run[name] for run in first}) > 1]
-    names = [" / ".join(str(run[name]) for name in ("method", *differing)) for run in first]
+    differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
+    names = [" / ".join((_label(run), *(_short(run[name]) for name in differing))) for run in first]
     names = [f"{name} ({len(group)} seeds)" if len(group) > 1 else name for name, group in zip(names, groups, strict=True)]
     for label in (lambda i: f"seed {first[i]['seed']}", lambda i: f"run {i + 1}"):
         names = [f"{name}, {label(i)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
     return names
 
 
-def _cells(runs: list[dict[str, Any]], forgetting: str) -> list[str]:
+def _label(run: dict[str, Any]) -> str:
+    """The method and, if there are any, the settings in which the run departs from its defaults."""
+    return " ".join(filter(None, (run["method"], run.get("variant", ""))))
+
+
+def _short(setting: Any) -> str:
+    """A setting without the folders of a path."""
+    return str(setting).rsplit("/", 1)[-1]
+
+
+def _cells(runs: list[dict[str, Any]], columns: list[str], forgetting: str) -> list[str]:
     """The table's cells for one run, or for the mean over the runs of a group."""
     one = runs[0]
     return [
-        *(str(one[name]) for name in ("method", "dataset", "backbone", "fidelity")),
+        _label(one),
+        *(_short(one[name]) for name in columns),
         str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
         _spread([run["A_avg"] for run in runs], 100.0, 2),
         _spread([run["A_last"] for run in runs], 100.0, 2),

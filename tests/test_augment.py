@@ -47,8 +47,8 @@ def pillow_crop(image, box, flip, size):
     return np.asarray(cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else cut, np.float32)
 
 
-def assert_grey_levels_match(ours, theirs, share=0.05):
-    """No value is a whole level off but where exact values are halves, which Pillow's 22-bit weights round either way."""
+def assert_grey_levels_match(ours, theirs, share=0.1):
+    """No value is more than a level off, and few are: where exact values are halves, Pillow's 22-bit weights round either way."""
     difference = np.abs(np.asarray(ours) - theirs)
     assert difference.max() <= 1.001
     assert (difference > 0.5).mean() < share
@@ -100,7 +100,7 @@ def test_the_smallest_and_the_largest_boxes_are_pillows_too(box):
 
 def test_the_whole_box_at_the_same_size_is_the_image():
     images = patches(48)
-    whole = jnp.tile(jjnp.tile(jnp.array([0, 0, 48, 48]), (4, 1)), (4, 1))
+    whole = jnp.tile(jnp.array([0, 0, 48, 48]), (4, 1))
     np.testing.assert_array_equal(crop(images, whole, jnp.zeros(4, bool), 48), images)
     np.testing.assert_array_equal(crop(images, whole, jnp.ones(4, bool), 48), images[:, :, ::-1])
 
@@ -146,12 +146,12 @@ def test_boxes_lie_within_the_image(shape, scale):
 
 
 def test_crops_have_the_areas_and_ratios_of_the_reference():
-    boxes, flips = crops(Preprocess(224), 256, 256, keys(20000))
+    boxes, flips = crops(Preprocess(224), 256, 256, keys(5000))
     top, left, rows, cols = np.asarray(boxes, np.float64).T
     area, ratio = rows * cols / 256**2, cols / rows
     assert 0.049 < area.min() < 0.06 and area.max() <= 1
     assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
-    reference = reference_crops(20000, 256, 256)
+    reference = reference_crops(5000, 256, 256)
     np.testing.assert_allclose(np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference[:, 0], [0.1, 0.5, 0.9]), atol=0.02)
     np.testing.assert_allclose(np.quantile(ratio, [0.1, 0.5, 0.9]), np.quantile(reference[:, 1], [0.1, 0.5, 0.9]), atol=0.02)
     assert abs((top / np.maximum(256 - rows, 1))[rows < 200].mean() - 0.5) < 0.02

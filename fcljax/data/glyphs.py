@@ -195,7 +195,7 @@ def _either(u: np.ndarray, bound: float) -> np.ndarray:
     return _between(u, -bound, bound)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _smooth(size: int) -> np.ndarray:
     """[size, control] weights that spread control points over pixels smoothly."""
     distance = np.linspace(-1, 1, size)[:, None] - np.linspace(-1, 1, _CONTROL)[None]
@@ -220,7 +220,7 @@ def _gauss(size: int, sigma: float) -> np.ndarray:
     return ndimage.gaussian_filter1d(np.eye(size), sigma, axis=0, mode="nearest") if sigma else np.eye(size)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
     """[resolutions, blurs, size, size]: blur, then shrink to the resolution, then enlarge again, along one axis."""
     low, high = style.resolution

@@ -17,7 +17,7 @@ _LARGEST_BETA = 1e6  # far above it the draw is IID in all but name, and further
 
 def dirichlet(
     labels: Int[np.ndarray, " N"], clients: int, beta: float, rng: np.random.RandomState, min_size: int = 10
-) -> list[Int64[np.ndarray, " rows"]]:
+) -> list[Int64[np.ndarray, " _"]]:
     """Label-skewed partition: every class is spread over the clients by a draw from Dirichlet(beta, ..., beta).
 
     Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn again until every
@@ -48,7 +48,7 @@ def dirichlet(
 
 def iid(
     labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10
-) -> list[Int64[np.ndarray, " rows"]]:
+) -> list[Int64[np.ndarray, " _"]]:
     """Every class is shuffled and cut into equal parts; where they do not come out even the first clients get one row more.
 
     Raises:
@@ -68,9 +68,7 @@ def iid(
     return _shuffled(parts, rng)
 
 
-def count_matrix(
-    labels: Int[np.ndarray, " N"], parts: list[Int64[np.ndarray, " rows"]], num_classes: int
-) -> Int64[np.ndarray, "K C"]:
+def count_matrix(labels: Int[np.ndarray, " N"], parts: list[Int64[np.ndarray, " _"]], num_classes: int) -> Int64[np.ndarray, "K C"]:
     """How many rows of each class each client holds."""
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     cells = np.bincount(owner * num_classes + labels[np.concatenate(parts)], minlength=len(parts) * num_classes)

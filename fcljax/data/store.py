@@ -28,7 +28,7 @@ def make_store(image: UInt8[np.ndarray, "N H W 3"], label: Int[np.ndarray, " N"]
     return Store(image, label.astype(np.int32))
 
 
-def client_rows(parts: Sequence[Int[np.ndarray, " rows"]], labels: Int[np.ndarray, " N"], task: Task) -> ClientRows:
+def client_rows(parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task) -> ClientRows:
     """The rows of each client whose class belongs to the task, clients in order and rows in the order of the partition.
 
     Args:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.federated.aggregation import is_finite
-from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
+from fcljax.federated.schedule import Capacity, Chunk, Roster, plan_round
 from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Metrics, Phase, Program, PyTree, Task, Upload, Weighted
 
 LANE_MODES = ("loop", "vmap", "unroll")
@@ -267,10 +267,11 @@ def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, ke
 
 
 def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce) -> tuple[Accumulator, Array]:
-    """Add the uploads [L, ...] of the lanes whose client has just finished. A non-finite upload gets weight 0 and is counted."""
-    finite = jax.vmap(is_finite)(upload)
+    """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
+    negative weight, get weight 0 and are counted."""
+    finite = jax.vmap(is_finite)(upload) & (upload.weight >= 0)
     valid = end & finite
-    weight = jnp.where(valid, jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), valid.shape), 0.0)
+    weight = jnp.where(valid, upload.weight, 0.0)
     nowhere = acc.valid.shape[0]
     position = jnp.where(valid, chunk.position[slot], nowhere)
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
@@ -346,9 +347,7 @@ def _sum_devices(x: Array) -> Array:
 def _play(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce):
     """Phases as successive sweeps over the chunk's clients. Between phases a client's local state waits in a buffer [S, ...]."""
     slots = chunk.id.shape[0]
-    first = jax.eval_shape(
-        program.start, broadcast, jax.tree.map(lambda x: x[0], states), task, _info(chunk, 0), jax.random.key(0)
-    )
+    first = jax.eval_shape(program.start, broadcast, jax.tree.map(lambda x: x[0], states), task, _info(chunk, 0), jax.random.key(0))
     waiting = _zeros(first, (slots,)) if len(program.phases) > 1 else ()
     written = jnp.zeros(slots, bool)
     for index in range(len(program.phases)):
@@ -369,7 +368,9 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
 
     def begin(slot, start, locals_, states, waiting):
         if is_first:
-            new = each(lambda s: program.start(broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)))(slot)
+            new = each(lambda s: program.start(broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)))(
+                slot
+            )
         else:
             new = jax.tree.map(lambda x: x[slot], waiting)
         return _select(start, new, locals_)
@@ -384,7 +385,7 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
     def finish(slot, end, locals_, accumulator, states, written, waiting):
         if not is_last:
             there = jnp.where(end, slot, chunk.id.shape[0])
-            put = lambda buffer, x: buffer.at[there].set(x, mode="drop")  # noqa: E731
+            put = lambda buffer, x: buffer.at[there].set(x, mode="drop")
             return accumulator, states, written, jax.tree.map(put, waiting, locals_)
         done = each(lambda s, one: program.finish(broadcast, one, _at(states, s), task, _info(chunk, s)))
         upload, new = done(slot, locals_)
@@ -399,9 +400,7 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
         slot, step, start, end, active = (column[i] for column in table)
         start, end, active = start > 0, end > 0, active > 0
         # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both branches at every tick.
-        locals_ = jax.lax.cond(
-            jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_
-        )
+        locals_ = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_)
         locals_, metrics = each(work)(slot, step, active, locals_)
         total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0), accumulator.metrics[index], metrics)
         metrics = (*accumulator.metrics[:index], total, *accumulator.metrics[index + 1 :])
@@ -449,7 +448,7 @@ def _read(fetch: Fetch, phase: Phase, data, rows, mask, key) -> Batch:
     """A batch whose padding rows are zeros whatever the data holds there."""
     keys = jax.random.split(key, rows.shape[0])
     image, label, query = fetch(data, jnp.where(mask, rows, 0), keys, phase.view.augment)
-    clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))  # noqa: E731
+    clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
     return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query))
 
 

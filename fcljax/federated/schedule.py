@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from fcljax.errors import InputError
 from fcljax.types import Program, View
 
 Ints = Int[np.ndarray, "..."]
@@ -63,16 +64,18 @@ class Chunk(NamedTuple):
     round: Ints
 
 
-def participants(
-    seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
-) -> Int[np.ndarray, " m"]:
+def participants(seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float) -> Int[np.ndarray, " m"]:
     """Sorted ids of the clients that take part: a uniform draw without replacement of ceil(participation * n) of the eligible ones,
     which depends on (seed, task, round) only."""
     if participation >= 1.0:
         return np.sort(eligible)
-    wanted = int(np.ceil(participation * len(eligible)))
-    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[:wanted]
+    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[: _wanted(participation, len(eligible))]
     return np.sort(eligible[draw])
+
+
+def _wanted(participation: float, eligible: int) -> int:
+    """ceil(participation * eligible); without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point."""
+    return int(np.ceil(participation * eligible - 1e-9))
 
 
 def phase_steps(count: Ints, view: View) -> Ints:
@@ -115,15 +118,20 @@ def capacity(program: Program, rosters: list[Roster], lanes: int, slots: int, pa
     """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the clients per chunk and with
     them the memory between phases."""
     counts = [np.sort(roster.count)[::-1] for roster in rosters]
-    most = max(int(np.ceil(participation * (count > 0).sum())) for count in counts)
+    most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most))
     head = [count[:slots] for count in counts]
-    # LPT never ends later than the mean load plus the longest job.
-    ticks = tuple(
-        max(int(-(-steps.sum() // lanes) + steps.max(initial=0)) for steps in (phase_steps(c, phase.view) for c in head))
-        for phase in program.phases
-    )
+    ticks = tuple(max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True))
     return Capacity(len(rosters[0].count), max(1, most), slots, max(1, max(int(c.sum()) for c in head)), ticks)
+
+
+def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
+    """Ticks per phase that any subset of clients with `count` rows stays within. LPT never ends later than the mean load plus the
+    longest job, but it balances whole programs: one phase alone may be as uneven as their sum allows."""
+    steps = [phase_steps(count, phase.view) for phase in program.phases]
+    whole = np.sum(steps, axis=0)
+    longest = int(-(-whole.sum() // lanes) + whole.max(initial=0))
+    return [min(longest, int(s.sum())) for s in steps]
 
 
 def plan_round(
@@ -132,8 +140,15 @@ def plan_round(
     """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their ratio is the slot efficiency.
 
     `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that none waits for another's.
+
+    Raises:
+      InputError: more participants than the capacity was made for; their uploads would have no row to go to.
     """
     ids = ids[roster.count[ids] > 0]
+    if len(ids) > capacity.participants:
+        raise InputError(
+            f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its participation"
+        )
     by_size = np.argsort(-roster.count[ids], kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
     planned = [_plan_chunk(program, roster, ids, group, round_, lanes, capacity) for group in groups]

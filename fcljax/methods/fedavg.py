@@ -21,9 +21,7 @@ class FedAvgConfig:
     reduction: Literal["mean", "sum"] | None = None  # of the loss over a batch
 
 
-FIDELITY = {
-    name: {field: preset[field] for field in ("local_classes", "reduction")} for name, preset in FPPL_FIDELITY.items()
-}
+FIDELITY = {name: {field: preset[field] for field in ("local_classes", "reduction")} for name, preset in FPPL_FIDELITY.items()}
 
 
 def fedavg(config: FedAvgConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:

@@ -15,7 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.federated.aggregation import prototype_mean
 from fcljax.models.heads import (
-    Head, apply_head, class_sums, correct, cosine, cross_entropy, init_head, mask_logits, reduce_rows,
+    Head,
+    apply_head,
+    class_sums,
+    correct,
+    cosine,
+    cross_entropy,
+    init_head,
+    mask_logits,
+    reduce_rows,
 )  # fmt: skip
 from fcljax.models.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.types import Backbone, Broadcast, Method, Phase, Program, Setting, Task, Upload, View, Weighted
@@ -86,10 +94,9 @@ class ServerState(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Down: the trained parts and the global prototypes G. In the release all prompts travel, otherwise only the current one."""
+    """Down: the trained parts and the global prototypes G. In the release `trained.prompt` holds all prompts, [tasks, ...]."""
 
     trained: Trained
-    prompts: Float[Array, "tasks blocks length width"] | None
     prototypes: Prototypes
 
 
@@ -119,7 +126,7 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         return backbone.encode(frozen, image, prompt_injection(fused))
 
     def held_prompts(broadcast: Broadcast):
-        return broadcast.wire.prompts if sends_all else broadcast.held
+        return broadcast.wire.trained.prompt if sends_all else broadcast.held
 
     # -- client ------------------------------------------------------------------------------------------------------------------------
 
@@ -127,6 +134,8 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         """Algorithm 1: load the global model; Adam is new every round."""
         del state, info, key
         trained = broadcast.wire.trained
+        if sends_all:
+            trained = trained._replace(prompt=trained.prompt[task.index])
         zeros = jnp.zeros((setting.task_classes, backbone.width))
         return Client(trained, adam.init(trained), zeros, zeros[:, 0])
 
@@ -197,7 +206,8 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         prototypes = Prototypes(*prototype_mean(server.pool.vector, server.pool.held, everyone))
         if config.prototype_download == "current":
             prototypes = Prototypes(*_rows(prototypes, task.classes))
-        wire = Wire(trained_part(server, task), server.prompts if sends_all else None, () if config.wo_unified else prototypes)
+        trained = trained_part(server, task)
+        wire = Wire(trained._replace(prompt=server.prompts) if sends_all else trained, () if config.wo_unified else prototypes)
         return Broadcast(wire, held=() if sends_all else server.prompts)
 
     def serve(frozen, server: ServerState, aggregate, task, key):
@@ -260,7 +270,7 @@ def store_prototypes(pool: Prototypes, sent: Prototypes, id_: Array, valid: Arra
     clients, total = pool.held.shape
     row = jnp.where(valid, id_, clients)[:, None]
     column = jnp.where(classes >= 0, classes, total)[None, :]
-    put = lambda buffer, x: buffer.at[row, column].set(x, mode="drop")  # noqa: E731
+    put = lambda buffer, x: buffer.at[row, column].set(x, mode="drop")
     return jax.tree.map(put, pool, sent)
 
 

@@ -21,7 +21,7 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
     """Kernel and bias uniform in +-1/sqrt(width), as torch's Linear does."""
     bound = width**-0.5
     kernel, bias = jax.random.split(key)
-    draw = lambda k, shape: jax.random.uniform(k, shape, minval=-bound, maxval=bound)  # noqa: E731
+    draw = lambda k, shape: jax.random.uniform(k, shape, minval=-bound, maxval=bound)
     return Head(draw(kernel, (width, classes)), draw(bias, (classes,)))
 
 
@@ -62,18 +62,19 @@ def cross_entropy(
 
 
 def correct(
-    logits: Float[Array, "batch classes"], label: Int[Array, " batch"], allowed: Bool[Array, " classes"], mask: Bool[Array, " batch"]
+    logits: Float[Array, "batch classes"],
+    label: Int[Array, " batch"],
+    allowed: Bool[Array, " classes"],
+    mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
     """How many rows in the mask have their label as the highest allowed logit."""
     return masked_sum((jnp.argmax(mask_logits(logits, allowed), axis=-1) == label).astype(jnp.float32), mask)
 
 
-def cosine(
-    a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8
-) -> Float[Array, "n m"]:
+def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
     """Cosine similarity of all pairs; a vector shorter than eps counts as 0. The guard is on the input of the root, so gradients at 0
     are 0 and not nan."""
-    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))  # noqa: E731
+    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))
     return unit(a) @ unit(b).T
 
 

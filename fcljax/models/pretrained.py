@@ -42,7 +42,9 @@ def load_backbone(name: str, checkpoint: str | None, image_size: int | None, dty
         fitting = max(native.patch, round(size / native.patch) * native.patch)
         raise InputError(f"image_size: {size} is not a multiple of the patch size {native.patch} of {name}; nearest: {fitting}")
     if checkpoint is None and name not in PACKAGED:
-        raise InputError(f"checkpoint: {name} needs a file of weights (.safetensors or .npz); only {', '.join(PACKAGED)} has its own")
+        raise InputError(
+            f"checkpoint: {name} needs a file of weights (.safetensors or .npz); only {', '.join(PACKAGED)} has its own"
+        )
     path = Path(checkpoint) if checkpoint else Path(str(resources.files("fcljax") / "assets" / PACKAGED[name]))
     tensors = read_tensors(path)
     params = from_timm(tensors, native, name) if "patch_embed.proj.weight" in tensors else from_native(tensors, native, name)
@@ -66,7 +68,9 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         if path.suffix == ".safetensors":
             return safetensors.numpy.load_file(path)
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
-        raise InputError(f"checkpoint: {str(path)!r} is damaged or not what its name says: {' '.join(str(error).split())}") from None
+        raise InputError(
+            f"checkpoint: {str(path)!r} is damaged or not what its name says: {' '.join(str(error).split())}"
+        ) from None
     raise InputError(f"checkpoint: {str(path)!r} has suffix {path.suffix!r}; valid: .safetensors, .npz")
 
 
@@ -160,6 +164,10 @@ def _check(tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]], n
     missing = [key for key in wanted if key not in tensors]
     unexpected = [key for key in tensors if key not in wanted]
     found = {"misshaped": wrong, "missing": missing, "unexpected": unexpected}
-    problems = [f"{kind}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}" for kind, keys in found.items() if keys]
+    problems = [
+        f"{kind}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
+        for kind, keys in found.items()
+        if keys
+    ]
     if problems:
         raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")

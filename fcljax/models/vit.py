@@ -162,9 +162,7 @@ class ViT(nn.Module):
         for i in range(c.depth):
             # Only the class token of the last block is read, so only it needs a query, a projection and an MLP there.
             queries = 1 if i == c.depth - 1 and not full else None
-            x = Block(c, name=f"block_{i:02d}")(
-                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
-            )
+            x = Block(c, name=f"block_{i:02d}")(x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries)
             taps[f"block_{i:02d}"] = x
         x = _norm("norm")(x)
         return Features(x[:, 0], x if full else None, taps)

@@ -1,0 +1,27 @@
+# `make demo` and `make test` are all that a fresh machine needs: they make .venv, install, and run. Both can be repeated.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: demo test lint clean
+
+demo: .venv/ready
+	$(BIN)/fcljax run fppl --out $(RUN)/fppl
+	$(BIN)/fcljax run fedavg --out $(RUN)/fedavg
+	$(BIN)/fcljax compare $(RUN)/fppl $(RUN)/fedavg
+
+test: .venv/ready lint
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check fcljax tests experiments
+
+# Made anew when what it installs changes; the file at the end says that the installation is complete.
+.venv/ready: requirements.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,733 @@
+"""FPPL: the numeric oracles of the paper and its release, the ablations, and every point on which the two differ.
+
+Most tests run the method on a backbone that is a formula: the feature of an image is the image plus the mean prompt of every block.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fcljax.data.tasks import make_tasks
+from fcljax.experiment import Experiment, wire_shapes
+from fcljax.federated.aggregation import weighted_mean
+from fcljax.federated.communication import extra_storage, scalars, traffic
+from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacity
+from fcljax.methods import METHODS, resolve_options
+from fcljax.methods.fppl import FIDELITY, FPPLConfig, Prototypes, debias, fppl, store_prototypes, unified_representation_loss
+from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy, init_head
+from fcljax.models.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
+from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, init_vit, parameter_shapes, vit_backbone
+from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting, Upload
+
+WIDTH, LOWEST = 4, np.finfo(np.float32).min
+SETTING = Setting(classes=6, tasks=3, task_classes=2, clients=3)
+TASKS = make_tasks(6, 3)
+TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
+
+
+def encode(frozen, image, injection):
+    del frozen
+    return image if injection is None else image + sum(prompt.mean(-2) for prompt in injection.prompt.values())
+
+
+FORMULA = Backbone(encode, WIDTH, 2)
+
+
+def make(fidelity="intended", name="fppl", setting=SETTING, lr=1e-2, **fields):
+    """A method on the formula, and a server whose pool is empty."""
+    options = METHODS[name].options(prompt_length=2, prompt_blocks=2, **fields)
+    method = METHODS[name].build(resolve_options(name, options, fidelity), setting, FORMULA, 1, 8, lr)
+    return method, method.init(jax.random.key(0), None)
+
+
+def batch(labels, rows=None, seed=1):
+    labels = jnp.asarray(labels)
+    rows = len(labels) if rows is None else rows
+    image = jax.random.normal(jax.random.key(seed), (len(labels), WIDTH))
+    return Batch(image, labels, jnp.arange(len(labels)) < rows, jnp.arange(len(labels)))
+
+
+def info(rows=1, id_=0):
+    return ClientInfo(jnp.int32(id_), jnp.int32(rows), jnp.zeros(SETTING.classes, jnp.int32), jnp.int32(0))
+
+
+def client_step(method, server, task, data):
+    """The client before and after one step."""
+    broadcast = method.broadcast(server, task)
+    before = method.client.start(broadcast, (), task, info(), jax.random.key(0))
+    after, metrics = method.client.phases[0].step(None, broadcast, before, data, task, jax.random.key(0))
+    return before, after, metrics
+
+
+def upload_of(method, server, task, data, id_=0):
+    """One client's upload after a step on `data` and prototypes of the same rows."""
+    broadcast, rows = method.broadcast(server, task), jnp.sum(data.mask)
+    _, local, _ = client_step(method, server, task, data)
+    for phase in method.client.phases[1:]:
+        local, _ = phase.step(None, broadcast, local, data, task, jax.random.key(0))
+    return method.client.finish(broadcast, local, (), task, info(rows, id_))[0]
+
+
+def receive(uploads, ids, valid, clients=SETTING.clients):
+    """What the server sees of some uploads, padded to all clients."""
+    pad = clients - len(uploads)
+    gather = jax.tree.map(lambda *x: jnp.stack([*x, *[jnp.zeros_like(x[0])] * pad]), *(u.gather for u in uploads))
+    stacked = jax.tree.map(lambda *x: jnp.stack([*x, *[jnp.zeros_like(x[0])] * pad]), *(u.mean for u in uploads))
+    weight = jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad])
+    ids, valid = jnp.asarray([*ids, *[clients] * pad]), jnp.asarray([*valid, *[False] * pad])
+    return Aggregate(weighted_mean(stacked, weight, valid), (), gather, jnp.where(valid, weight, 0), ids, valid)
+
+
+def sent(vectors):
+    """Prototypes as a client sends them: None where it has no rows of the class."""
+    held = [vector is not None for vector in vectors]
+    return Prototypes(jnp.asarray([[0.0] * WIDTH if v is None else v for v in vectors], jnp.float32), jnp.asarray(held))
+
+
+def serve(method, server, task, prototypes, ids, valid=None, clients=SETTING.clients):
+    """The server after a round in which the clients `ids` sent these prototypes and left the trained parts as they were."""
+    trained = method.client.start(method.broadcast(server, task), (), task, info(), jax.random.key(0)).trained
+    uploads = [Upload(mean=trained, gather=p, weight=1.0) for p in prototypes]
+    valid = [True] * len(ids) if valid is None else valid
+    return method.server(None, server, receive(uploads, ids, valid, clients), task, jax.random.key(2))
+
+
+def changed(before, after):
+    return np.asarray(jnp.abs(after - before) > 0)
+
+
+# ---- counts ------------------------------------------------------------------------------------------------------------------------
+
+
+def counts(fidelity, classes, tasks):
+    """Shapes of upload, broadcast, trained parts and server of FPPL on ViT-B/16; nothing is computed."""
+    setting, vit = Setting(classes, tasks, classes // tasks, 10), VITS["vit_b16"]
+    method = fppl(resolve_options("fppl", FPPLConfig(), fidelity), setting, vit_backbone(vit), 5, 128, 1e-3)
+    empty = dict.fromkeys(Experiment._fields)
+    exp = Experiment(**empty | dict(
+        method=method, frozen=parameter_shapes(vit), tasks=make_tasks(classes, tasks), setting=setting, key=jax.random.key(0)
+    ))  # fmt: skip
+    return *wire_shapes(exp), jax.eval_shape(method.init, exp.key, exp.frozen)
+
+
+@pytest.mark.parametrize(("classes", "tasks", "comm"), [(100, 10, 169_060), (200, 20, 253_640)])
+def test_a_client_sends_and_receives_the_papers_comm_per_round(classes, tasks, comm):
+    upload, broadcast, _, _ = counts("paper", classes, tasks)
+    assert traffic(upload, broadcast)[::2] == (comm, comm)
+
+
+@pytest.mark.parametrize(("classes", "tasks", "comm"), [(100, 10, 169_061), (200, 20, 253_641)])
+def test_the_learned_scale_of_the_gate_is_one_number_more(classes, tasks, comm):
+    upload, broadcast, _, _ = counts("intended", classes, tasks)
+    assert traffic(upload, broadcast)[::2] == (comm, comm)
+
+
+@pytest.mark.parametrize(("classes", "tasks", "model"), [(100, 10, 852_581), (200, 20, 1_705_161)])
+def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
+    upload, broadcast, _, _ = counts("released", classes, tasks)
+    assert scalars(upload.mean) == scalars(broadcast.wire.trained) == model
+    assert scalars(upload.gather) == 768 * classes // tasks
+    assert scalars(broadcast.wire.prototypes) == 768 * classes
+
+
+@pytest.mark.parametrize(("classes", "tasks", "parts"), [
+    (100, 10, (76_900, 768_000, 7_680, 1)), (200, 20, (153_800, 1_536_000, 15_360, 1)),
+])  # fmt: skip
+def test_the_parts_of_the_model_have_the_releases_sizes(classes, tasks, parts):
+    trained = counts("released", classes, tasks)[0].mean
+    assert tuple(map(scalars, (trained.head, trained.prompt, trained.gate.psi, trained.gate.sigma))) == parts
+
+
+@pytest.mark.parametrize(("classes", "tasks", "estg", "param", "pool"), [
+    (100, 10, 768_000, 84_480, 768_000), (200, 20, 1_536_000, 92_160, 1_536_000),
+])  # fmt: skip
+def test_storage_trained_parameters_and_pool_are_the_papers(classes, tasks, estg, param, pool):
+    for fidelity, scale in (("paper", 0), ("intended", 1)):
+        _, broadcast, trainable, server = counts(fidelity, classes, tasks)
+        assert extra_storage(broadcast) == {"scalars": estg, "bytes": 4 * estg}
+        assert scalars((trainable["prompt"], trainable["gate"])) == param + scale
+        assert scalars(trainable["head"]) == (768 + 1) * classes
+        assert scalars(server.pool) == 768 * 10 * classes == pool
+
+
+def test_trained_parameters_without_head_are_a_thousandth_of_the_backbone():
+    _, _, trainable, _ = counts("paper", 200, 20)
+    backbone = scalars(parameter_shapes(VITS["vit_b16"]))
+    assert backbone == 590_592 + 768 + 151_296 + 12 * 7_087_872 + 1_536 == 85_798_656
+    assert backbone + scalars(trainable["head"]) == 85_952_456
+    assert 100 * scalars((trainable["prompt"], trainable["gate"])) / backbone == pytest.approx(0.1074, abs=5e-5)
+
+
+# ---- gate and fusion ---------------------------------------------------------------------------------------------------------------
+
+QUERY, PSI, SEEN = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0], [0, 2], [1, 1]]), jnp.array([True, True, False])
+
+
+@pytest.mark.parametrize(("sigma", "soft", "weights"), [
+    (1.0, True, (0.450166, 0.549834, 0)), (None, True, (0.450166, 0.549834, 0)), (2.0, True, (0.401312, 0.598688, 0)),
+    (1.0, False, (0, 1, 0)),
+])  # fmt: skip
+def test_gate_weights_are_a_softmax_of_cosines_over_the_seen_tasks(sigma, soft, weights):
+    gate = Gate(PSI, None if sigma is None else jnp.float32(sigma))
+    np.testing.assert_allclose(gate_weights(gate, QUERY, SEEN, soft)[0], weights, atol=1e-6)
+
+
+def test_weights_of_unseen_tasks_and_their_gradients_are_exactly_zero():
+    weigh = lambda psi: gate_weights(Gate(psi, None), QUERY, SEEN)  # noqa: E731
+    assert weigh(PSI)[0, 2] == 0
+    gradient = jax.grad(lambda psi: weigh(psi)[0, 0])(PSI)
+    assert not gradient[2].any() and gradient[:2].any(axis=1).all()
+
+
+@pytest.mark.parametrize(("tasks", "largest"), [(20, 0.280005), (10, 0.450853)])
+def test_a_scale_of_one_bounds_the_largest_weight(tasks, largest):
+    psi = jnp.where(jnp.arange(tasks)[:, None] == 3, 1.0, -1.0) * jnp.array([[0.6, 0.8]])
+    weights = gate_weights(Gate(psi, jnp.ones(())), QUERY, jnp.ones(tasks, bool))
+    assert float(weights[0, 3]) == pytest.approx(largest, abs=1e-6) == float(weights.max())
+
+
+def test_prompts_fuse_with_their_weights():
+    prompts = jnp.stack([jnp.ones((2, 3, 4)), jnp.full((2, 3, 4), 3.0)])
+    fused = fuse(jnp.array([[0.25, 0.75]]), prompts, prompts[1], jnp.int32(1))
+    np.testing.assert_allclose(fused, np.full((1, 2, 3, 4), 2.5))
+
+
+def test_only_the_current_tasks_prompt_gets_a_gradient():
+    prompts, weights = jax.random.normal(jax.random.key(0), (2, 2, 3, 4)), jnp.array([[0.25, 0.75]])
+    loss = lambda prompts, current: jnp.sum(fuse(weights, prompts, current, jnp.int32(1)))  # noqa: E731
+    frozen, current = jax.grad(loss, argnums=(0, 1))(prompts, prompts[1])
+    assert not frozen.any()
+    np.testing.assert_allclose(current, np.full(current.shape, 0.75))
+
+
+def test_prompts_and_gate_start_in_the_releases_ranges():
+    prompts = init_prompts(jax.random.key(0), 3, 2, 20, 8)
+    assert prompts.shape == (3, 2, 20, 8) and -1 <= prompts.min() < -0.95 and 0.95 < prompts.max() <= 1
+    gate = init_gate(jax.random.key(0), 10, 768, learnable_scale=True)
+    assert gate.sigma == 1 and 0.0355 < jnp.abs(gate.psi).max() <= 768**-0.5
+    assert init_gate(jax.random.key(0), 10, 768, learnable_scale=False).sigma is None
+
+
+def test_the_first_round_of_a_task_starts_from_the_previous_prompt_and_leaves_the_gate():
+    method, server = make()
+    begun = method.begin_task(server, TASKS[2], jax.random.key(0))
+    np.testing.assert_array_equal(begun.prompts, server.prompts.at[2].set(server.prompts[1]))
+    np.testing.assert_array_equal(begun.gate.psi, server.gate.psi)
+    np.testing.assert_array_equal(method.begin_task(server, TASKS[0], jax.random.key(0)).prompts, server.prompts)
+
+
+# ---- prompts in the transformer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def network():
+    keys = jax.random.split(jax.random.key(3), 3)
+    image = jax.random.normal(keys[1], (3, 8, 8, 3))
+    return init_vit(keys[0], TINY), image, jax.random.normal(keys[2], (3, 2, 5, TINY.width))
+
+
+def with_prompts(params, image, prompts):
+    return apply_vit(TINY, params, image, prompt_injection(prompts)).cls
+
+
+def test_a_prompted_block_of_vit_b16_lets_out_as_many_tokens_as_came_in():
+    vit = VITS["vit_b16"]
+
+    def taps(params, image, prompts):
+        return apply_vit(vit, params, image, prompt_injection(prompts), full=True).taps
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+    tapped = jax.eval_shape(taps, parameter_shapes(vit), shape(2, 224, 224, 3), shape(2, 5, 20, 768))
+    assert {name: tap.shape for name, tap in tapped.items()} == dict.fromkeys(tapped, (2, 197, 768)) and len(tapped) == 13
+
+
+def test_prompts_as_keys_and_values_equal_tokens_that_are_appended_and_dropped(network):
+    params, image, prompts = network
+
+    def appended(params, image, prompts):
+        x = apply_vit(TINY, params, image, full=True).taps["embed"]
+        for i in range(TINY.depth):
+            longer = jnp.concatenate([x, prompts[:, i]], axis=1)
+            x = Block(TINY).apply({"params": params[f"block_{i:02d}"]}, longer)[:, : x.shape[1]]
+        centred = x[:, 0] - x[:, 0].mean(-1, keepdims=True)
+        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * params["norm"]["scale"] + params["norm"]["bias"]
+
+    expected = jax.jit(appended)(params, image, prompts)
+    np.testing.assert_allclose(jax.jit(with_prompts)(params, image, prompts), expected, atol=1e-5)
+    assert jnp.abs(expected - apply_vit(TINY, params, image).cls).max() > 1e-2
+
+
+def test_permuting_the_prompts_leaves_the_class_token(network):
+    params, image, prompts = network
+    run = jax.jit(with_prompts)
+    np.testing.assert_allclose(run(params, image, prompts), run(params, image, prompts[:, :, ::-1]), atol=1e-6)
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------------------------
+
+FEATURE, CORNERS = jnp.array([[3.0, 4.0]]), Prototypes(jnp.array([[1.0, 0], [0, 1], [1, 1]]), jnp.ones(3, bool))
+
+
+def unified(feature, label, prototypes=CORNERS, mask=None, classes=(0, 1, 2), **how):
+    mask = jnp.ones(len(label), bool) if mask is None else jnp.asarray(mask)
+    return unified_representation_loss(feature, jnp.asarray(label), mask, prototypes, jnp.asarray(classes), 0.2, **how)
+
+
+@pytest.mark.parametrize(("label", "loss"), [(0, 2.374459), (1, 1.374459), (2, 0.424711)])
+def test_unified_loss_contrasts_a_feature_with_the_global_prototypes(label, loss):
+    assert float(unified(FEATURE, [label])) == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.parametrize(("how", "loss"), [
+    (dict(), 2.374459), (dict(average="batch"), 2.374459 / 2), (dict(average="batch", reduction="sum"), 2.374459),
+    (dict(average="holders", reduction="sum"), 2.374459),
+])  # fmt: skip
+def test_rows_without_a_prototype_stay_out_of_the_average(how, loss):
+    assert float(unified(jnp.repeat(FEATURE, 2, 0), [0, 7], **how)) == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.parametrize("held", [[False] * 3, [True, False, False]])
+def test_unified_loss_is_zero_with_no_prototype_or_a_single_class(held):
+    prototypes = CORNERS._replace(held=jnp.array(held))
+    value, gradient = jax.value_and_grad(lambda feature: unified(feature, [0], prototypes))(FEATURE)
+    assert float(value) == 0 and not gradient.any()
+
+
+def test_global_prototypes_are_constants_of_the_unified_loss():
+    moved = jax.grad(lambda vector: unified(FEATURE, [0], CORNERS._replace(vector=vector)))(CORNERS.vector)
+    assert not moved.any()
+    assert jax.grad(lambda feature: unified(feature, [0]))(FEATURE).any()
+
+
+def test_cross_entropy_masks_the_other_classes_and_gives_them_no_gradient():
+    logits, allowed = jnp.array([[2.0, 1.0, 0.0, 5.0]]), jnp.array([True, True, False, False])
+    loss = lambda logits: cross_entropy(logits, jnp.array([0]), allowed, jnp.array([True]))  # noqa: E731
+    assert float(loss(logits)) == pytest.approx(0.313262, abs=1e-6)
+    gradient = jax.grad(loss)(logits)[0]
+    assert not gradient[2:].any() and gradient[:2].all()
+
+
+def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
+    mask, label = jnp.array([True, False, True]), jnp.array([0, 0, 1])
+    clean = jax.random.normal(jax.random.key(0), (3, 2))
+    poisoned = clean.at[1].set(jnp.nan)
+    losses = (
+        lambda x: cross_entropy(x, label, jnp.ones(2, bool), mask),
+        lambda x: unified(x, label, mask=mask),
+        lambda x: unified(x, label, mask=mask, average="batch"),
+        lambda x: jnp.sum(class_sums(x, label, jnp.array([0, 1]), mask)[0] ** 2),
+    )
+    for loss in losses:
+        (value, gradient), (bad, bad_gradient) = map(jax.value_and_grad(loss), (clean, poisoned))
+        assert float(value) == float(bad) and np.isfinite(float(bad))
+        np.testing.assert_array_equal(gradient[mask], bad_gradient[mask])
+    hits = partial(correct, label=label, allowed=jnp.ones(2, bool), mask=mask)
+    assert float(hits(clean)) == float(hits(poisoned))
+
+
+# ---- the client --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_and_nothing_else():
+    method, server = make(lr=1e-3)
+    before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
+    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.trained, after.trained)
+    current = np.asarray(TASKS[1].current)
+    np.testing.assert_allclose(move.head.bias[current], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(move.head.kernel[:, current], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(move.prompt, 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(move.gate.psi[:2], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(move.gate.sigma, 1e-3, rtol=1e-3)
+    assert not move.head.bias[~current].any() and not move.head.kernel[:, ~current].any()
+    assert not move.gate.psi[2].any()
+
+
+def test_the_first_round_of_a_task_has_no_unified_loss():
+    results = []
+    for wo_unified in (False, True):
+        method, server = make(wo_unified=wo_unified)
+        server = server._replace(pool=Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True)))
+        results.append(client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trained)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def full_pool(server, seed=5):
+    pool = server.pool
+    return server._replace(pool=Prototypes(jax.random.normal(jax.random.key(seed), pool.vector.shape), jnp.ones_like(pool.held)))
+
+
+def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
+    data, reported = batch([2, 3, 3]), {}
+    for wo_unified in (False, True):
+        method, server = make(wo_unified=wo_unified)
+        server = full_pool(server)
+        reported[wo_unified] = float(client_step(method, server, TASKS[1], data)[2]["loss"].total)
+        assert (method.broadcast(server, TASKS[1]).wire.prototypes == ()) is wo_unified
+        assert len(method.client.phases) == 2  # the server still debiases on what clients send
+    broadcast = method.broadcast(server, TASKS[1])
+    local = method.client.start(broadcast, (), TASKS[1], info(), jax.random.key(0))
+    seen = jnp.array([True, True, False])
+    weights = gate_weights(local.trained.gate, data.image, seen)
+    feature = encode(None, data.image, prompt_injection(fuse(weights, server.prompts, local.trained.prompt, jnp.int32(1))))
+    logits = apply_head(local.trained.head, feature)
+    expected = cross_entropy(logits, data.label, jnp.asarray(TASKS[1].current), data.mask, "sum")
+    assert reported[True] == pytest.approx(float(expected), rel=1e-5)
+    pull = unified(feature, data.label, Prototypes(server.pool.vector.mean(0)[2:4], jnp.ones(2, bool)), classes=(2, 3))
+    assert reported[False] == pytest.approx(float(expected + 3 * pull), rel=1e-5)
+
+
+def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
+    method, server = make(wo_fusion=True)
+    before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
+    jax.tree.map(np.testing.assert_array_equal, before.trained.gate, after.trained.gate)
+    weights = gate_weights(before.trained.gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False)
+    np.testing.assert_array_equal(np.sort(weights, -1), np.tile([0, 0, 1], (3, 1)))
+    assert not weights[:, 2].any()
+
+
+def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts():
+    setting = Setting(classes=3, tasks=1, task_classes=3, clients=1)
+    method, server = make(setting=setting)
+    task, (first, second) = make_tasks(3, 1)[0], (batch([0, 2, 2], rows=2), batch([0, 2, 0], seed=9))
+    broadcast = method.broadcast(server, task)
+    local = method.client.start(broadcast, (), task, info(), jax.random.key(0))
+    for data in (first, second):
+        local, _ = method.client.phases[1].step(None, broadcast, local, data, task, jax.random.key(0))
+    own = method.client.finish(broadcast, local, (), task, info(5))[0].gather
+    shift = server.prompts[0].mean(1).sum(0)  # of a single task the gate's weight is 1
+    zero = jnp.stack([first.image[0], second.image[0], second.image[2]]).mean(0) + shift
+    two = jnp.stack([first.image[1], second.image[1]]).mean(0) + shift
+    np.testing.assert_array_equal(own.held, [True, False, True])
+    np.testing.assert_allclose(own.vector[jnp.array([0, 2])], jnp.stack([zero, two]), rtol=1e-5)
+
+
+def test_padding_rows_change_no_upload():
+    method, server = make()
+    whole, padded = batch([2, 3, 3]), batch([2, 3, 3, 0, 0], rows=3)
+    padded = padded._replace(image=padded.image.at[:3].set(whole.image).at[3:].set(0.0))
+    one, other = (upload_of(method, server, TASKS[1], data) for data in (whole, padded))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), one.mean, other.mean)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), one.gather, other.gather)
+
+
+# ---- where paper and release differ ------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
+    undecided = {field.name for field in dataclasses.fields(FPPLConfig) if field.default is None}
+    assert all(set(preset) == undecided for preset in FIDELITY.values())
+    assert None not in dataclasses.asdict(resolve_options("fppl", FPPLConfig(), "paper")).values()
+
+
+def test_a_given_value_wins_over_the_preset():
+    assert resolve_options("fppl", FPPLConfig(reduction="sum"), "intended").reduction == "sum"
+
+
+def test_local_classes_decides_whether_classes_of_other_tasks_compete():
+    moved = {}
+    for choice in ("current", "all"):
+        method, server = make(local_classes=choice)
+        before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
+        moved[choice] = changed(before.trained.head.bias, after.trained.head.bias)
+    np.testing.assert_array_equal(moved["current"], TASKS[1].current)
+    assert moved["all"].all()
+
+
+def test_gate_scale_decides_whether_sigma_is_trained_and_sent():
+    for choice, numbers in (("learnable", 1), ("fixed", 0)):
+        method, server = make(gate_scale=choice)
+        before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
+        assert scalars(before.trained.gate.sigma) == numbers
+        assert jax.tree.leaves(jax.tree.map(lambda a, b: bool(a != b), before.trained.gate.sigma, after.trained.gate.sigma)) == [True] * numbers
+
+
+def test_reduction_scales_the_clients_gradient_by_its_rows():
+    moments, reported = {}, {}
+    for choice in ("mean", "sum"):
+        method, server = make(reduction=choice)
+        _, after, metrics = client_step(method, full_pool(server), TASKS[1], batch([2, 3, 3, 2]))
+        moments[choice], reported[choice] = after.optimiser[0].mu, metrics["loss"]
+    jax.tree.map(lambda s, m: np.testing.assert_allclose(s, 4 * m, rtol=1e-4, atol=1e-7), moments["sum"], moments["mean"])
+    np.testing.assert_allclose(reported["sum"], reported["mean"], rtol=1e-5)
+
+
+def test_unified_average_divides_by_all_rows_or_by_those_with_a_prototype():
+    data, losses = batch([2, 3, 3, 3]), {}
+    for choice in ("holders", "batch"):
+        method, server = make(unified_average=choice)
+        server = full_pool(server)
+        only_two = server._replace(pool=server.pool._replace(held=server.pool.held.at[:, 3].set(False)))
+        for name, state in (("known", server), ("unknown", only_two)):
+            losses[choice, name] = float(client_step(method, state, TASKS[1], data)[2]["loss"].total)
+    assert losses["holders", "known"] == losses["batch", "known"]
+    # Class 2 alone has a prototype: its own contrast is 0 whatever the divisor, and the loss is the cross-entropy.
+    assert losses["holders", "unknown"] == losses["batch", "unknown"] < losses["batch", "known"]
+
+
+def test_prototype_view_decides_which_images_prototypes_are_made_of():
+    for choice, augment in (("augmented", True), ("clean", False)):
+        train, extract = make(prototype_view=choice)[0].client.phases
+        assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=augment)
+
+
+def test_prototypes_of_other_tasks_cross_the_wire_in_the_release_but_change_nothing():
+    trained, rows = {}, {}
+    for choice in ("current", "seen"):
+        method, server = make(prototype_download=choice)
+        server = full_pool(server)
+        rows[choice] = len(method.broadcast(server, TASKS[1]).wire.prototypes.vector)
+        trained[choice] = client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trained
+    assert rows == {"current": 2, "seen": 6}
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), trained["current"], trained["seen"])
+
+
+def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
+    servers, data = {}, (batch([2, 3, 3]), batch([2, 2, 3, 3], seed=4))
+    for choice, tasks in (("current", ()), ("all", (3,))):
+        method, server = make(prompt_upload=choice, wo_debias=True)
+        uploads = [upload_of(method, server, TASKS[1], rows, i) for i, rows in enumerate(data)]
+        assert uploads[0].mean.prompt.shape == (*tasks, 2, 2, WIDTH)
+        broadcast = method.broadcast(server, TASKS[1])
+        assert broadcast.wire.trained.prompt.shape == uploads[0].mean.prompt.shape
+        assert scalars(broadcast.held) == (0 if tasks else server.prompts.size)
+        servers[choice], _ = method.server(None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0))
+        assert changed(server.prompts[1], servers[choice].prompts[1]).all()
+        np.testing.assert_allclose(servers[choice].prompts[0], server.prompts[0], rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), servers["current"], servers["all"])
+
+
+# ---- the server --------------------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_averaged_by_rows_over_the_clients_that_have_some():
+    stacked, rows = jnp.array([1.0, 5.0, jnp.nan]), jnp.array([30, 10, 0])
+    assert float(weighted_mean(stacked, rows, rows > 0)) == 2.0
+    method, server = make()
+    assert float(upload_of(method, server, TASKS[1], batch([2, 3, 3])).weight) == 3
+
+
+def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
+    method, server = make(wo_debias=True)
+    a, b = [2.0, 0, 0, 0], [0.0, 6, 0, 0]  # a is the mean of (1, 0) and (3, 0), b of a single row
+    server, _ = serve(method, server, TASKS[1], [sent([a, None]), sent([b, None])], (0, 2))
+    prototypes = method.broadcast(server, TASKS[1]).wire.prototypes
+    np.testing.assert_array_equal(prototypes.held, [True, False])
+    np.testing.assert_allclose(prototypes.vector, [[1, 3, 0, 0], [0, 0, 0, 0]])
+    client, label = np.nonzero(np.asarray(server.pool.held))
+    np.testing.assert_array_equal([client, label], [[0, 2], [2, 2]])  # what debias would train on: two rows, both of class 2
+    np.testing.assert_allclose(server.pool.vector[client, label], [a, b])
+
+
+def test_a_round_replaces_a_clients_prototypes_of_its_task_and_leaves_earlier_tasks():
+    method, server = make(wo_debias=True)
+    one, two, three = ([float(x)] * WIDTH for x in (1, 2, 3))
+    server, _ = serve(method, server, TASKS[0], [sent([one, one])], (1,))
+    server, _ = serve(method, server, TASKS[0], [sent([two, None])], (1,))
+    server, _ = serve(method, server, TASKS[1], [sent([three, three])], (1,))
+    np.testing.assert_array_equal(server.pool.held[1], [True, False, True, True, False, False])
+    np.testing.assert_allclose(server.pool.vector[1, jnp.array([0, 2, 3]), 0], [2, 3, 3])
+    assert not server.pool.held[jnp.array([0, 2])].any()
+
+
+def test_clients_that_are_absent_or_rejected_leave_the_pool_as_it_is():
+    method, server = make(wo_debias=True)
+    server = full_pool(server)
+    poison = sent([[np.nan] * WIDTH] * 2)
+    after, _ = serve(method, server, TASKS[1], [sent([[7.0] * WIDTH] * 2), poison], (0, 2), valid=(True, False))
+    np.testing.assert_array_equal(after.pool.vector[1:], server.pool.vector[1:])
+    np.testing.assert_array_equal(after.pool.vector[0, jnp.array([0, 1, 4, 5])], server.pool.vector[0, jnp.array([0, 1, 4, 5])])
+    np.testing.assert_array_equal(after.pool.vector[0, 2:4], np.full((2, WIDTH), 7.0))
+
+
+def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
+    pool = Prototypes(jnp.zeros((10, 200, 2)), jnp.zeros((10, 200), bool))
+    store = jax.jit(store_prototypes)
+    everyone = jnp.ones(10, bool)
+    for t, task in enumerate(make_tasks(200, 20)):
+        pool = store(pool, Prototypes(jnp.ones((10, 10, 2)), jnp.ones((10, 10), bool)), jnp.arange(10), everyone, task.classes)
+        assert int(pool.held.sum()) == 10 * 10 * (t + 1)
+    _, metrics = debias(init_head(jax.random.key(0), 2, 200), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3)
+    assert float(metrics["debias_loss"].weight) == 80
+
+
+def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
+    """Full-batch Adam on the masked cross-entropy of a linear classifier, written out."""
+    weights = np.concatenate([head.kernel, head.bias[None]]).astype(np.float64)
+    x = np.concatenate([feature, np.ones((len(feature), 1))], axis=1)
+    m = v = np.zeros_like(weights)
+    for step in range(1, steps + 1):
+        odds = np.exp(x @ weights) * allowed
+        error = odds / odds.sum(1, keepdims=True) - np.eye(len(allowed))[label]
+        g = x.T @ error / (len(x) if reduction == "mean" else 1)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        weights = weights - lr * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+    return Head(weights[:-1], weights[-1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(reduction):
+    held = jnp.array([[True, False, False, True], [True, False, False, False]])
+    pool = Prototypes(jax.random.normal(jax.random.key(0), (2, 4, 3)), held)
+    head = init_head(jax.random.key(1), 3, 4)
+    trained, _ = debias(head, pool, jax.random.key(2), epochs=7, batch_size=16, lr=0.05, reduction=reduction)
+    feature = np.asarray(pool.vector)[[0, 0, 1], [0, 3, 0]]
+    expected = numpy_debias(head, feature, np.array([0, 3, 0]), np.array([1, 0, 0, 1]), 7, 0.05, reduction)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), trained, expected)
+    np.testing.assert_array_equal(trained.bias[1:3], head.bias[1:3])
+
+
+def test_debias_reads_every_stored_prototype_once_per_epoch():
+    held = jax.random.bernoulli(jax.random.key(0), 0.5, (5, 4))
+    pool = Prototypes(jax.random.normal(jax.random.key(1), (5, 4, 3)), held)
+    head = init_head(jax.random.key(2), 3, 4)
+    still, metrics = debias(head, pool, jax.random.key(3), epochs=2, batch_size=1, lr=0.0)
+    jax.tree.map(np.testing.assert_array_equal, still, head)
+    client, label = np.nonzero(np.asarray(held))
+    logits = apply_head(head, pool.vector[client, label])
+    once = cross_entropy(logits, jnp.asarray(label), jnp.any(held, 0), jnp.ones(len(label), bool), "sum")
+    assert float(metrics["debias_loss"].total) == pytest.approx(2 * float(once), rel=1e-5)
+    assert float(metrics["debias_loss"].weight) == 2 * int(held.sum())
+
+
+def test_an_empty_pool_leaves_the_head():
+    head = init_head(jax.random.key(1), 3, 4)
+    trained, _ = debias(head, Prototypes(jnp.ones((2, 4, 3)), jnp.zeros((2, 4), bool)), jax.random.key(2), 5, 2, 0.1)
+    jax.tree.map(np.testing.assert_array_equal, trained, head)
+
+
+@pytest.mark.parametrize(("fields", "trained"), [
+    (dict(), [0, 1, 2, 3]), (dict(wo_pool=True), [2, 3]), (dict(wo_debias=True), []),
+])  # fmt: skip
+def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, trained):
+    method, server = make(**fields)
+    vectors = jax.random.normal(jax.random.key(0), (3, 2, WIDTH))
+    server, _ = serve(method, server, TASKS[0], [sent(list(v)) for v in vectors], (0, 1, 2))
+    after, metrics = serve(method, server, TASKS[1], [sent(list(v)) for v in vectors], (0, 1, 2))
+    np.testing.assert_array_equal(np.flatnonzero(changed(server.head.bias, after.head.bias)), trained)
+    assert ("debias_loss" in metrics) == bool(trained)
+    assert after.pool.held[:, :4].all() and not after.pool.held[:, 4:].any()
+    if not trained:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after.head, server.head)
+
+
+def test_without_pool_and_debias_no_prototype_is_made_or_sent():
+    method, server = make(wo_unified=True, wo_debias=True)
+    assert len(method.client.phases) == 1
+    assert upload_of(method, server, TASKS[0], batch([0, 1])).gather == ()
+
+
+def test_fedavg_sends_no_prototypes():
+    method, server = make(name="fedavg")
+    upload, broadcast = upload_of(method, server, TASKS[1], batch([2, 3])), method.broadcast(server, TASKS[1])
+    assert upload.gather == () and broadcast.wire.prototypes == () and len(method.client.phases) == 1
+    after, metrics = method.server(None, server, receive([upload], (0,), (True,)), TASKS[1], jax.random.key(0))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after.head, upload.mean.head)
+    assert metrics == {} and not after.pool.held.any()
+
+
+@pytest.mark.parametrize("name", ["fppl", "fedavg"])
+def test_logits_of_unseen_classes_never_win(name):
+    method, server = make(name=name)
+    server = server._replace(head=server.head._replace(bias=jnp.arange(6) * 1e6))
+    logits = method.predict(None, server, batch([0, 1, 2]).image, None, TASKS[1])
+    np.testing.assert_array_equal(jnp.argmax(logits, -1), [3, 3, 3])
+    np.testing.assert_array_equal(logits[:, 4:], np.full((3, 2), LOWEST))
+
+
+def test_cached_queries_change_no_prediction():
+    method, server = make()
+    image = batch([0, 1, 2]).image
+    cached = method.predict(None, server, image, method.query(None, image), TASKS[2])
+    np.testing.assert_array_equal(cached, method.predict(None, server, image, None, TASKS[2]))
+
+
+# ---- uneven tasks: the padding class -1 --------------------------------------------------------------------------------------------
+
+UNEVEN, UNEVEN_TASKS = Setting(classes=5, tasks=2, task_classes=3, clients=3), make_tasks(5, 2)
+
+
+def test_padding_classes_store_send_and_train_nothing():
+    method, server = make(setting=UNEVEN)
+    np.testing.assert_array_equal(UNEVEN_TASKS[1].classes, [3, 4, -1])
+    server = full_pool(server)
+    junk = sent([[1.0] * WIDTH, None, [9.0] * WIDTH])
+    after, _ = serve(method, server, UNEVEN_TASKS[1], [junk], (1,))
+    np.testing.assert_array_equal(after.pool.vector[:, :3], server.pool.vector[:, :3])
+    np.testing.assert_array_equal(after.pool.held[1], [True, True, True, True, False])
+    np.testing.assert_array_equal(method.broadcast(after, UNEVEN_TASKS[1]).wire.prototypes.held, [True, True, False])
+    own = upload_of(method, server, UNEVEN_TASKS[1], batch([3, 4, 4])).gather
+    np.testing.assert_array_equal(own.held, [True, True, False])
+
+
+def test_a_padding_class_adds_nothing_to_the_unified_loss():
+    padded = Prototypes(jnp.concatenate([CORNERS.vector, CORNERS.vector[:1]]), jnp.array([True, True, True, False]))
+    assert float(unified(FEATURE, [1], padded, classes=(0, 1, 2, -1))) == float(unified(FEATURE, [1]))
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def short_run():
+    """Two uneven tasks of two rounds with three clients on a tiny ViT; classes are shades, and client 2 has no row of task 1."""
+    options = dataclasses.replace(resolve_options("fppl", FPPLConfig(), "intended"), prompt_length=3, prompt_blocks=2, server_epochs=20)
+    method = fppl(options, UNEVEN, vit_backbone(TINY), epochs=4, batch_size=4, lr=1e-2)
+    label = np.tile(np.arange(5), 12)
+    owner = np.where(label >= 3, np.arange(60) // 5 % 2, np.arange(60) // 5 % 3)
+    noise = np.random.RandomState(0).normal(0, 0.1, (60, 8, 8, 3))
+    shade = np.array([[2, 0, 0], [0, 2, 0], [0, 0, 2], [2, 2, 0], [-2, 0, -2]])[label][:, None, None]
+    data = (jnp.asarray(shade + noise, jnp.float32), jnp.asarray(label, jnp.int32))
+    rosters = [_roster(task, label, owner) for task in UNEVEN_TASKS]
+    lanes, frozen = Lanes(), init_vit(jax.random.key(0), TINY)
+    engine = make_engine(
+        method, lambda d, rows, keys, augment: (d[0][rows], d[1][rows], None), lanes, capacity(method.client, rosters, 1, 8)
+    )
+    server = method.init(jax.random.key(1), frozen)
+    states, reports, servers = init_clients(method, server, 3, jax.random.key(2)), [], [server]
+    for t, task in enumerate(UNEVEN_TASKS):
+        server = method.begin_task(server, task, jax.random.key(0))
+        ids = np.flatnonzero(rosters[t].count)
+        for r in range(2):
+            server, states, report = run_round(
+                engine, frozen, server, states, data, rosters[t], ids, task, r, jax.random.key(3)
+            )
+            reports.append(report)
+        servers.append(server)
+    logits = jax.jit(method.predict)(frozen, server, data[0], None, UNEVEN_TASKS[1])
+    return engine, servers, reports, label, owner, logits
+
+
+def _roster(task, label, owner):
+    mine = [np.flatnonzero((owner == k) & task.current[label]) for k in range(3)]
+    held = np.stack([np.bincount(label[rows], minlength=5) for rows in mine]).astype(np.int32)
+    return Roster(np.concatenate(mine), np.cumsum([0, *map(len, mine)]), held)
+
+
+def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
+    _, servers, reports, label, owner, _ = short_run
+    holds = np.zeros((3, 5), bool)
+    holds[owner, label] = True
+    np.testing.assert_array_equal(servers[-1].pool.held, holds)
+    np.testing.assert_array_equal(servers[-1].pool.vector[:, :3], servers[1].pool.vector[:, :3])
+    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(r.rejected for r in reports)
+
+
+def test_a_run_learns_and_traces_everything_once(short_run):
+    engine, servers, reports, label, _, logits = short_run
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(servers))
+    assert reports[3].metrics["debias_loss"] < reports[2].metrics["debias_loss"]
+    assert float(jnp.mean(jnp.argmax(logits, -1) == label)) > 0.6
+    assert set(engine.traces.values()) == {1}
+
+
+def test_a_run_leaves_prompts_of_other_tasks_exactly_as_they_were(short_run):
+    _, (start, first, last), _, _, _, _ = short_run
+    np.testing.assert_array_equal(first.prompts[1], start.prompts[1])
+    np.testing.assert_array_equal(last.prompts[0], first.prompts[0])
+    assert changed(first.prompts[0], last.prompts[1]).any()
+    np.testing.assert_allclose(first.gate.psi[1], start.gate.psi[1], rtol=1e-6)

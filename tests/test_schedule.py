@@ -1,0 +1,166 @@
+"""The host-side planner: longest-first packing, the tables that lanes play, and who takes part."""
+
+import itertools
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fcljax.data.partition import count_matrix, dirichlet
+from fcljax.errors import InputError
+from fcljax.federated.schedule import Roster, capacity, pack, participants, phase_steps, plan_round, tabulate
+from fcljax.types import Phase, Program, View
+
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines differ, results must not
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+LANES = st.integers(1, 9)
+VIEWS = st.lists(st.builds(View, epochs=st.integers(1, 3), batch_size=st.sampled_from([1, 3, 16, 999])), min_size=1, max_size=3)
+
+
+def program(*views: View) -> Program:
+    """A program of which only the views matter."""
+    return Program(None, tuple(Phase(view, None) for view in views), None)
+
+
+def roster(counts) -> Roster:
+    offset = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Roster(np.arange(offset[-1], dtype=np.int32), offset, np.asarray(counts, np.int32)[:, None])
+
+
+def stays(table, ticks):
+    """Every stay of a client on a lane, as (slot, lane, steps, starts, ends)."""
+    for lane in range(table.slot.shape[1]):
+        busy = [tick for tick in range(ticks) if table.active[tick, lane]]
+        assert busy == list(range(len(busy)))  # a lane never pauses between clients
+        for slot, stay in itertools.groupby(busy, key=lambda tick: table.slot[tick, lane]):
+            stay = list(stay)
+            yield slot, lane, *(list(column[stay, lane]) for column in (table.step, table.start, table.end))
+
+
+@UNTIMED
+@given(LENGTHS, LANES)
+def test_every_step_of_every_client_is_played_once_and_in_order_on_one_lane(lengths, lanes):
+    lengths = np.array(lengths)
+    total = int(lengths.sum())
+    table, ticks = tabulate(pack(lengths, lanes), lengths, total)
+    found = {slot: (step, start, end) for slot, _, step, start, end in stays(table, ticks)}
+    assert len(list(stays(table, ticks))) == len(found) == len(lengths)
+    for slot, length in enumerate(lengths):
+        step, start, end = found[slot]
+        assert step == list(range(length))
+        assert start == [True] + [False] * (length - 1)
+        assert end == [False] * (length - 1) + [True]
+    assert table.active.sum() == total and not table.active[ticks:].any()
+
+
+@UNTIMED
+@given(LENGTHS, LANES)
+def test_no_lane_works_longer_than_the_mean_load_plus_the_longest_client(lengths, lanes):
+    lengths = np.array(lengths)
+    _, ticks = tabulate(pack(lengths, lanes), lengths, int(lengths.sum()))
+    assert ticks <= lengths.sum() / lanes + lengths.max()
+
+
+def test_longest_first_packs_5_4_3_3_3_onto_two_lanes_as_by_hand():
+    assert pack(np.array([3, 5, 3, 4, 3]), 2) == [[1, 2], [3, 0, 4]]  # loads 8 and 10
+
+
+def test_a_client_of_10_rows_takes_three_steps_of_4_in_each_of_2_epochs():
+    assert phase_steps(np.array([10, 8, 0]), View(epochs=2, batch_size=4)).tolist() == [6, 4, 0]
+
+
+@UNTIMED
+@given(st.data(), st.lists(st.integers(0, 60), min_size=1, max_size=25).filter(any), VIEWS, LANES, st.integers(1, 8))
+def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, views, lanes, slots):
+    work, holds = program(*views), roster(counts)
+    shapes = capacity(work, [holds], lanes, slots)
+    ids = np.array(sorted(data.draw(st.sets(st.integers(0, len(counts) - 1), min_size=1))))
+    chunks, (useful, paid) = plan_round(work, holds, ids, 0, lanes, shapes)
+    assert useful <= paid
+    assert useful == sum(phase_steps(holds.count[ids], view).sum() for view in views)
+    for chunk in chunks:
+        assert chunk.id.shape == (shapes.slots,) and chunk.rows.shape == (shapes.rows,)
+        for table, ticks, most, view in zip(chunk.tables, chunk.ticks, shapes.ticks, views, strict=True):
+            assert ticks <= most and table.slot.shape == (most, lanes)
+            assert table.active.sum() == phase_steps(chunk.count, view).sum()
+
+
+def test_a_pass_with_other_batches_than_training_fits_the_capacity():
+    """Lanes are balanced over the whole program: one long client and many short ones are not balanced in each pass alone."""
+    work, holds = program(View(1, 1), View(1, 1000)), roster([100] + [1] * 100)
+    shapes = capacity(work, [holds], 2, 128)
+    (chunk,), _ = plan_round(work, holds, np.arange(101), 0, 2, shapes)
+    assert all(ticks <= most for ticks, most in zip(chunk.ticks, shapes.ticks, strict=True))
+    assert chunk.ticks[1] > 101 / 2 + 1
+
+
+def test_a_client_keeps_its_lane_through_all_passes():
+    work, holds = program(View(2, 3), View(1, 7)), roster([9, 4, 30, 2, 2, 17])
+    (chunk,), _ = plan_round(work, holds, np.arange(6), 0, 3, capacity(work, [holds], 3, 128))
+    first, second = ({slot: lane for slot, lane, *_ in stays(table, chunk.ticks[i])} for i, table in enumerate(chunk.tables))
+    assert first == second and len(first) == 6
+
+
+def test_chunks_hold_every_participant_with_rows_once_largest_first():
+    work, holds = program(View(1, 4)), roster([5, 0, 9, 1, 30, 2, 8])
+    ids = np.array([0, 1, 2, 4, 5, 6])
+    chunks, _ = plan_round(work, holds, ids, 3, 2, capacity(work, [holds], 2, 2))
+    assert [chunk.id.tolist() for chunk in chunks] == [[4, 2], [6, 0], [5, 7]]  # 7 = K fills the last chunk
+    position = {i: p for chunk in chunks for i, p in zip(chunk.id.tolist(), chunk.position.tolist(), strict=True)}
+    assert position == {0: 0, 2: 1, 4: 2, 5: 3, 6: 4, 7: 6}  # ranks among those with rows; padding is out of range
+    for chunk in chunks:
+        for slot, (client, count, offset) in enumerate(zip(chunk.id, chunk.count, chunk.offset, strict=True)):
+            if count:
+                mine = np.arange(holds.offset[client], holds.offset[client + 1])
+                assert chunk.rows[offset : offset + count].tolist() == mine.tolist()
+                assert set(np.flatnonzero(chunk.slot_of_row == slot)) == set(range(offset, offset + count))
+
+
+def test_more_participants_than_the_capacity_was_made_for_are_refused():
+    work, holds = program(View(1, 4)), roster([5, 3, 9, 1])
+    shapes = capacity(work, [holds], 2, 128, participation=0.5)
+    with pytest.raises(InputError, match="ids: 3 clients take part where the capacity holds 2"):
+        plan_round(work, holds, np.array([0, 1, 2]), 0, 2, shapes)
+
+
+def test_lanes_stay_busy_on_very_skewed_clients():
+    """5,000 rows of 10 classes over 100 clients by Dirichlet 0.05, batches of 16, 8 lanes."""
+    label = np.repeat(np.arange(10), 500)
+    parts = dirichlet(label, 100, 0.05, np.random.RandomState(0), min_size=1)
+    offset = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+    holds = Roster(np.concatenate(parts).astype(np.int32), offset, count_matrix(label, parts, 10).astype(np.int32))
+    work = program(View(epochs=5, batch_size=16), View(epochs=1, batch_size=16))
+    _, (useful, paid) = plan_round(work, holds, np.arange(100), 0, 8, capacity(work, [holds], 8, 128))
+    assert useful / paid >= 0.95
+
+
+@UNTIMED
+@example(0, 0, 0, 100, 7)  # 0.07 * 100 > 7 in floating point
+@given(st.integers(0, 2**31), st.integers(0, 50), st.integers(0, 50), st.integers(1, 500), st.integers(1, 100))
+def test_participants_are_sorted_distinct_eligible_and_as_many_as_asked(seed, task, round_, clients, percent):
+    eligible = 3 * np.arange(clients) + 1
+    chosen = participants(seed, task, round_, eligible, percent / 100)
+    assert len(chosen) == ceil(Fraction(percent, 100) * len(eligible))
+    assert np.array_equal(chosen, np.unique(chosen)) and np.isin(chosen, eligible).all()
+    assert np.array_equal(chosen, participants(seed, task, round_, eligible, percent / 100))
+
+
+@pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "task", "round"])
+def test_another_seed_task_or_round_draws_other_participants(other):
+    eligible = np.arange(40)
+    assert not np.array_equal(participants(0, 0, 0, eligible, 0.5), participants(*other, eligible, 0.5))
+
+
+def test_the_global_random_state_has_no_say_in_who_takes_part():
+    np.random.seed(1)
+    first = participants(3, 1, 2, np.arange(40), 0.5)
+    np.random.seed(2)
+    assert np.array_equal(first, participants(3, 1, 2, np.arange(40), 0.5))
+
+
+def test_over_many_rounds_every_client_takes_part_equally_often():
+    times = np.bincount(np.concatenate([participants(0, 0, r, np.arange(20), 0.25) for r in range(800)]), minlength=20)
+    assert times.sum() == 4000 and abs(times - 200).max() < 60  # five standard deviations of a binomial draw
