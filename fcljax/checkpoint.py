@@ -75,4 +75,5 @@ def _unwritable(manager: ocp.CheckpointManager, error: Exception) -> InputError:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"  # the reason stands at the end

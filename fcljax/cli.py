@@ -1,9 +1,12 @@
 """The command line: `fcljax run METHOD`, `list`, `pretrain`, `compare`."""
 
+import contextlib
 import dataclasses
+import logging
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +94,28 @@ def run(arguments: list[str]) -> int:
 
     from fcljax import experiment, report
 
-    summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
+    with _quiet_threads():
+        summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
     console = Console()
     console.print(report.results_table([summary]))
     console.print(f"run directory: {out}", soft_wrap=True)
     console.print(f"accuracy curve: {Path(out) / 'figures' / 'accuracy.png'}", soft_wrap=True)
     return 0
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """When a checkpoint cannot be written, Orbax logs a traceback and TensorStore prints another from their threads, before the error
+    reaches us as one line. Only that line is for the user."""
+    log, hook = logging.getLogger("absl"), sys.excepthook
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    sys.excepthook = lambda *error: hook(*error) if threading.current_thread() is threading.main_thread() else None
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        log.setLevel(level)
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
@@ -108,6 +127,8 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     source = str(Path(paths.resume) / "config.yaml") if paths.resume else paths.config
     if paths.resume and (paths.out or paths.config):
         raise InputError(f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out")
+    if paths.resume and not Path(source).is_file():
+        raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
     name = values.pop("method", method)
     if name != method:
@@ -116,8 +137,8 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
 
 
 def parse(groups: dict[str, type], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
-    """The options that were given, as values by field name. tyro parses and prints the help; what it would reject is caught first, so
-    that every mistake gives one line.
+    """The options that were given, as values by field name. tyro prints the help; values are read here, so that a mistake gives one
+    line and a value means the same on the command line and in YAML.
 
     Args:
       groups: title -> frozen dataclass of options; together they are one flat namespace.
@@ -129,30 +150,30 @@ def parse(groups: dict[str, type], arguments: list[str], prog: str, description:
       InputError: naming the option, its value and the nearest valid one.
     """
     fields = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
-    names = set() if {"-h", "--help"} & set(arguments) else check_arguments(fields, arguments)
-    flat = [(title, tyro.conf.OmitArgPrefixes[group], group()) for title, group in groups.items()]
-    command = dataclasses.make_dataclass("Command", flat, frozen=True)
-    parsed = tyro.cli(command, args=arguments, prog=prog, description=description)
-    values = {name: getattr(part, name) for part in vars(parsed).values() for name in vars(part)}
-    return {name: values[name] for name in names}
+    if {"-h", "--help"} & set(arguments):
+        flat = [(title, tyro.conf.OmitArgPrefixes[group], group()) for title, group in groups.items()]
+        tyro.cli(dataclasses.make_dataclass("Command", flat, frozen=True), args=["--help"], prog=prog, description=description)
+    return read_arguments(fields, arguments)
 
 
-def check_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> set[str]:
-    """Names of the fields that `arguments` set.
+def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> dict[str, Any]:
+    """The values that `arguments` set, by field name; the last one counts.
 
     Raises:
       InputError: for an unknown option, a missing value or a value of the wrong type.
     """
-    names, rest = set(), list(arguments)
+    values, rest = {}, list(arguments)
     while rest:
         token, *rest = rest
         flag, equals, value = token.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
             raise InputError(f"option: unexpected argument {token!r}; options start with --")
-        switch = name.removeprefix("no_")
+        switch = name if name in fields else name.removeprefix("no_")
         if switch in fields and fields[switch].type is bool:
-            names.add(switch)
+            if equals:
+                raise InputError(f"{switch}: {token!r} takes no value; choose {_flag(switch)} or {_flag('no_' + switch)}")
+            values[switch] = switch == name
             continue
         if name not in fields:
             raise InputError(f"option: unknown option {flag!r}; {nearest(flag, map(_flag, fields))}")
@@ -160,9 +181,8 @@ def check_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) 
             if not rest:
                 raise InputError(f"{name}: {flag} needs a value")
             value, *rest = rest
-        config.convert(name, fields[name].type, value)
-        names.add(name)
-    return names
+        values[name] = config.convert(name, fields[name].type, value)
+    return values
 
 
 def list_(arguments: list[str]) -> int:

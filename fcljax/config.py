@@ -28,9 +28,7 @@ class RunConfig:
     backbone: str = "vit_micro"  # vit_micro, vit_ti16, vit_s16 or vit_b16
     checkpoint: str | None = None  # weights of the backbone (.safetensors or .npz, timm names); vit_micro's are packaged
     image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
-    normalise: Literal["half", "unit", "imagenet"] | None = (
-        None  # pixel range; default: half, and unit where fidelity is not intended
-    )
+    normalise: Literal["half", "unit", "imagenet"] | None = None  # pixel range; default: half, or unit if fidelity is not intended
     augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
     tasks: int = 5  # number of tasks T
@@ -59,6 +57,7 @@ class RunConfig:
 # The least value of whole numbers; the others of a run must be at least 1.
 LEAST = {"min_rows": 0, "seed": 0}
 MOST = {"seed": 2**32 - 1, "participation": 1.0}
+KINDS = {int: "a whole number", float: "a number", str: "text"}
 POSITIVE = ("beta", "lr", "server_lr", "temperature", "participation")
 
 
@@ -98,8 +97,9 @@ def _check_ranges(config: RunConfig) -> None:
         name, value = field.name, getattr(config, field.name)
         if type(value) is int and value < LEAST.get(name, 1):
             raise InputError(f"{name}: {value} is too small; nearest valid value: {LEAST.get(name, 1)}")
-        if name in POSITIVE and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{name}: {value} must be a positive finite number, such as {field.default}")
+        if type(value) is float and not (0 <= value < math.inf and (value or name not in POSITIVE)):
+            least = "positive" if name in POSITIVE else "0 or more"
+            raise InputError(f"{name}: {value} must be finite and {least}, such as {field.default}")
         if name in MOST and value > MOST[name]:
             raise InputError(f"{name}: {value} is too large; nearest valid value: {MOST[name]}")
 
@@ -123,7 +123,7 @@ def convert(name: str, type_: Any, value: Any) -> Any:
     Raises:
       InputError: naming the field, the value and what is valid.
     """
-    if isinstance(type_, types.UnionType):
+    if typing.get_origin(type_) in (types.UnionType, typing.Union):  # Literal | None is a typing.Union before Python 3.14
         if value is None or value == "None":
             return None
         type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
@@ -131,20 +131,17 @@ def convert(name: str, type_: Any, value: Any) -> Any:
         return choose(name, value, typing.get_args(type_))
     if type_ is bool:
         return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
-    if type_ is int and not _is_whole(value):
-        raise InputError(f"{name}: {value!r} is not a whole number")
+    plain = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
     try:
-        return type_(value) if not isinstance(value, bool) else _reject(name, value)
+        if not plain or (type_ is int and not _is_whole(value)):
+            raise TypeError
+        return type_(value)
     except (TypeError, ValueError):
-        raise InputError(f"{name}: {value!r} is not a {'number' if type_ is float else type_.__name__}") from None
+        raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
-
-
-def _reject(name: str, value: Any) -> None:
-    raise InputError(f"{name}: {value!r} is not a number")
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -76,9 +76,9 @@ class Records:
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
 
-    def add(self, **counts: float) -> None:
+    def add(self, **counts: float | int) -> None:
         """Add to the totals."""
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
@@ -229,41 +229,56 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
       InputError: for bad settings or files, or if `out` cannot be written.
     """
     out = Path(out)
+    check_out(out, method_name, cfg, resume)
+    if resume and (out / "summary.json").exists():  # written last of all
+        return report.load_summary(out)
     exp = prepare(method_name, cfg)
-    claim(out, method_name, cfg, resume)
+    if not resume:
+        claim(out, method_name, cfg)
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
         state, records, done = _begin(exp, manager, resume)
         with Clock(records.seconds) as clock:
             with clock("eval"):
                 exp = with_queries(exp, cfg.eval_batch_size)
                 jax.block_until_ready((exp.test, exp.train))
-            _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
+            state = _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
+            with clock("eval"):
+                personal = personal_accuracy(exp, state, cfg.tasks - 1, cfg.eval_batch_size)
         checkpoint.finish(manager)
-    summary = summarize(exp, method_name, cfg, records)
-    report.write_json(out / "summary.json", summary)
+    summary = summarize(exp, method_name, cfg, records, personal)
     draw(exp, summary, out / "figures")
+    report.write_json(out / "summary.json", summary)
     return summary
 
 
-def claim(out: Path, method_name: str, cfg: RunConfig, resume: bool) -> None:
-    """Make the run directory and write config.yaml, or check that the directory is this run's.
+def check_out(out: Path, method_name: str, cfg: RunConfig, resume: bool) -> None:
+    """Check, before anything slow, that the run directory is new or, with `resume`, this run's.
 
     Raises:
-      InputError: if it cannot be written, holds another run already, or was made with other settings.
+      InputError: if it holds something already, or was made with other settings.
     """
-    text = config.to_yaml(method_name, cfg)
     if resume:
-        differ = config.differences(config.load_yaml(out / "config.yaml"), yaml.safe_load(text))
+        differ = config.differences(config.load_yaml(out / "config.yaml"), yaml.safe_load(config.to_yaml(method_name, cfg)))
         if differ:
             raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ)}")
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out: {str(out)!r} exists already; give a new folder, or go on with --resume {out}")
+
+
+def claim(out: Path, method_name: str, cfg: RunConfig) -> None:
+    """Make the run directory and write config.yaml; no half of it stays if that fails.
+
+    Raises:
+      InputError: if it cannot be written.
+    """
     try:
         (out / "checkpoints").mkdir(parents=True)
         (out / "figures").mkdir()
-        write_text(out / "config.yaml", text)
+        write_text(out / "config.yaml", config.to_yaml(method_name, cfg))
     except OSError as error:
+        for folder in (out / "figures", out / "checkpoints", out):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # which removes empty folders only
         raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
 
 
@@ -280,8 +295,8 @@ def _begin(exp: Experiment, manager, resume: bool) -> tuple[State, Records, int]
 
 def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager, clock, out: Path, console: Console
-) -> None:
-    """All remaining rounds: train, evaluate at task ends, log, checkpoint."""
+) -> State:
+    """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
     predict = make_predict(exp.method.predict, exp.view, cfg.eval_batch_size, exp.test.label.shape[0])
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
     log = out / "metrics.jsonl"
@@ -314,6 +329,7 @@ def _loop(
                 file.write(_json_line(line))
             checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, dataclasses.asdict(records)))
             progress.update(bar, advance=1, **_shown(records))
+    return state
 
 
 def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records: Records) -> list[float]:
@@ -327,8 +343,11 @@ def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records
     return metrics.task_accuracy(confusion, [task.classes for task in exp.tasks[: t + 1]]).tolist()
 
 
-def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None]:
-    """Accuracy of each client's personal model on the test rows of the classes that it has learned; None if it has learned none."""
+def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:
+    """Accuracy of each client's personal model on the test rows of the classes that it has learned; None if it has learned none.
+    None altogether for a method without personal models."""
+    if exp.method.predict_client is None:
+        return None
     label = np.asarray(exp.test.label)
     predict = make_predict(
         lambda frozen, model, image, query, task: exp.method.predict_client(frozen, *model, image, query, task),
@@ -387,7 +406,9 @@ def _shown(records: Records) -> dict[str, str]:
 # ---- results -----------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(exp: Experiment, method_name: str, cfg: RunConfig, records: Records) -> dict[str, Any]:
+def summarize(
+    exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
+) -> dict[str, Any]:
     """What summary.json holds. Communication is counted per client and round from the real pytrees; times are seconds."""
     upload, broadcast, trainable = wire_shapes(exp)
     traffic = communication.traffic(upload, broadcast)
@@ -399,6 +420,7 @@ def summarize(exp: Experiment, method_name: str, cfg: RunConfig, records: Record
         **metrics.summarize(records.accuracy),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "client_accuracy": metrics.client_accuracy(confusion, exp.holdings).tolist(),
+        "personal_accuracy": personal,
         "communication": traffic._asdict(),
         "communication_total": communication.total(traffic, int(counts["client_rounds"])),
         "extra_storage": communication.extra_storage(broadcast),
@@ -439,7 +461,7 @@ def wire_shapes(exp: Experiment) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
     return jax.eval_shape(client, exp.key, exp.frozen)
 
 
-def _rate(amount: float, seconds: float) -> float:
+def _rate(amount: float | int, seconds: float) -> float:
     return amount / seconds if seconds > 0 else float("nan")
 
 

@@ -18,6 +18,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
         yield temporary
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+    except OSError as error:  # a failed write does not say to which file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,12 +1,17 @@
 """Pretraining of the packaged micro ViT: `fcljax pretrain`.
 
-The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every step, so no image is seen
-twice. It never sees a digit, neither in training nor in any choice: the alphabet, the size, the distortions and the schedule were chosen
-by nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not trained on.
-@RESULT@
+The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every step, so no image is
+seen twice. It never sees a digit, neither in training nor in any choice: optimiser and schedule were chosen by nearest-class-mean
+accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not trained on; patch and width by speed and by the size of the file.
+
+The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At the end 79% of fresh
+training letters were right (600 classes, all distortions), and 78.5% of GLYPHS by nearest class means of 20 images per class
+(chance: 1%). For the record, measured once after everything was fixed: with the class means of the training digits, 97.8% of the
+test digits of the data set `digits` are right.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int, UInt8
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_glyphs
 from fcljax.errors import InputError
-from fcljax.models.pretrained import save_native
+from fcljax.files import atomic
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.types import PyTree
 
@@ -37,7 +43,7 @@ class PretrainConfig:
     """Options of `fcljax pretrain`. The defaults made the packaged weights."""
 
     out: Path = Path("vit_micro.safetensors")  # where the weights go
-    steps: int = 4000  # optimiser steps
+    steps: int = 2000  # optimiser steps
     batch_size: int = 128  # fresh images per step
     lr: float = 0.02  # peak learning rate of Muon (the matrices of the blocks), reached after the warm-up, then cosine decay to 0
     adam_lr: float = 2e-3  # the same for Adam (everything else)
@@ -45,6 +51,7 @@ class PretrainConfig:
     ramp: float = 0.4  # share of the steps in which distortions rise from slight to full
     smoothing: float = 0.1  # label smoothing
     temperature: float = 16.0  # factor of the cosines between class tokens and class weights, which are the logits
+    classes: int = len(PRETRAIN)  # how many characters of the alphabet to learn
     validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
     seed: int = 0  # of initial weights and images
 
@@ -60,15 +67,18 @@ def _check(config: PretrainConfig) -> None:
     for field in ("steps", "batch_size", "validate"):
         if getattr(config, field) < 1:
             raise InputError(f"{field}: must be at least 1, not {getattr(config, field)}")
+    if not 2 <= config.classes <= len(PRETRAIN):
+        raise InputError(f"classes: must be between 2 and {len(PRETRAIN)}, not {config.classes}")
     if config.seed < 0:
         raise InputError(f"seed: must be at least 0, not {config.seed}")
     for field, low, high in (("lr", 0, 1), ("adam_lr", 0, 1), ("warmup", 0, 1), ("ramp", 0, 1), ("smoothing", 0, 1)):
         if not low <= getattr(config, field) <= high:
             raise InputError(f"{field}: must be between {low} and {high}, not {getattr(config, field)}")
-    if Path(config.out).suffix != ".safetensors":
-        raise InputError(
-            f"out: {str(config.out)!r} must end in .safetensors; nearest: {str(Path(config.out).with_suffix('.safetensors'))!r}"
-        )
+    out = Path(config.out)
+    if out.suffix != ".safetensors":
+        raise InputError(f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
 
 
 def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
@@ -82,7 +92,7 @@ def nearest_mean_accuracy(
     test: Float[np.ndarray, "m dim"],
     test_label: Int[np.ndarray, " m"],
 ) -> float:
-    """Share of test rows whose nearest class mean (Euclidean) is that of their class. Labels are 0..C-1 and all occur in training."""
+    """Share of test rows whose nearest class mean (Euclidean) is that of their class. Training has all labels 0..C-1."""
     member = np.eye(train_label.max() + 1, dtype=np.float32)[train_label]
     mean = (member.T @ train) / member.sum(0)[:, None]
     distance = (mean**2).sum(1) - 2 * test @ mean.T
@@ -105,13 +115,14 @@ def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
 
 
 def _muon_on_blocks(params: PyTree) -> PyTree:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 and "block_" in jax.tree_util.keystr(path) else None, params
-    )
+    def choose(path, x):
+        return optax.contrib.MuonDimensionNumbers() if x.ndim == 2 and "block_" in jax.tree_util.keystr(path) else None
+
+    return jax.tree_util.tree_map_with_path(choose, params)
 
 
 def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, Adam on the rest: after 500 steps it was 8% right on GLYPHS where AdamW alone was 2.5%."""
+    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS after 500 steps of 64 images, AdamW 2.5%."""
     warmup = round(config.steps * config.warmup)
     schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1))
     muon = optax.contrib.muon(
@@ -145,7 +156,7 @@ def _step(config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, lab
 
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
-    """Initial position embeddings: sines and cosines of the coordinates. Small random ones drown in the patches' own values at first."""
+    """Initial position embeddings: sines and cosines of the coordinates. Small random ones would drown in the patches."""
     y, x = jnp.meshgrid(*2 * [jnp.linspace(-1, 1, vit.grid)], indexing="ij")
     frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
     waves = [wave(frequency * axis.reshape(-1, 1)) for axis in (x, y) for wave in (jnp.sin, jnp.cos)]
@@ -155,29 +166,35 @@ def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
 def _start(config: PretrainConfig, vit: ViTConfig) -> State:
     body, head = jax.random.split(jax.random.key(config.seed))
     body = {**init_vit(body, vit), "pos": _positions(vit)}
-    params = {"vit": body, "head": jax.random.normal(head, (len(PRETRAIN), vit.width)) * vit.width**-0.5}
+    params = {"vit": body, "head": jax.random.normal(head, (config.classes, vit.width)) * vit.width**-0.5}
     return State(params, _optimiser(config).init(params))
 
 
-def _eased(style: Style, strength: float) -> Style:
-    """Slighter distortions, larger and sharper glyphs for strength below 1: the network learns shapes first."""
+def eased(style: Style, strength: float) -> Style:
+    """Slighter distortions and larger, sharper glyphs for a strength in 0..1 below 1; 1 is the style itself.
+
+    Training that starts easy learns at once: with AdamW and all distortions from the start, 800 steps of 64 images left the
+    network at 2.5% on GLYPHS, near chance.
+    """
     factor = {name: getattr(style, name) * strength for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")}
     factor |= {name: getattr(style, name) * strength for name in ("noise", "dark_on_light")}
     least = lambda low, high: high - (high - low) * (0.4 + 0.6 * strength)
     resolution = (round(least(*style.resolution)), style.resolution[1])
     contrast = 1 - (1 - style.contrast) * strength
-    return dataclasses.replace(style, **factor, scale=(least(*style.scale), style.scale[1]), resolution=resolution, contrast=contrast)
+    return dataclasses.replace(
+        style, **factor, scale=(least(*style.scale), style.scale[1]), resolution=resolution, contrast=contrast
+    )
 
 
 def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """A fresh batch for every step, from (seed, step)."""
-    fields = glyph_fields(PRETRAIN)
+    fields = glyph_fields(PRETRAIN[: config.classes])
     for step in range(config.steps):
         rng = np.random.default_rng([config.seed, step])
-        label = rng.integers(0, len(PRETRAIN), config.batch_size)
+        label = rng.integers(0, config.classes, config.batch_size)
         # In tenths, so that the renderer's tables are computed ten times and not at every step.
         strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
-        yield sample_glyphs(fields, label, rng, size, _eased(Style(), strength)), label.astype(np.int32)
+        yield sample_glyphs(fields, label, rng, size, eased(Style(), strength)), label.astype(np.int32)
 
 
 def _bar() -> Progress:
@@ -210,32 +227,45 @@ def _command(config: PretrainConfig) -> str:
 
 def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
     return {
-        "source": f"fcljax: supervised on {len(PRETRAIN)} letters and symbols rendered from the fonts of matplotlib; no digits",
+        "source": f"fcljax: supervised on {config.classes} letters and symbols rendered from the fonts of matplotlib; no digits",
         "command": _command(config),
         "steps": str(config.steps),
         "seed": str(config.seed),
-        "classes": PRETRAIN,
+        "classes": PRETRAIN[: config.classes],
         "mean": "0.5",
         "std": "0.5",
         "image_size": str(vit.image_size),
     }
 
 
+def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
+    """A safetensors file of float16 tensors. The library's writer shuffles the metadata: equal runs would differ."""
+    header, data = {"__metadata__": metadata}, b""
+    for name, value in sorted(flatten_dict(params, sep=".").items()):
+        raw = np.asarray(value, "<f2").tobytes()
+        header[name] = {"dtype": "F16", "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
+    return len(text).to_bytes(8, "little") + text + data
+
+
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     """Train the micro ViT on the PRETRAIN alphabet and write its weights (float16 safetensors, dotted names), atomically.
 
     Returns: out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and validation: nearest-class-mean
-    accuracy of the weights as stored on GLYPHS, letters that were not trained on. The same config gives the same bytes on the same kind
-    of machine.
+    accuracy of the weights as stored on GLYPHS, letters that were not trained on. The same config gives the same bytes on the
+    same kind of machine.
 
     Raises:
       InputError: an option is out of range.
     """
     _check(config)
     began, vit = time.monotonic(), VITS[_BACKBONE]
-    state, (loss, accuracy) = _train(config, vit)
+    state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)  # static in jit: no new trace for another file
     stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), state.params["vit"])
-    save_native(config.out, stored, _metadata(config, vit), "float16")
+    with atomic(config.out) as temporary:
+        temporary.write_bytes(_safetensors(stored, _metadata(config, vit)))
     return {
         "out": str(config.out),
         "bytes": Path(config.out).stat().st_size,

@@ -5,6 +5,7 @@ The model predicts x . w, the loss is half the squared error, so a step of gradi
 in the shortest way how every draw is keyed.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,10 +48,10 @@ def rows(seed: int = 0, count: int = 120) -> Rows:
     return Rows(jnp.asarray(image), jnp.asarray(np.arange(count) % CLASSES, jnp.int32))
 
 
-def make_roster(owned: list[np.ndarray], label: np.ndarray) -> Roster:
+def make_roster(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASSES) -> Roster:
     """Client i holds the rows owned[i]."""
     offset = np.concatenate([[0], np.cumsum([len(mine) for mine in owned])]).astype(np.int64)
-    held = np.stack([np.bincount(label[mine], minlength=CLASSES) for mine in owned]).astype(np.int32)
+    held = np.stack([np.bincount(label[mine], minlength=classes) for mine in owned]).astype(np.int32)
     return Roster(np.concatenate(owned).astype(np.int32), offset, held)
 
 
@@ -67,7 +68,7 @@ def fetch(data: Rows, index, keys, augment: bool):
     """The training view adds noise that is keyed by row of the batch."""
     image = data.image[index]
     if augment:
-        image = image + 0.1 * jax.vmap(lambda key: jax.random.normal(key, (1, 1, 3)))(keys)
+        image = image + 0.1 * jax.vmap(lambda key: jax.random.uniform(key, (1, 1, 3)))(keys)
     return image, data.label[index], None
 
 
@@ -92,7 +93,7 @@ def begin(broadcast, state, task, info, key):
     return {"weight": broadcast.wire}
 
 
-def toy(start=begin, phases=(Phase(TRAIN, train),), finish=None, **others) -> Method:
+def toy(start=begin, phases=None, finish=None, **others) -> Method:
     """A method whose server state is the weights themselves and whose server takes the mean, unless `others` says otherwise."""
     standard = {
         "init": lambda key, frozen: jax.random.normal(key, (3,)),
@@ -100,16 +101,27 @@ def toy(start=begin, phases=(Phase(TRAIN, train),), finish=None, **others) -> Me
         "server": lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
         "predict": lambda frozen, server, image, query, task: image[:, 0, 0] @ server,
     }
-    return Method(client=Program(start, phases, finish or send_mean), **{**standard, **others})
+    return Method(client=Program(start, phases or (Phase(TRAIN, train),), finish or send_mean), **{**standard, **others})
 
 
 def send_mean(broadcast, local, state, task, info):
     return Upload(mean=local["weight"], weight=info.rows), state
 
 
-def averaging() -> Method:
-    """FedAvg: the sample-weighted mean."""
-    return toy()
+def sharing(view: View) -> Method:
+    """FedAvg where the server says which share of its rows a client counts with, and nothing is random but the order of rows."""
+
+    def start(broadcast, state, task, info, key):
+        return {"weight": broadcast.wire["weight"]}
+
+    def finish(broadcast, local, state, task, info):
+        share = broadcast.wire["share"][info.id]
+        return Upload(mean=local["weight"], gather=local["weight"], weight=share * info.rows), state + 1
+
+    return toy(
+        start, (Phase(view, train),), finish, init_client=lambda key, server: jnp.zeros((), jnp.int32),
+        server=lambda frozen, server, aggregate, task, key: ({**server, "weight": aggregate.mean}, {}),
+    )  # fmt: skip
 
 
 def conflating() -> Method:
@@ -143,7 +155,8 @@ class Memory(NamedTuple):
 
 
 def gathering() -> Method:
-    """Clients average the weights they pass and send class means with a mask; the server keeps both per client."""
+    """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and trains on with its own
+    optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
     def start(broadcast, state, task, info, key):
         return {"weight": broadcast.wire, "sums": jnp.zeros((CLASSES, 3))}
@@ -153,16 +166,14 @@ def gathering() -> Method:
         return train(frozen, broadcast, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, task, key)
 
     def finish(broadcast, local, state, task, info):
-        held = info.class_rows > 0
         means = local["sums"] / jnp.maximum(TRAIN.epochs * info.class_rows, 1)[:, None]
-        return Upload(mean=local["weight"], gather=(means, held), weight=info.rows), state
+        return Upload(mean=local["weight"], gather=(means, info.class_rows > 0), weight=info.rows), state
 
     def server(frozen, server, aggregate, task, key):
         row = jnp.where(aggregate.valid, aggregate.id, CLIENTS)
-        put = lambda old, new: old.at[row].set(new, mode="drop")  # noqa: E731
-        centre, held = aggregate.gather
-        held_somewhere = Weighted(jnp.sum(held & aggregate.valid[:, None]).astype(jnp.float32), jnp.ones(()))
-        return Memory(aggregate.mean, put(server.centre, centre), put(server.held, held)), {"held": held_somewhere}
+        centre, held = jax.tree.map(lambda old, new: old.at[row].set(new, mode="drop"), server[1:], aggregate.gather)
+        weight, loss = fit_centres(aggregate.mean, centre, held, 5 + task.index, key)
+        return Memory(weight, centre, held), {"server_loss": loss}
 
     return toy(
         start, (Phase(TRAIN, step),), finish, server=server,
@@ -172,6 +183,22 @@ def gathering() -> Method:
         broadcast=lambda server, task: Broadcast(server.weight, server.centre),
         predict=lambda frozen, server, image, query, task: image[:, 0, 0] @ server.weight,
     )  # fmt: skip
+
+
+def fit_centres(weight, centre, held, steps, key):
+    """Adam on the centres that are held, each kept with probability 0.8 per step."""
+    adam = optax.adam(0.05)
+
+    def step(i, carry):
+        weight, optimiser, total = carry
+        keep = held & (jax.random.uniform(jax.random.fold_in(key, i), held.shape) < 0.8)
+        loss_of = lambda weight: jnp.sum(jnp.where(keep, (centre @ weight - jnp.arange(CLASSES)) ** 2, 0.0))
+        loss, gradient = jax.value_and_grad(loss_of)(weight)
+        update, optimiser = adam.update(gradient, optimiser)
+        return optax.apply_updates(weight, update), optimiser, total + loss
+
+    weight, _, total = jax.lax.fori_loop(0, steps, step, (weight, adam.init(weight), jnp.zeros(())))
+    return weight, Weighted(total, steps.astype(jnp.float32))
 
 
 def remembering() -> Method:
@@ -218,64 +245,28 @@ def two_pass() -> Method:
     return toy(start, (Phase(TRAIN, train), Phase(LOOK, look)), finish, server=server)
 
 
-def distilling() -> Method:
-    """The server trains on what it gathered, with its own optimiser and its own key (FPPL's debias, HePCo, pMAE)."""
-    adam = optax.adam(0.05)
-
-    def finish(broadcast, local, state, task, info):
-        return Upload(mean=local["weight"], gather=local["weight"], weight=info.rows), state
-
-    def server(frozen, server, aggregate, task, key):
-        def loss_of(weight, key):
-            distance = jnp.sum((weight - aggregate.gather) ** 2, axis=-1)
-            keep = aggregate.valid & (jax.random.uniform(key, distance.shape) < 0.8)
-            return jnp.sum(jnp.where(keep, distance, 0.0))
-
-        def step(i, carry):
-            weight, optimiser, total = carry
-            loss, gradient = jax.value_and_grad(loss_of)(weight, jax.random.fold_in(key, i))
-            update, optimiser = adam.update(gradient, optimiser)
-            return optax.apply_updates(weight, update), optimiser, total + loss
-
-        weight = aggregate.mean
-        weight, _, total = jax.lax.fori_loop(0, 5 + task.index, step, (weight, adam.init(weight), jnp.zeros(())))
-        return weight, {"distill_loss": Weighted(total, 5.0 + task.index)}
-
-    return toy(finish=finish, server=server)
-
-
 def personal() -> Method:
-    """Clients mix the global weights with their own and keep the result as their personal model."""
+    """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global one after aggregation."""
 
     def start(broadcast, state, task, info, key):
-        return {"weight": jnp.where(info.round == 0, broadcast.wire, 0.5 * (broadcast.wire + state))}
+        return {"weight": broadcast.wire + 0.1 * state}
 
-    def finish(broadcast, local, state, task, info):
-        return Upload(mean=local["weight"], weight=info.rows), local["weight"]
+    def pull(broadcast, state, task, info, key):
+        return {"weight": 0.5 * (broadcast.wire + state)}
+
+    def keep(broadcast, local, state, task, info):
+        return Upload(), local["weight"]
 
     return toy(
-        start, finish=finish, init_client=lambda key, server: server,
+        start, refresh=Program(pull, (Phase(View(epochs=1, batch_size=5), train),), keep), init_client=lambda key, server: server,
         predict_client=lambda frozen, server, state, image, query, task: image[:, 0, 0] @ (state + server),
     )  # fmt: skip
 
 
-def refreshing() -> Method:
-    """After aggregation every client, taking part or not, fits the new global weights to its own rows, which becomes its state."""
-
-    def start(broadcast, state, task, info, key):
-        return {"weight": 0.5 * (broadcast.wire + state["fit"])}
-
-    def finish(broadcast, local, state, task, info):
-        return Upload(), {"fit": local["weight"], "global": broadcast.wire}
-
-    refresh = Program(start, (Phase(View(epochs=1, batch_size=5), train),), finish)
-    return toy(refresh=refresh, init_client=lambda key, server: {"fit": server, "global": server})
-
-
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (averaging, conflating, gathering, remembering, two_pass, distilling, personal, refreshing)
+    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal)
 }
-PARTICIPATION = {"remembering": 0.5, "refreshing": 0.5}  # of the other toys' clients all take part
+PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
 
 # ---- the same work as plain loops ------------------------------------------------------------------------------------------------
@@ -309,7 +300,7 @@ def plain_batch(fetch, view: View, data, chosen: np.ndarray, key) -> Batch:
     index = np.pad(chosen, (0, pad)).astype(np.int32)
     mask = np.arange(view.batch_size) < len(chosen)
     image, label, query = fetch(data, index, jax.random.split(key, view.batch_size), view.augment)
-    clear = lambda x: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, np.zeros_like(x))  # noqa: E731
+    clear = lambda x: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, np.zeros_like(x))
     return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), None if query is None else clear(query))
 
 
@@ -330,7 +321,7 @@ def plain_client(program: Program, fetch, frozen, broadcast, state, data, mine, 
 
 
 def plain_sweep(program: Program, fetch, frozen, broadcast, states: list, data, roster: Roster, ids, task, round_, key):
-    """The program of every client of `ids` that has rows: its finite upload or None by id, the new states, all metrics."""
+    """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it), new states, all metrics."""
     uploads, states, metrics = {}, list(states), []
     for i in ids:
         if roster.count[i] == 0:
@@ -338,9 +329,9 @@ def plain_sweep(program: Program, fetch, frozen, broadcast, states: list, data, 
         info = ClientInfo(np.int32(i), np.int32(roster.count[i]), roster.class_rows[i], np.int32(round_))
         mine = roster.rows[roster.offset[i] : roster.offset[i + 1]]
         upload, new, got = plain_client(program, fetch, frozen, broadcast, states[i], data, mine, info, task, key)
-        finite = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
-        uploads[int(i)] = upload if finite else None
-        states[i] = new if finite else states[i]
+        good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
+        uploads[int(i)] = upload if good else None
+        states[i] = new if good else states[i]
         metrics = metrics + got
     return uploads, states, metrics
 
@@ -402,11 +393,25 @@ KEY = jax.random.key(5)
 FROZEN = {"rate": jnp.float32(RATE)}
 
 
-def build(method: Method, deals: list[Roster], lanes: Lanes, slots: int = 128, participation: float = 1.0, fetch=fetch, **options) -> Engine:
+def build(method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, **options) -> Engine:
     """An engine with room for these rosters."""
     shapes = capacity(method.client, deals, lanes.count, slots, participation)
     again = capacity(method.refresh, deals, lanes.count, slots) if method.refresh else None
     return make_engine(method, fetch, lanes, shapes, refresh_capacity=again, **options)
+
+
+WAYS: dict[str, tuple[Lanes, int]] = {  # lanes, and clients per chunk
+    "loop1": (Lanes(1, "loop"), 128),
+    "loop3": (Lanes(3, "loop"), 4),
+    "vmap3": (Lanes(3, "vmap"), 128),
+    "unroll2": (Lanes(2, "unroll"), 2),
+}
+
+
+@functools.cache
+def engine_of(name: str, way: str) -> Engine:
+    """One engine per toy and way for all tests: compiling is what takes time."""
+    return build(TOYS[name](), rosters(rows()), *WAYS[way], PARTICIPATION.get(name, 1.0))
 
 
 def begin_run(method: Method):
@@ -420,9 +425,9 @@ def stack(states: list) -> Any:
 
 
 def drive(play: Callable, server, states, deals: list[Roster], rounds: int = 2, participation: float = 1.0):
-    """Two tasks of `rounds` rounds: play(server, states, roster, ids, task, round) -> (server, states, report); all reports."""
+    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round) -> (server, states, report)."""
     reports = []
-    for task, roster in zip(tasks(), deals, strict=True):
+    for task, roster in zip(tasks(), deals, strict=False):
         for round_ in range(rounds):
             ids = participants(0, int(task.index), round_, np.flatnonzero(roster.count), participation)
             server, states, report = play(server, states, roster, ids, task, round_)
@@ -434,26 +439,39 @@ def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds
     """The engine over two tasks: (server, stacked states, reports)."""
     server, _ = begin_run(engine.method)
     states = init_clients(engine.method, server, CLIENTS, fold(KEY, 1))
-    play = lambda server, states, *rest: run_round(engine, FROZEN, server, states, data, *rest, fold(KEY, 2))  # noqa: E731
+    play = lambda server, states, *rest: run_round(engine, FROZEN, server, states, data, *rest, fold(KEY, 2))
     return drive(play, server, states, deals, rounds, participation)
 
 
 def drive_plain(method: Method, data, deals, places: int, participation: float = 1.0, rounds: int = 2, mean=weighted, fetch=fetch):
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
-    play = lambda server, states, *rest: plain_round(  # noqa: E731
+    play = lambda server, states, *rest: plain_round(
         method, fetch, FROZEN, server, states, data, *rest, fold(KEY, 2), places, mean
     )
     server, states, reports = drive(play, *begin_run(method), deals, rounds, participation)
     return server, stack(states), reports
 
 
-def uploads(engine: Engine, frozen, server, states, data, roster, ids, task, round_: int = 0, key=KEY):
-    """What the engine received in one round, before the server's part: (accumulator, states). Gathered uploads are in order of id."""
-    key = fold(key, task.index, round_)
-    chunks, _ = plan_round(engine.method.client, roster, np.asarray(ids), round_, engine.lanes.count, engine.capacity)
-    broadcast, states = engine.broadcast(server, task), jax.tree.map(jnp.copy, states)
+def receive(engine: Engine, frozen, server, states, data, roster, ids, task, round_: int = 0, key=KEY):
+    """What the engine receives in one round, before the server's part: (accumulator, new states). Gathered uploads are in order of id,
+    `mean` is the sum of weight times upload."""
+    key, ids = fold(key, task.index, round_), np.asarray(ids)
+    chunks, _ = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
+    states = jax.tree.map(jnp.copy, states)  # the engine donates them
+    frozen, server, states, data, task, key = engine.place((frozen, server, states, data, task, key))
+    broadcast = engine.broadcast(server, task)
     received = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
     for chunk in chunks:
         received, states = engine.clients(frozen, broadcast, received, states, data, chunk, task, key)
     return received, states
+
+
+def close(left, right, atol: float = 1e-5) -> None:
+    """Assert that two pytrees hold the same numbers up to rounding."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5), left, right)
+
+
+def same(left, right) -> None:
+    """Assert that two pytrees are equal bit for bit."""
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.federated.aggregation import is_finite
@@ -71,7 +71,10 @@ class RoundReport(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any number of rounds."""
+    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any number of rounds.
+
+    `place` puts arrays where the engine works, a copy on every device of its mesh; it does nothing to arrays that are there already.
+    """
 
     method: Method
     lanes: Lanes
@@ -82,6 +85,7 @@ class Engine(NamedTuple):
     clients: Callable[..., tuple[Accumulator, PyTree]]
     refresh: Callable[..., PyTree] | None
     server: Callable[..., tuple[PyTree, Metrics]]
+    place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
 
 
@@ -138,13 +142,17 @@ def make_engine(
         return _serve(method, reduce, frozen, state, accumulator, task, key)
 
     count = functools.partial(_counted, traces)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once they lie everywhere.
+    jit = functools.partial(jax.jit, out_shardings=everywhere) if everywhere else jax.jit
     return Engine(
         method, lanes, capacity, refresh_capacity,
-        broadcast=jax.jit(count("broadcast", method.broadcast)),
-        open=jax.jit(count("open", open_round)),
-        clients=jax.jit(count("clients", clients), donate_argnums=(2, 3)),
-        refresh=jax.jit(count("refresh", refresh), donate_argnums=2) if method.refresh else None,
-        server=jax.jit(count("server", server)),
+        broadcast=jit(count("broadcast", method.broadcast)),
+        open=jit(count("open", open_round)),
+        clients=jit(count("clients", clients), donate_argnums=(2, 3)),
+        refresh=jit(count("refresh", refresh), donate_argnums=2) if method.refresh else None,
+        server=jit(count("server", server)),
+        place=lambda tree: jax.device_put(tree, everywhere) if everywhere else tree,
         traces=traces,
     )  # fmt: skip
 
@@ -172,7 +180,8 @@ def run_round(
 
     Args:
       engine: from `make_engine`.
-      frozen: backbone parameters.
+      frozen: backbone parameters. On a mesh, `frozen` and `data` are best given as `engine.place` returns them: otherwise they are
+        copied to its devices in every round.
       server: the server's state.
       states: all clients' states, stacked [K, ...]; donated.
       data: what `fetch` reads.
@@ -191,6 +200,7 @@ def run_round(
     if not chunks:
         return server, states, RoundReport({}, 0, 0, 0, 0, 0, 0)
     with section("client"):
+        frozen, server, states, data, task, key = engine.place((frozen, server, states, data, task, key))
         broadcast = engine.broadcast(server, task)
         accumulator = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
         for chunk in chunks:

@@ -38,8 +38,8 @@ class FPPLConfig:
     prompt_length: int = 20  # tokens per block
     prompt_blocks: int = 5  # blocks 0..4
     server_epochs: int = 5  # debias epochs per round
-    server_batch_size: int = 128
-    server_lr: float = 1e-3
+    server_batch_size: int | None = None  # prototypes per debias step; default: the clients' batch size, as in paper and release
+    server_lr: float | None = None  # of the debias steps; default: the clients' learning rate, as in paper and release
     wo_unified: bool = False  # ablation: no unified-representation loss
     wo_fusion: bool = False  # ablation: the gate's best task alone, gate untrained
     wo_debias: bool = False  # ablation: no server training of the classifier
@@ -97,7 +97,7 @@ class Wire(NamedTuple):
     """Down: the trained parts and the global prototypes G. In the release `trained.prompt` holds all prompts, [tasks, ...]."""
 
     trained: Trained
-    prototypes: Prototypes
+    prototypes: Prototypes | tuple[()]
 
 
 class Client(NamedTuple):
@@ -224,7 +224,7 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         held = server.pool.held & (task.current if config.wo_pool else task.seen)
         head, metrics = debias(
             server.head, server.pool._replace(held=held), key,
-            config.server_epochs, config.server_batch_size, config.server_lr, config.reduction,
+            config.server_epochs, config.server_batch_size or batch_size, config.server_lr or lr, config.reduction,
         )  # fmt: skip
         return server._replace(head=head), metrics
 
@@ -314,7 +314,7 @@ def _rows(prototypes: Prototypes, classes) -> Prototypes:
     return Prototypes(prototypes.vector[index], prototypes.held[index] & (classes >= 0))
 
 
-def _current_prototypes(received: Prototypes, task: Task, config: FPPLConfig):
+def _current_prototypes(received: Prototypes | tuple[()], task: Task, config: FPPLConfig):
     """G of the current task as the client reads it, with the class of each row."""
     if config.wo_unified:
         return None, None

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 Reduction = Literal["mean", "sum"]
 
@@ -42,7 +42,7 @@ def masked_sum(value: Float[Array, " batch"], mask: Bool[Array, " batch"]) -> Fl
 
 
 def reduce_rows(
-    value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Float[Array, ""], reduction: Reduction
+    value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Num[Array, ""], reduction: Reduction
 ) -> Float[Array, ""]:
     """The sum over the rows in the mask, divided by `count` (0 if that is 0) when the reduction is "mean"."""
     total = masked_sum(value, mask)

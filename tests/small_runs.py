@@ -1,0 +1,72 @@
+"""Small real runs that several test modules look at: each is made once per session, and all of them share one compilation cache."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from fcljax import cli
+
+ROOT = Path(__file__).parent.parent
+COMMON = ["--tasks", "5", "--epochs", "1", "--image-size", "8", "--batch-size", "64"]  # 8 pixels are one patch
+OPTIONS = {
+    "linear": [*COMMON, "--rounds", "3", "--clients", "3", "--participation", "0.6", "--eval-every-round"],
+    "fppl": [*COMMON, "--rounds", "2", "--clients", "2", "--prompt-blocks", "2", "--prompt-length", "2", "--server-epochs", "1"],
+}
+CACHE = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+def finished(method: str, factory) -> Path:
+    """The run directory of `method` under OPTIONS, from start to end in this process. Read it, or copy it; do not change it.
+
+    factory: pytest's tmp_path_factory, whose folder lives as long as the session.
+    """
+    out = factory.getbasetemp() / f"finished-{method}"
+    if not out.exists():
+        with compile_cache(factory):
+            assert cli.main(["run", method, *OPTIONS[method], "--out", str(out)]) == 0
+    assert (out / "summary.json").exists(), "the run did not finish"
+    return out
+
+
+@contextlib.contextmanager
+def compile_cache(factory):
+    """Compile through the session's cache on disk, which subprocesses read too."""
+    values = {"jax_compilation_cache_dir": str(factory.getbasetemp() / "compiled"), **CACHE}
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def environment(factory) -> dict[str, str]:
+    """Of a subprocess: this process's, the package, and the session's compilation cache."""
+    cache = {name.upper(): str(value) for name, value in CACHE.items()}
+    return os.environ | cache | {
+        "JAX_COMPILATION_CACHE_DIR": str(factory.getbasetemp() / "compiled"), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error",
+    }  # fmt: skip
+
+
+def kill_when_logged(arguments: list[str], log: Path, lines: int, factory) -> None:
+    """Start `fcljax ARGUMENTS` and kill it with SIGKILL as soon as `log` has that many lines."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fcljax", *arguments], env=environment(factory), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 300
+    while (not log.exists() or log.read_bytes().count(b"\n") < lines) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    process.kill()
+    message = process.communicate()[1].decode()
+    assert process.returncode == -signal.SIGKILL, f"ended before it could be killed: {message}"

@@ -1,0 +1,268 @@
+"""The engine gives the numbers of plain loops over clients, epochs and batches: for every channel of the protocol, however it is run."""
+
+import collections
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from toys import CLIENTS, FROZEN, KEY, PARTICIPATION, TOYS, begin_run, close, engine_of, receive, same, stack, tasks
+
+from fcljax.federated.aggregation import coordinate_median
+from fcljax.federated.engine import Lanes, init_clients, run_round
+from fcljax.types import View
+
+
+@pytest.fixture(scope="module")
+def data():
+    return toys.rows()
+
+
+@pytest.fixture(scope="module")
+def deals(data):
+    return toys.rosters(data)
+
+
+@pytest.fixture(scope="module")
+def plain(data, deals):
+    """What plain loops give for each toy: (server, states, reports)."""
+    places = {name: engine_of(name, "vmap3").capacity.participants for name in TOYS}
+    return {name: toys.drive_plain(toy(), data, deals, places[name], PARTICIPATION.get(name, 1.0)) for name, toy in TOYS.items()}
+
+
+def assert_as_plain(result, expected):
+    (server, states, reports), (plain_server, plain_states, plain_reports) = result, expected
+    close(server, plain_server)
+    close(states, plain_states)
+    for report, plain_report in zip(reports, plain_reports, strict=True):
+        assert report.metrics == pytest.approx(plain_report.metrics, rel=1e-5)
+        assert (report.participants, report.rejected) == (plain_report.participants, plain_report.rejected)
+
+
+# ---- conformance -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", toys.WAYS)
+@pytest.mark.parametrize("name", TOYS)
+def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain):
+    engine = engine_of(name, way)
+    assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
+    assert set(engine.traces.values()) == {1}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_size_of_chunks_does_not_change_the_numbers(slots, data, deals, plain):
+    assert_as_plain(toys.drive_engine(toys.build(TOYS["gathering"](), deals, Lanes(3, "vmap"), slots), data, deals), plain["gathering"])
+
+
+def test_the_toys_learn_and_their_clients_differ(plain):
+    """Equality with plain loops would say little if nothing moved."""
+    for name, (server, states, reports) in plain.items():
+        assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
+        close(jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])), True)
+        if name in ("remembering", "personal"):
+            assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, 0])) == CLIENTS
+
+
+# ---- numbers by hand ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hand():
+    """Two clients and one step each from w = 0 at rate 0.1: client 0 has one row, client 1 two. `shares` scale their weights."""
+    image = np.zeros((4, 1, 1, 3), np.float32)
+    image[1, 0, 0], image[2, 0, 0], image[3, 0, 0] = (1, 0, 0), (0, 2, 0), (0, 0, 1)
+    data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 2, 1], jnp.int32))
+    roster = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    engine = toys.build(toys.sharing(View(1, 4, augment=False)), [roster], Lanes(2, "vmap"))
+
+    def play(shares=(1.0, 1.0), data=data, rate=0.1, ids=(0, 1)):
+        server = {"weight": jnp.zeros(3), "share": jnp.asarray(shares)}
+        frozen, states = {"rate": jnp.float32(rate)}, jnp.zeros(2, jnp.int32)
+        return run_round(engine, frozen, server, states, data, roster, np.array(ids), tasks()[0], 0, KEY)
+
+    return play
+
+
+def test_one_step_of_two_clients_by_hand(hand):
+    """Client 0: w = 0.1 * 1 * (1, 0, 0). Client 1: w = 0.1 / 2 * (2 * (0, 2, 0) + 1 * (0, 0, 1)). Weights 1 and 2 of 3."""
+    server, states, _ = hand()
+    np.testing.assert_allclose(server["weight"], [0.1 / 3, 0.2 * 2 / 3, 0.05 * 2 / 3], rtol=1e-6)
+    assert states.tolist() == [1, 1]
+
+
+def test_metrics_are_means_over_rows(hand):
+    """At w = 0 the losses of the three rows are 1/2, 4/2 and 1/2: 1 on average, where the mean over clients would be 0.875."""
+    assert hand()[2].metrics == {"loss": pytest.approx(1.0)}
+
+
+def test_the_report_counts_rows_and_steps(hand):
+    _, _, report = hand()
+    assert (report.participants, report.rows, report.first_phase_rows, report.useful_steps, report.paid_steps) == (2, 3, 3, 2, 2)
+    assert report.slot_efficiency == 1.0
+
+
+def test_a_client_of_weight_0_changes_nothing_but_its_own_state(hand):
+    server, states, report = hand(shares=(0.0, 1.0))
+    np.testing.assert_allclose(server["weight"], [0, 0.2, 0.05], rtol=1e-6)
+    assert states.tolist() == [1, 1] and report.rejected == 0
+
+
+def test_a_negative_weight_is_refused(hand):
+    server, states, report = hand(shares=(-1.0, 1.0))
+    np.testing.assert_allclose(server["weight"], [0, 0.2, 0.05], rtol=1e-6)
+    assert states.tolist() == [0, 1] and report.rejected == 1
+
+
+def test_if_all_weights_are_0_the_server_stays(hand):
+    assert hand(shares=(0.0, 0.0))[0]["weight"].tolist() == [0, 0, 0]
+
+
+# ---- absent and broken clients -----------------------------------------------------------------------------------------------------
+
+
+def poisoned(data: toys.Rows, roster, clients, value) -> toys.Rows:
+    """The data with one number of one row of each of these clients replaced."""
+    image = np.array(data.image)
+    for client in clients:
+        image[roster.rows[roster.offset[client]], 0, 0, 1] = value
+    return data._replace(image=jnp.asarray(image))
+
+
+def play_once(engine, data, roster, ids):
+    server, states = begin_run(engine.method)
+    ids, states = np.array(ids), stack(states)
+    return run_round(engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, roster, ids, tasks()[0], 0, KEY), server, states
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
+def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, deals):
+    engine = engine_of(name, "vmap3")
+    (server, states, report), _, before = play_once(engine, poisoned(data, deals[0], [3], value), deals[0], [0, 1, 3, 6])
+    (without, others, _), _, _ = play_once(engine, data, deals[0], [0, 1, 6])
+    close(server, without, atol=1e-6)
+    close(states, others, atol=1e-6)
+    same(jax.tree.map(lambda x: x[3], states), jax.tree.map(lambda x: x[3], before))
+    assert (report.participants, report.rejected) == (4, 1)
+
+
+@pytest.mark.parametrize("name", ["gathering", "remembering"])
+def test_if_all_uploads_are_non_finite_server_and_clients_stay(name, data, deals):
+    engine = engine_of(name, "vmap3")
+    (server, states, report), server_before, before = play_once(
+        engine, poisoned(data, deals[0], [0, 1, 6], np.nan), deals[0], [0, 1, 6]
+    )
+    same((server, states), (server_before, before))
+    assert (report.participants, report.rejected) == (3, 3)
+
+
+def test_the_aggregate_shows_a_broken_client_as_absent(data, deals):
+    engine = engine_of("remembering", "vmap3")
+    server, states = begin_run(engine.method)
+    bad = poisoned(data, deals[0], [3], np.nan)
+    received, _ = receive(engine, FROZEN, server, stack(states), bad, deals[0], [0, 3, 6], tasks()[0])
+    assert received.id.tolist() == [0, CLIENTS, 6, CLIENTS]
+    assert received.valid.tolist() == [True, False, True, False]
+    assert received.weight.tolist() == [9, 0, 8, 0]
+    assert not received.gather[1].any()
+
+
+def test_a_client_without_rows_is_absent_and_keeps_its_state(data, deals):
+    assert deals[0].count[2] == 0
+    engine = engine_of("remembering", "vmap3")
+    (server, states, report), _, before = play_once(engine, data, deals[0], [0, 2, 6])
+    (without, others, _), _, _ = play_once(engine, data, deals[0], [0, 6])
+    same((server, states), (without, others))
+    same(jax.tree.map(lambda x: x[2], states), jax.tree.map(lambda x: x[2], before))
+    assert report.participants == 2 and states["times"].tolist() == [1, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_round_without_any_rows_changes_nothing(data, deals):
+    (server, states, report), server_before, before = play_once(engine_of("remembering", "vmap3"), data, deals[0], [2])
+    same((server, states), (server_before, before))
+    assert report.participants == 0
+
+
+def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, deals):
+    (_, states, _), _, before = play_once(engine_of("personal", "vmap3"), data, deals[0], [0, 6])
+    changed = np.any(np.asarray(states) != np.asarray(before), axis=-1)
+    assert changed.tolist() == (deals[0].count > 0).tolist()
+
+
+# ---- rules, predictions, keys ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def robust(deals):
+    return toys.build(toys.remembering(), deals, Lanes(3, "vmap"), 3, reduce=coordinate_median)
+
+
+def test_a_robust_rule_sees_all_uploads(robust, data, deals):
+    """Over chunks of three clients the server gets the median of all seven."""
+    median = lambda stacked, weight: np.median(stacked, axis=0).astype(np.float32)
+    expected = toys.drive_plain(toys.remembering(), data, deals, robust.capacity.participants, mean=median)
+    assert_as_plain(toys.drive_engine(robust, data, deals), expected)
+
+
+def test_the_median_is_that_of_the_finite_uploads(robust, data, deals):
+    bad = poisoned(data, deals[0], [3, 4], np.nan)
+    server, states = begin_run(robust.method)
+    received, _ = receive(robust, FROZEN, server, stack(states), bad, deals[0], range(CLIENTS), tasks()[0])
+    (new, _, _), _, _ = play_once(robust, bad, deals[0], range(CLIENTS))
+    assert int(received.valid.sum()) == 4
+    close(new, np.median(np.asarray(received.gather)[np.asarray(received.valid)], axis=0))
+
+
+def test_every_client_predicts_with_its_own_model(plain):
+    server, states, _ = plain["personal"]
+    image = jax.random.normal(jax.random.key(0), (5, 1, 1, 3))
+    predict = jax.vmap(TOYS["personal"]().predict_client, in_axes=(None, None, 0, None, None, None))
+    expected = np.asarray(states + server) @ np.asarray(image[:, 0, 0]).T
+    close(predict(FROZEN, server, states, image, None, tasks()[1]), expected)
+
+
+def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():
+    method = toys.remembering()
+    first = lambda clients: jax.tree.map(lambda x: x[:3], init_clients(method, jnp.ones(3), clients, KEY))
+    same(first(3), first(CLIENTS))
+
+
+def test_rows_of_an_epoch_are_shuffled_anew_and_stay_with_their_client(data, deals):
+    mine = deals[0].rows[deals[0].offset[3] : deals[0].offset[4]]
+    orders = [toys.epoch_order(toys.fold(KEY, 0, 0), 0, epoch, mine).tolist() for epoch in range(3)]
+    assert all(sorted(order) == sorted(mine.tolist()) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+# ---- traces ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_function_of_a_method_is_traced_in_the_first_round_only(data, deals):
+    times = collections.Counter()
+
+    def counted(name, function):
+        def call(*args):
+            times[name] += 1
+            return function(*args)
+
+        return call
+
+    toy = TOYS["personal"]()
+    phase = toy.client.phases[0]
+    client = toy.client._replace(
+        start=counted("start", toy.client.start),
+        phases=(phase._replace(step=counted("step", phase.step)),),
+        finish=counted("finish", toy.client.finish),
+    )
+    method = toy._replace(
+        client=client, server=chex.assert_max_traces(toy.server, n=1), broadcast=chex.assert_max_traces(toy.broadcast, n=1)
+    )
+    engine = toys.build(method, deals, Lanes(1, "loop"))
+    toys.drive_engine(engine, data, deals[:1], rounds=1)
+    first = dict(times)
+    toys.drive_engine(engine, data, deals, rounds=3)
+    assert dict(times) == first and set(first) == {"start", "step", "finish"}
+    assert engine.traces == {"broadcast": 1, "open": 1, "clients": 1, "server": 1, "refresh": 1}

@@ -1,0 +1,336 @@
+"""What must not matter: lanes, devices, chunks, the order of clients, who else takes part, what lies in rows that are masked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from jax.sharding import AxisType
+from toys import CLIENTS, FROZEN, KEY, WAYS, begin_run, close, engine_of, receive, same, stack, tasks
+
+from fcljax.data.tasks import make_tasks
+from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacity
+from fcljax.methods import resolve_options
+from fcljax.methods.fppl import FPPLConfig, fppl
+from fcljax.models.heads import cosine
+from fcljax.models.prompts import fuse, prompt_injection
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit, vit_backbone
+from fcljax.types import Setting, View
+
+PRESENT = [0, 1, 3, 6]  # clients with rows in the first task
+
+
+def one(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return toys.rows()
+
+
+@pytest.fixture(scope="module")
+def deals(data):
+    return toys.rosters(data)
+
+
+def uploads(engine, data, roster, ids):
+    """(weights [P, 3] that the participants of a round uploaded, in order of id; all clients' states) of a toy with random starts,
+    random steps and state."""
+    server, states = begin_run(engine.method)
+    received, states = receive(engine, FROZEN, server, stack(states), data, roster, ids, tasks()[0])
+    assert received.valid.tolist() == [True] * len(ids) + [False] * (len(received.valid) - len(ids))
+    return np.asarray(received.gather), states
+
+
+# ---- lanes, chunks, devices, co-participants ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clients_upload_does_not_depend_on_lanes(way, data, deals):
+    expected = uploads(engine_of("remembering", "loop1"), data, deals[0], PRESENT)
+    close(uploads(engine_of("remembering", way), data, deals[0], PRESENT), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, deals):
+    engine = engine_of("remembering", way)
+    together, states = uploads(engine, data, deals[0], PRESENT)
+    for rank, client in enumerate(PRESENT):
+        alone, its_states = uploads(engine, data, deals[0], [client])
+        same(alone[0], together[rank])
+        same(one(its_states, client), one(states, client))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clients_upload_does_not_depend_on_the_rows_of_the_others(way, data, deals):
+    """Client 3 keeps its rows; two others swap theirs, 9 and 8 of them."""
+    engine, roster = engine_of("remembering", way), deals[0]
+    owned = owned_rows(roster)
+    owned[0], owned[6] = owned[6], owned[0]
+    other = toys.make_roster(owned, np.asarray(data.label))
+    before, _ = uploads(engine, data, roster, PRESENT)
+    after, _ = uploads(engine, data, other, PRESENT)
+    same(before[2], after[2])
+    assert not np.array_equal(before[0], after[0])
+
+
+def test_a_clients_upload_does_not_depend_on_how_clients_are_chunked(data, deals):
+    method, lanes = toys.remembering(), Lanes(3, "vmap")
+    expected = uploads(engine_of("remembering", "vmap3"), data, deals[0], PRESENT)
+    chunked = toys.build(method, deals, lanes, 2, toys.PARTICIPATION["remembering"])
+    same(uploads(chunked, data, deals[0], PRESENT), expected)
+
+
+def test_spare_room_in_the_tables_is_inert(data, deals):
+    """Twice the ticks, more rows, more slots and more participants than any round fills."""
+    method, tight = toys.remembering(), engine_of("remembering", "vmap3").capacity
+    roomy = tight._replace(
+        ticks=tuple(2 * t for t in tight.ticks), rows=tight.rows + 37, slots=tight.slots + 3, participants=tight.participants + 4
+    )
+    weights, states = uploads(make_engine(method, toys.fetch, Lanes(3, "vmap"), roomy), data, deals[0], PRESENT)
+    expected, its_states = uploads(engine_of("remembering", "vmap3"), data, deals[0], PRESENT)
+    same((weights[: len(expected)], states), (expected, its_states))
+    assert not weights[len(expected) :].any()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("clients",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", ["two_pass", "remembering", "personal"])
+def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):
+    """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced again."""
+    participation = toys.PARTICIPATION.get(name, 1.0)
+    spread = toys.build(toys.TOYS[name](), deals, Lanes(8, "vmap"), 3, participation, mesh=mesh)
+    server, states, reports = toys.drive_engine(spread, data, deals, participation)
+    expected, its_states, its_reports = toys.drive_engine(engine_of(name, "loop1"), data, deals, participation)
+    close((server, states), (expected, its_states), atol=1e-6)
+    for report, its_report in zip(reports, its_reports, strict=True):
+        assert report.metrics == pytest.approx(its_report.metrics, rel=1e-5)
+    if name == "remembering":  # every client plays alone on its device, as it does on the only lane of one
+        same(uploads(spread, data, deals[0], PRESENT), uploads(engine_of(name, "loop1"), data, deals[0], PRESENT))
+    assert set(spread.traces.values()) == {1}
+
+
+# ---- masked rows -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
+    """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and 1 rows."""
+    engine, held = engine_of("remembering", way), np.zeros(len(data.label), bool)
+    assert not np.isin([0], np.concatenate([deal.rows for deal in deals])).any()
+    for client in PRESENT:
+        held[deals[0].rows[deals[0].offset[client] : deals[0].offset[client + 1]]] = True
+    image = jnp.where(held[:, None, None, None], data.image, jnp.nan)
+    poisoned = toys.Rows(image, jnp.where(held, data.label, 10**6))
+    same(uploads(engine, poisoned, deals[0], PRESENT), uploads(engine, data, deals[0], PRESENT))
+
+
+# ---- the order and the number of clients -------------------------------------------------------------------------------------------
+
+
+def owned_rows(roster: Roster) -> list[np.ndarray]:
+    return np.split(roster.rows, roster.offset[1:-1])
+
+
+@pytest.fixture(scope="module")
+def twice(data, deals):
+    """The first task's roster where client 2, who holds no rows in it, holds those of client 3."""
+    owned = owned_rows(deals[0])
+    owned[2] = owned[3]
+    return toys.make_roster(owned, np.asarray(data.label))
+
+
+@pytest.fixture(scope="module")
+def shared(twice, deals):
+    """An engine without randomness but the order of rows, and a round of it: (roster, shares, ids) -> (server, states, report)."""
+    engine = toys.build(toys.sharing(View(2, 4, augment=False)), [deals[0], twice], Lanes(3, "vmap"))
+
+    def play(data, roster, shares, ids=range(CLIENTS)):
+        server, states = {"weight": jnp.ones(3), "share": jnp.asarray(shares, jnp.float32)}, jnp.zeros(CLIENTS, jnp.int32)
+        return run_round(engine, FROZEN, server, states, data, roster, np.array(ids), tasks()[0], 0, KEY)
+
+    return play
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_permuting_clients_does_not_change_the_aggregate(seed, shared, data, deals):
+    order = np.random.default_rng(seed).permutation(CLIENTS)
+    shares = np.arange(1.0, 1 + CLIENTS)
+    owned = owned_rows(deals[0])
+    renamed = toys.make_roster([owned[i] for i in order], np.asarray(data.label))
+    (server, states, _), (expected, its_states, _) = shared(data, renamed, shares[order]), shared(data, deals[0], shares)
+    close(server["weight"], expected["weight"], atol=1e-6)
+    assert states.tolist() == its_states[order].tolist()
+
+
+def test_a_client_listed_twice_with_half_its_weight_equals_that_client_once(shared, twice, data, deals):
+    (once, _, _), (both, states, _) = shared(data, deals[0], np.ones(7)), shared(data, twice, [1, 1, 0.5, 0.5, 1, 1, 1])
+    close(both["weight"], once["weight"], atol=1e-6)
+    assert states.tolist() == [1] * CLIENTS
+    unequal, _, _ = shared(data, twice, np.ones(7))
+    assert not np.allclose(unequal["weight"], once["weight"], atol=1e-4)
+
+
+# ---- FPPL --------------------------------------------------------------------------------------------------------------------------
+
+TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
+SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4)  # the second task has two classes and a padding class
+STREAM = make_tasks(5, 2)
+OPTIONS = resolve_options("fppl", FPPLConfig(prompt_length=3, prompt_blocks=2, server_epochs=2), "intended")
+EPOCHS, BATCH, RATE = 2, 4, 1e-3
+
+
+def read(data, index, keys, augment):
+    return data.image[index], data.label[index], None
+
+
+def sizes_to_roster(label, task, counts) -> Roster:
+    mine = np.flatnonzero(task.current[label])[1 : 1 + sum(counts)]
+    return toys.make_roster(np.split(mine, np.cumsum(counts)[:-1]), label, SETTING.classes)
+
+
+class Federation:
+    """FPPL on a tiny ViT: data, rosters, and two compiled engines for all tests below."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        label = np.arange(60) % SETTING.classes
+        self.data = toys.Rows(jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32), jnp.asarray(label, jnp.int32))
+        self.deals = [sizes_to_roster(label, task, (9, 0, 4, 7)) for task in STREAM]
+        self.alone = sizes_to_roster(label, STREAM[1], (22, 0, 0, 0))
+        self.frozen = init_vit(jax.random.key(1), TINY)
+        self.method = fppl(OPTIONS, SETTING, vit_backbone(TINY), EPOCHS, BATCH, RATE)
+        self.engine, self.one_lane = self.build(Lanes(2, "vmap")), self.build(Lanes(1, "loop"))
+        self.start = jax.jit(self.method.init)(jax.random.key(2), self.frozen)
+        self.states = init_clients(self.method, self.start, SETTING.clients, KEY)
+
+    def build(self, lanes):
+        return make_engine(self.method, read, lanes, capacity(self.method.client, [*self.deals, self.alone], lanes.count, 128))
+
+    def receive(self, engine, server, roster, ids, task=STREAM[0], data=None):
+        data = self.data if data is None else data
+        return receive(engine, self.frozen, server, self.states, data, roster, ids, task)[0]
+
+    def run(self, deals, rounds=2, data=None):
+        """Servers after every round of every task."""
+        server, data, servers = self.start, self.data if data is None else data, []
+        for task, roster in zip(STREAM, deals, strict=True):
+            server = jax.jit(self.method.begin_task)(server, task, KEY)
+            for round_ in range(rounds):
+                ids = np.flatnonzero(roster.count)
+                server, _, _ = run_round(
+                    self.engine, self.frozen, server, self.states, data, roster, ids, task, round_, jax.random.key(3)
+                )
+                servers.append(server)
+        return servers
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return Federation()
+
+
+@pytest.fixture(scope="module")
+def servers(federation):
+    return federation.run(federation.deals)
+
+
+def test_fppl_prompts_of_an_earlier_task_stay_bit_for_bit_while_the_current_one_learns(servers, federation):
+    first, second = servers[1].prompts, servers[3].prompts
+    same(second[0], first[0])
+    assert np.any(np.asarray(second[1]) != np.asarray(first[0]))  # prompt transfer: it started from task 0's
+    assert np.any(np.asarray(first[0]) != np.asarray(federation.start.prompts[0]))
+
+
+def test_fppl_frozen_prompt_slots_get_a_gradient_of_exactly_zero(federation, servers):
+    """Through the whole network: only the current task's prompt is trained, although both are fused."""
+
+    def loss(prompts, current, task):
+        fused = fuse(jnp.full((3, 2), 0.5), prompts, current, task)
+        feature = apply_vit(TINY, federation.frozen, federation.data.image[:3], prompt_injection(fused)).cls
+        return jnp.sum(feature[:, :3] ** 2)
+
+    server = servers[-1]
+    by_prompts, by_current = jax.jit(jax.grad(loss, argnums=(0, 1)))(server.prompts, server.prompts[1], 1)
+    assert np.all(np.asarray(by_prompts) == 0)
+    assert np.any(np.asarray(by_current) != 0)
+
+
+def test_fppl_classes_not_seen_and_padding_classes_never_win(federation, servers):
+    predict = jax.jit(federation.method.predict)
+    for server, task in ((servers[1], STREAM[0]), (servers[3], STREAM[1])):
+        tempting = server._replace(head=server.head._replace(bias=server.head.bias + 1e6 * ~task.seen))
+        logits = predict(federation.frozen, tempting, federation.data.image, None, task)
+        assert logits.shape == (60, SETTING.classes) and np.all(np.isfinite(logits))
+        assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
+
+
+def test_fppl_is_traced_once_over_all_tasks_and_rounds(federation, servers):
+    del servers
+    assert federation.engine.traces == {"broadcast": 1, "open": 1, "clients": 1, "server": 1}
+
+
+def test_fppl_uploads_do_not_depend_on_who_else_takes_part(federation, servers):
+    together = federation.receive(federation.engine, servers[1], federation.deals[1], [0, 2, 3], STREAM[1])
+    for rank, client in enumerate([0, 2, 3]):
+        alone = federation.receive(federation.engine, servers[1], federation.deals[1], [client], STREAM[1])
+        same(one(alone.gather, 0), one(together.gather, rank))
+
+
+def test_fppl_uploads_do_not_depend_on_lanes(federation, servers):
+    two, single = (
+        federation.receive(engine, servers[1], federation.deals[1], [0, 2, 3], STREAM[1])
+        for engine in (federation.engine, federation.one_lane)
+    )
+    close(two.gather, single.gather, atol=1e-4)
+    close(two.mean, single.mean, atol=1e-4)
+    assert two.valid.tolist() == single.valid.tolist() and two.id.tolist() == single.id.tolist()
+
+
+def test_fppl_rows_that_nobody_holds_may_be_nan(federation, servers):
+    held = np.isin(np.arange(60), np.concatenate([deal.rows for deal in federation.deals]))
+    assert not held[0]  # the row that padding reads
+    image = jnp.where(held[:, None, None, None], federation.data.image, jnp.nan)
+    same(federation.run(federation.deals, data=toys.Rows(image, federation.data.label)), servers)
+
+
+def test_fppl_permuting_clients_permutes_the_pool_and_nothing_else(federation, servers):
+    order = [3, 2, 0, 1]
+    label = np.asarray(federation.data.label)
+    renamed = [toys.make_roster([owned_rows(deal)[i] for i in order], label, SETTING.classes) for deal in federation.deals]
+    server, expected = federation.run(renamed, rounds=1)[0], servers[0]
+    close((server.prompts, server.gate), (expected.prompts, expected.gate), atol=1e-5)
+    close(server.pool, one(expected.pool, np.array(order)), atol=1e-5)
+
+
+def test_fppl_with_one_client_that_holds_all_rows_is_centralised_training(federation):
+    """A plain optax loop on unpadded batches, written from the paper's equations, against the upload of the only client."""
+    task, start, rows = STREAM[1], federation.start, federation.alone.rows
+    received = federation.receive(federation.engine, start, federation.alone, [0], task)
+    trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
+    assert len(rows) % BATCH and float(received.weight[0]) == len(rows)
+
+    def loss(parameters, image, label):
+        prompt, psi, sigma, kernel, bias = parameters
+        gate = jax.nn.softmax(sigma * cosine(apply_vit(TINY, federation.frozen, image).cls, psi))  # both tasks are seen
+        fused = jnp.einsum("bt,tmld->bmld", gate, jnp.stack([start.prompts[0], prompt]))
+        logits = apply_vit(TINY, federation.frozen, image, prompt_injection(fused)).cls @ kernel + bias
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, 3:5], label - 3))
+
+    parameters = (start.prompts[1], start.gate.psi, start.gate.sigma, start.head.kernel, start.head.bias)
+    adam = optax.adam(RATE)
+    optimiser, gradient_of = adam.init(parameters), jax.jit(jax.grad(loss))
+    for epoch in range(EPOCHS):
+        order = toys.epoch_order(toys.fold(KEY, task.index, 0), 0, epoch, rows)
+        for batch in np.split(order, range(BATCH, len(rows), BATCH)):
+            gradient = gradient_of(parameters, federation.data.image[batch], federation.data.label[batch])
+            update, optimiser = adam.update(gradient, optimiser)
+            parameters = optax.apply_updates(parameters, update)
+    close((trained.prompt, trained.gate.psi, trained.gate.sigma, *trained.head), parameters, atol=1e-5)
+    assert float(jnp.max(jnp.abs(parameters[0] - start.prompts[1]))) > 5 * RATE  # it did train

@@ -1,0 +1,110 @@
+"""A run that was killed with SIGKILL and resumed equals the run that was not, bit for bit."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import small_runs
+from small_runs import OPTIONS
+
+from fcljax import checkpoint, cli
+
+CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s"}  # of summary.json: these may differ
+
+
+def resume(method, out, factory):
+    with small_runs.compile_cache(factory):
+        return cli.main(["run", method, "--resume", str(out)])
+
+
+def last_checkpoint(out):
+    """(number of rounds, arrays, host records without seconds) of the newest checkpoint."""
+    with checkpoint.open_checkpoints(out / "checkpoints", 2) as manager:
+        step = manager.latest_step()
+        parts = ocp.args.Composite(state=ocp.args.StandardRestore(), records=ocp.args.JsonRestore())
+        restored = manager.restore(step, args=parts)
+    return step, restored.state, {name: value for name, value in restored.records.items() if name != "seconds"}
+
+
+def timeless(out):
+    summary = json.loads((out / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in CLOCK}
+
+
+def assert_same_run(out, reference):
+    assert (out / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert timeless(out) == timeless(reference)
+    (step, state, records), (step_, state_, records_) = last_checkpoint(out), last_checkpoint(reference)
+    assert step == step_
+    assert records == records_
+    assert jax.tree.structure(state) == jax.tree.structure(state_)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(state_), strict=True):
+        assert np.asarray(ours).dtype == np.asarray(theirs).dtype
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+@pytest.fixture
+def reference(request, tmp_path_factory):
+    return small_runs.finished(request.param, tmp_path_factory)
+
+
+@pytest.mark.parametrize(("reference", "kills"), [("linear", 2), ("fppl", 1)], indirect=["reference"])
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, kills, tmp_path, tmp_path_factory):
+    method = reference.name.removeprefix("finished-")
+    out = tmp_path / "killed"
+    rounds = len((reference / "metrics.jsonl").read_text().splitlines())
+    moments = np.sort(np.random.default_rng(len(method)).choice(np.arange(1, rounds // 2 + 1), kills, replace=False))
+    arguments = ["run", method, *OPTIONS[method], "--out", str(out)]
+    for moment in moments:
+        small_runs.kill_when_logged(arguments, out / "metrics.jsonl", int(moment), tmp_path_factory)
+        assert not (out / "summary.json").exists()
+        arguments = ["run", method, "--resume", str(out)]
+    assert resume(method, out, tmp_path_factory) == 0
+    assert_same_run(out, reference)
+
+
+@pytest.mark.parametrize("reference", ["linear"], indirect=True)
+def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_path, tmp_path_factory):
+    out = tmp_path / "killed"
+    half = out / "checkpoints" / "1.orbax-checkpoint-tmp" / "state"
+    half.mkdir(parents=True)
+    (out / "figures").mkdir()
+    (half / "manifest.ocdbt").write_bytes(b"\0" * 10)
+    shutil.copy(reference / "config.yaml", out)
+    (out / "metrics.jsonl").write_text('{"task": 0, "rou')
+    assert resume("linear", out, tmp_path_factory) == 0
+    assert_same_run(out, reference)
+
+
+@pytest.mark.parametrize("reference", ["linear", "fppl"], indirect=True)
+def test_resuming_a_finished_run_changes_nothing(reference, tmp_path_factory, capsys):
+    content = lambda: {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in reference.rglob("*") if path.is_file()}
+    before = content()
+    assert resume(reference.name.removeprefix("finished-"), reference, tmp_path_factory) == 0
+    assert content() == before
+    assert str(reference) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reference", ["linear"], indirect=True)
+def test_a_damaged_checkpoint_is_one_line_that_names_it(reference, tmp_path, tmp_path_factory, capsys):
+    out = shutil.copytree(reference, tmp_path / "damaged")
+    (out / "summary.json").unlink()
+    for path in (out / "checkpoints").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(b"\xff" * 20)
+    assert resume("linear", out, tmp_path_factory) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
+    assert line.startswith("fcljax: resume: checkpoint 15 in ")
+    assert not (out / "summary.json").exists()
+
+
+@pytest.mark.parametrize("reference", ["linear"], indirect=True)
+def test_a_checkpoint_of_another_shape_is_refused_by_name(reference, tmp_path):
+    template = {"server": jax.numpy.zeros((3, 4))}
+    out = shutil.copytree(reference, tmp_path / "copy")
+    with checkpoint.open_checkpoints(out / "checkpoints", 2) as manager:
+        with pytest.raises(checkpoint.InputError, match="resume: checkpoint 15 in .* cannot be read"):
+            checkpoint.latest(manager, template)

@@ -1,0 +1,197 @@
+"""The Vision Transformer against its equations in numpy, and what adapters put into it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fcljax.federated.communication import scalars
+from fcljax.models.vit import VITS, Injection, Lora, Prefix, ViTConfig, apply_vit, init_vit, parameter_shapes, vit_backbone
+
+TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
+ROWS, TOKENS = 3, 1 + TINY.grid**2
+run = jax.jit(apply_vit, static_argnums=(0, 4))
+draw = np.random.default_rng(0).normal
+
+
+def random(*shape, scale=1.0):
+    return jnp.asarray(draw(0, scale, shape), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda x: random(*x.shape, scale=0.3), parameter_shapes(TINY))
+
+
+@pytest.fixture(scope="module")
+def image():
+    return random(ROWS, 8, 8, 3)
+
+
+# ---- the equations -------------------------------------------------------------------------------------------------------------------
+
+
+def norm(p, x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+
+def dense(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def attention(p, x, prefix):
+    """Softmax attention, head by head and image by image."""
+    width, size = x.shape[-1], x.shape[-1] // TINY.heads
+    out = np.zeros_like(x)
+    for image, head in np.ndindex(len(x), TINY.heads):
+        q, k, v = (dense(p["qkv"], x[image])[:, i * width + head * size :][:, :size] for i in range(3))
+        if prefix is not None:
+            k, v = (np.concatenate([own, np.asarray(extra[image, :, head])]) for own, extra in ((k, prefix.key), (v, prefix.value)))
+        odds = np.exp(q @ k.T / math.sqrt(size))
+        out[image, :, head * size : (head + 1) * size] = odds / odds.sum(-1, keepdims=True) @ v
+    return dense(p["proj"], out)
+
+
+def equations(params, image, prefix=None):
+    """All tokens after the final norm. Patches are numbered row by row, their pixels by row, column and channel."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    n = TINY.patch
+    cells = [image[:, i : i + n, j : j + n].reshape(len(image), -1) for i in range(0, 8, n) for j in range(0, 8, n)]
+    tokens = dense(p["patch"], np.stack(cells, axis=1))
+    x = np.concatenate([np.broadcast_to(p["cls"], (len(image), 1, TINY.width)), tokens], axis=1) + p["pos"]
+    for i in range(TINY.depth):
+        block = p[f"block_{i:02d}"]
+        x = x + attention(block["attn"], norm(block["norm1"], x), prefix if i == 0 else None)
+        hidden = dense(block["fc1"], norm(block["norm2"], x))
+        x = x + dense(block["fc2"], hidden * 0.5 * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))))
+    return norm(p["norm"], x)
+
+
+def test_the_network_is_its_equations(params, image):
+    out = run(TINY, params, image, None, True)
+    np.testing.assert_allclose(out.tokens, equations(params, image), atol=1e-4)
+    assert out.tokens.shape == (ROWS, TOKENS, TINY.width) and out.cls.shape == (ROWS, TINY.width)
+
+
+def test_the_class_token_is_the_same_whether_all_tokens_are_asked_for_or_not(params, image):
+    lean, full = run(TINY, params, image, None, False), run(TINY, params, image, None, True)
+    np.testing.assert_allclose(lean.cls, full.cls, atol=1e-5)
+    np.testing.assert_array_equal(full.cls, full.tokens[:, 0])
+    assert lean.tokens is None
+    assert {name: tap.shape[1] for name, tap in lean.taps.items()} == {"embed": TOKENS, "block_00": TOKENS, "block_01": 1}
+
+
+def test_the_patch_embedding_is_a_convolution_with_the_patch_as_stride(params, image):
+    n = TINY.patch
+    kernel = params["patch"]["kernel"].reshape(n, n, 3, TINY.width).transpose(3, 2, 0, 1)  # torch's [out, in, rows, columns]
+    cells = jax.lax.conv(image.transpose(0, 3, 1, 2), kernel, (n, n), "VALID").reshape(ROWS, TINY.width, -1).transpose(0, 2, 1)
+    embedded = run(TINY, params, image, None, False).taps["embed"][:, 1:] - params["pos"][1:]
+    np.testing.assert_allclose(embedded, cells + params["patch"]["bias"], atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "count"), [
+    ("vit_micro", 691_488), ("vit_ti16", 5_524_416), ("vit_s16", 21_665_664), ("vit_b16", 85_798_656),
+])  # fmt: skip
+def test_parameter_counts(name, count):
+    c = VITS[name]
+    patch, embed = (3 * c.patch**2 + 1) * c.width, (2 + c.grid**2) * c.width
+    block = 4 * c.width * (c.width + 1) + 2 * c.width * c.mlp + c.mlp + c.width + 4 * c.width
+    assert scalars(parameter_shapes(c)) == patch + embed + c.depth * block + 2 * c.width == count
+
+
+def test_a_random_network_depends_on_its_key_and_has_the_declared_shapes():
+    init = jax.jit(init_vit, static_argnums=1)
+    one, other = (init(jax.random.key(seed), TINY) for seed in (0, 1))
+    jax.tree.map(lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)), one, parameter_shapes(TINY))
+    for part in ("cls", "pos"):
+        assert (one[part] != other[part]).all()
+    assert (one["block_01"]["attn"]["qkv"]["kernel"] != other["block_01"]["attn"]["qkv"]["kernel"]).all()
+
+
+def test_bfloat16_is_close_to_float32_and_gives_float32_features(image):
+    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(TINY))
+    params["norm"]["scale"] = jnp.ones(TINY.width)
+    half = run(dataclasses.replace(TINY, dtype="bfloat16"), params, image, None, False).cls
+    exact = run(TINY, params, image, None, False).cls
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, exact, atol=0.05)
+    assert (half != exact).any()
+
+
+# ---- what adapters put in ------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_for_all_images_alike_are_the_same_prompts_for_each(params, image):
+    shared = {0: random(5, TINY.width), 1: random(2, TINY.width)}
+    each = {block: jnp.tile(prompt, (ROWS, 1, 1)) for block, prompt in shared.items()}
+    one, other = (run(TINY, params, image, Injection(prompt=prompt), False) for prompt in (shared, each))
+    np.testing.assert_allclose(one.cls, other.cls, atol=1e-5)
+    assert jnp.abs(one.cls - run(TINY, params, image, None, False).cls).max() > 0.01
+
+
+def test_lanes_with_prompts_of_their_own_equal_a_loop_over_them(params):
+    images, prompts = random(2, ROWS, 8, 8, 3), {block: random(2, 5, TINY.width) for block in (0, 1)}
+    encode = vit_backbone(TINY).encode
+    lanes = jax.jit(jax.vmap(lambda p, image, prompt: encode(p, image, Injection(prompt=prompt)), in_axes=(None, 0, 0)))
+    loop = [run(TINY, params, images[i], Injection(prompt=jax.tree.map(lambda x, i=i: x[i], prompts)), False).cls for i in range(2)]
+    np.testing.assert_allclose(lanes(params, images, prompts), loop, atol=1e-5)
+
+
+def test_a_prefix_is_more_keys_and_values(params, image):
+    prefix = Prefix(*(random(ROWS, 3, TINY.heads, TINY.width // TINY.heads) for _ in range(2)))
+    features = run(TINY, params, image, Injection(prefix={0: prefix}), False)
+    expected = equations(params, image, prefix)[:, 0]
+    np.testing.assert_allclose(features.cls, expected, atol=1e-4)
+    assert np.abs(expected - equations(params, image)[:, 0]).max() > 0.01
+
+
+def test_low_rank_updates_equal_a_changed_projection_of_queries_and_values(params, image):
+    lora = Lora(*(random(*shape, scale=0.5) for shape in ((3, 16), (16, 3), (3, 16), (16, 3))))
+    with jax.default_matmul_precision("highest"):
+        change = jnp.concatenate([(lora.b_q @ lora.a_q).T, jnp.zeros((16, 16)), (lora.b_v @ lora.a_v).T], axis=1)
+    changed = jax.tree.map(lambda x: x, params)
+    changed["block_01"]["attn"]["qkv"]["kernel"] += change
+    adapted = run(TINY, params, image, Injection(lora={1: lora}), False).cls
+    np.testing.assert_allclose(adapted, run(TINY, changed, image, None, False).cls, atol=1e-4)
+    assert jnp.abs(adapted - run(TINY, params, image, None, False).cls).max() > 0.01
+
+
+def test_the_order_of_the_kept_patches_does_not_matter(params, image):
+    keep = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 1, 0]])
+    kept = run(TINY, params, image, Injection(keep=keep), False).cls
+    np.testing.assert_allclose(kept, run(TINY, params, image, None, False).cls, atol=1e-5)
+
+
+def test_patches_that_are_not_kept_have_no_influence(params, image):
+    keep = jnp.array([[0, 3]] * ROWS)  # the upper left and the lower right of four
+    out = run(TINY, params, image, Injection(keep=keep), True)
+    assert out.tokens.shape == (ROWS, 1 + 2, TINY.width)
+    elsewhere = run(TINY, params, image.at[:, :4, 4:].set(9.0).at[:, 4:, :4].set(9.0), Injection(keep=keep), True)
+    np.testing.assert_array_equal(out.tokens, elsewhere.tokens)
+    here = run(TINY, params, image.at[:, :4, :4].set(9.0), Injection(keep=keep), True)
+    assert jnp.abs(out.cls - here.cls).max() > 0.01
+
+
+def products(jaxpr):
+    """Shapes of all matrix products in a computation, nested calls included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(sorted(equation.outvars[0].aval.shape))
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                yield from products(getattr(inner, "jaxpr", inner))
+
+
+def test_the_gradient_of_the_prompts_computes_no_gradient_of_the_frozen_weights():
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    loss = lambda prompt, params, image: apply_vit(TINY, params, image, Injection(prompt={0: prompt})).cls.sum()
+    args = (shape(ROWS, 7, TINY.width), parameter_shapes(TINY), shape(ROWS, 8, 8, 3))
+    kernels = {tuple(sorted(x.shape)) for x in jax.tree.leaves(args[1]) if len(x.shape) == 2} - {(TOKENS, TINY.width)}
+    frozen = set(products(jax.make_jaxpr(jax.grad(loss))(*args).jaxpr))
+    trained = set(products(jax.make_jaxpr(jax.grad(loss, argnums=1))(*args).jaxpr))
+    assert len(frozen) > 5 and not kernels & frozen
+    assert kernels <= trained
