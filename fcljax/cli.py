@@ -1,15 +1,13 @@
 """The command line: `fcljax run METHOD`, `list`, `pretrain`, `compare`."""
 
-import contextlib
 import dataclasses
-import logging
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -44,8 +42,11 @@ class CompareOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and exit code 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own when None."""
+    if arguments is None:
+        _quiet_threads()
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     try:
         return dispatch(arguments)
     except InputError as error:
@@ -94,28 +95,12 @@ def run(arguments: list[str]) -> int:
 
     from fcljax import experiment, report
 
-    with _quiet_threads():
-        summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
+    summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
     console = Console()
     console.print(report.results_table([summary]))
     console.print(f"run directory: {out}", soft_wrap=True)
     console.print(f"accuracy curve: {Path(out) / 'figures' / 'accuracy.png'}", soft_wrap=True)
     return 0
-
-
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """When a checkpoint cannot be written, Orbax logs a traceback and TensorStore prints another from their threads, before the error
-    reaches us as one line. Only that line is for the user."""
-    log, hook = logging.getLogger("absl"), sys.excepthook
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    sys.excepthook = lambda *error: hook(*error) if threading.current_thread() is threading.main_thread() else None
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
-        log.setLevel(level)
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
@@ -235,6 +220,14 @@ def pretrain(arguments: list[str]) -> int:
     for name, value in summary.items():
         print(f"{name}: {value}")
     return 0
+
+
+def _quiet_threads() -> None:
+    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their threads and even after the
+    error has reached us as one line. Only that line is for the user. This changes the process, so only the program itself does it."""
+    hook = sys.unraisablehook
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    sys.unraisablehook = lambda error: None if "Event loop is closed" in str(error.exc_value) else hook(error)
 
 
 def _flag(name: str) -> str:

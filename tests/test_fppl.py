@@ -4,6 +4,7 @@ Most tests run the method on a backbone that is a formula: the feature of an ima
 """
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fcljax import config
 from fcljax.data.tasks import make_tasks
 from fcljax.experiment import Experiment, wire_shapes
 from fcljax.federated.aggregation import weighted_mean
@@ -108,13 +110,17 @@ def changed(before, after):
 # ---- counts ------------------------------------------------------------------------------------------------------------------------
 
 
+VIT_B16 = parameter_shapes(VITS["vit_b16"])
+
+
+@functools.cache
 def counts(fidelity, classes, tasks):
     """Shapes of upload, broadcast, trained parts and server of FPPL on ViT-B/16; nothing is computed."""
     setting, vit = Setting(classes, tasks, classes // tasks, 10), VITS["vit_b16"]
     method = fppl(resolve_options("fppl", FPPLConfig(), fidelity), setting, vit_backbone(vit), 5, 128, 1e-3)
     empty = dict.fromkeys(Experiment._fields)
     exp = Experiment(**empty | dict(
-        method=method, frozen=parameter_shapes(vit), tasks=make_tasks(classes, tasks), setting=setting, key=jax.random.key(0)
+        method=method, frozen=VIT_B16, tasks=make_tasks(classes, tasks), setting=setting, key=jax.random.key(0)
     ))  # fmt: skip
     return *wire_shapes(exp), jax.eval_shape(method.init, exp.key, exp.frozen)
 
@@ -161,7 +167,7 @@ def test_storage_trained_parameters_and_pool_are_the_papers(classes, tasks, estg
 
 def test_trained_parameters_without_head_are_a_thousandth_of_the_backbone():
     _, _, trainable, _ = counts("paper", 200, 20)
-    backbone = scalars(parameter_shapes(VITS["vit_b16"]))
+    backbone = scalars(VIT_B16)
     assert backbone == 590_592 + 768 + 151_296 + 12 * 7_087_872 + 1_536 == 85_798_656
     assert backbone + scalars(trainable["head"]) == 85_952_456
     assert 100 * scalars((trainable["prompt"], trainable["gate"])) / backbone == pytest.approx(0.1074, abs=5e-5)
@@ -248,7 +254,7 @@ def test_a_prompted_block_of_vit_b16_lets_out_as_many_tokens_as_came_in():
         return apply_vit(vit, params, image, prompt_injection(prompts), full=True).taps
 
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    tapped = jax.eval_shape(taps, parameter_shapes(vit), shape(2, 224, 224, 3), shape(2, 5, 20, 768))
+    tapped = jax.eval_shape(taps, VIT_B16, shape(2, 224, 224, 3), shape(2, 5, 20, 768))
     assert {name: tap.shape for name, tap in tapped.items()} == dict.fromkeys(tapped, (2, 197, 768)) and len(tapped) == 13
 
 
@@ -429,6 +435,13 @@ def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_i
 
 def test_a_given_value_wins_over_the_preset():
     assert resolve_options("fppl", FPPLConfig(reduction="sum"), "intended").reduction == "sum"
+
+
+def test_only_the_intended_reading_normalises_pixels_as_the_checkpoint_was_trained():
+    for fidelity, normalise in (("intended", "half"), ("paper", "unit"), ("released", "unit")):
+        assert config.resolve("fppl", config.from_mapping("fppl", {"fidelity": fidelity}, "test")).normalise == normalise
+    kept = config.from_mapping("fppl", {"fidelity": "released", "normalise": "imagenet"}, "test")
+    assert config.resolve("fppl", kept).normalise == "imagenet"
 
 
 def test_local_classes_decides_whether_classes_of_other_tasks_compete():
@@ -626,7 +639,9 @@ def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, traine
     server = server._replace(pool=pool._replace(held=pool.held & TASKS[0].seen))
     vectors = np.random.default_rng(0).normal(size=(3, 2, WIDTH))
     after, metrics = serve(method, server, TASKS[1], [sent(list(v)) for v in vectors], (0, 1, 2))
-    np.testing.assert_allclose(jnp.abs(after.head.bias - server.head.bias), np.where(np.isin(np.arange(6), trained), rate, 0), rtol=1e-3)
+    np.testing.assert_allclose(
+        jnp.abs(after.head.bias - server.head.bias), np.where(np.isin(np.arange(6), trained), rate, 0), rtol=1e-3
+    )
     np.testing.assert_array_equal(after.pool.held, np.tile(TASKS[1].seen, (3, 1)))
     assert ("debias_loss" in metrics) == bool(trained)
 
@@ -674,17 +689,23 @@ def test_cached_queries_change_no_prediction():
 # ---- uneven tasks: the padding class -1 --------------------------------------------------------------------------------------------
 
 
-def test_padding_classes_store_send_and_train_nothing():
-    method, server = make(setting=UNEVEN, wo_debias=True)
+def test_padding_classes_store_and_send_nothing():
     np.testing.assert_array_equal(UNEVEN_TASKS[1].classes, [3, 4, -1])
+    method, server = make(setting=UNEVEN)
     server = full_pool(server)
-    junk = sent([[1.0] * WIDTH, None, [9.0] * WIDTH])
-    after, _ = serve(method, server, UNEVEN_TASKS[1], [junk], (1,))
-    np.testing.assert_array_equal(after.pool.vector[:, :3], server.pool.vector[:, :3])
-    np.testing.assert_array_equal(after.pool.held[1], [True, True, True, True, False])
-    np.testing.assert_array_equal(method.broadcast(after, UNEVEN_TASKS[1]).wire.prototypes.held, [True, True, False])
-    own = jax.jit(partial(upload_of, method))(server, UNEVEN_TASKS[1], batch([3, 4, 4])).gather
-    np.testing.assert_array_equal(own.held, [True, True, False])
+    junk = jax.tree.map(lambda x: x[None], sent([[1.0] * WIDTH, None, [9.0] * WIDTH]))
+    pool = jax.jit(store_prototypes)(server.pool, junk, jnp.array([1]), jnp.array([True]), UNEVEN_TASKS[1].classes)
+    np.testing.assert_array_equal(pool.vector[:, :3], server.pool.vector[:, :3])
+    np.testing.assert_array_equal(pool.vector[1, 3], [1.0] * WIDTH)
+    np.testing.assert_array_equal(pool.held[1], [True, True, True, True, False])
+    broadcast = jax.jit(method.broadcast)(server._replace(pool=pool), UNEVEN_TASKS[1])
+    np.testing.assert_array_equal(broadcast.wire.prototypes.held, [True, True, False])
+
+
+def test_no_row_is_of_a_padding_class():
+    sums, counts = class_sums(batch([]).image, batch([]).label, jnp.array([0, -1]), batch([]).mask)
+    assert not sums.any() and not counts.any()
+    np.testing.assert_array_equal(class_sums(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0])
 
 
 def test_a_padding_class_adds_nothing_to_the_unified_loss():

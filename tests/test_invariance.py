@@ -1,5 +1,8 @@
 """What must not matter: lanes, devices, chunks, the order of clients, who else takes part, what lies in rows that are masked."""
 
+import collections
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,12 +209,30 @@ class Federation:
         self.alone = sizes_to_roster(label, STREAM[1], (22, 0, 0, 0))
         self.frozen = init_vit(jax.random.key(1), TINY)
         self.method = fppl(OPTIONS, SETTING, vit_backbone(TINY), EPOCHS, BATCH, RATE)
-        self.engine, self.one_lane = self.build(Lanes(2, "vmap")), self.build(Lanes(1, "loop"))
+        self.traces = collections.Counter()  # of what a client does, in the first engine
+        client = self.method.client
+        counted = client._replace(
+            start=self.counted("start", client.start),
+            phases=tuple(phase._replace(step=self.counted("step", phase.step)) for phase in client.phases),
+            finish=self.counted("finish", client.finish),
+        )
+        chex.clear_trace_counter()
+        once = chex.assert_max_traces(n=1)
+        server, broadcast = once(self.method.server), once(self.method.broadcast)
+        self.engine = self.build(Lanes(2, "vmap"), self.method._replace(client=counted, server=server, broadcast=broadcast))
+        self.one_lane = self.build(Lanes(1, "loop"), self.method)
         self.start = jax.jit(self.method.init)(jax.random.key(2), self.frozen)
         self.states = init_clients(self.method, self.start, SETTING.clients, KEY)
 
-    def build(self, lanes):
-        return make_engine(self.method, read, lanes, capacity(self.method.client, [*self.deals, self.alone], lanes.count, 128))
+    def counted(self, name, function):
+        def call(*args):
+            self.traces[name] += 1
+            return function(*args)
+
+        return call
+
+    def build(self, lanes, method):
+        return make_engine(method, read, lanes, capacity(method.client, [*self.deals, self.alone], lanes.count, 128))
 
     def receive(self, engine, server, roster, ids, task=STREAM[0], data=None):
         data = self.data if data is None else data
@@ -271,8 +292,13 @@ def test_fppl_classes_not_seen_and_padding_classes_never_win(federation, servers
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 
 
-def test_fppl_is_traced_once_over_all_tasks_and_rounds(federation, servers):
-    del servers
+def test_fppl_is_traced_in_the_first_round_only(federation, servers):
+    """What a client does is traced for its shapes and for the loop, but never again in later rounds and tasks."""
+    assert federation.engine.traces == {"broadcast": 1, "open": 1, "clients": 1, "server": 1}
+    before = dict(federation.traces)
+    assert set(before) == {"start", "step", "finish"}
+    same(federation.run(federation.deals)[-1], servers[-1])
+    assert federation.traces == before
     assert federation.engine.traces == {"broadcast": 1, "open": 1, "clients": 1, "server": 1}
 
 

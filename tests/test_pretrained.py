@@ -1,5 +1,6 @@
 """Weights from files: our own names, timm's names with torch's layouts, position embeddings for other grids, and broken files."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,7 +13,6 @@ from flax.traverse_util import flatten_dict
 from PIL import Image
 
 from fcljax.errors import InputError
-from fcljax.models import pretrained
 from fcljax.models.pretrained import from_native, from_timm, interpolate_positions, load_backbone, read_tensors, save_native
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, parameter_shapes
 
@@ -200,6 +200,17 @@ def test_damaged_files_are_named(tmp_path, timm, suffix, content):
     refuses(path, f"checkpoint: '.*weights{re.escape(suffix)}' is damaged or not what its name says")
 
 
+def test_bit_rot_in_a_compressed_npz_and_a_bare_array_under_its_name_are_named(tmp_path, timm):
+    np.savez_compressed(tmp_path / "rot.npz", **timm)
+    content = bytearray((tmp_path / "rot.npz").read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 64] = bytes(64)
+    (tmp_path / "rot.npz").write_bytes(content)
+    refuses(tmp_path / "rot.npz", "damaged or not what its name says")
+    np.save(tmp_path / "bare.npy", random(3))
+    (tmp_path / "bare.npy").rename(tmp_path / "bare.npz")
+    refuses(tmp_path / "bare.npz", "damaged or not what its name says: File is not a zip file")
+
+
 def test_python_objects_in_an_npz_are_never_loaded(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -224,7 +235,7 @@ def test_tensors_that_do_not_fit_are_named(timm, params):
 
 
 def test_a_long_list_of_tensors_is_cut_after_three(timm):
-    with pytest.raises(InputError, match=r"missing: [^,]*, [^,]*, [^,]* and 25 more$"):
+    with pytest.raises(InputError, match=r"missing: [^,]*, [^,]*, [^,]* and 27 more$"):
         from_timm({}, TINY, "tiny")
     with pytest.raises(InputError, match=r"unexpected: blocks.1.\S+, blocks.1.\S+, blocks.1.\S+ and 9 more$"):
-        from_timm(timm, pretrained.dataclasses.replace(TINY, depth=1), "tiny")
+        from_timm(timm, dataclasses.replace(TINY, depth=1), "tiny")

@@ -106,7 +106,9 @@ def test_parameter_counts(name, count):
 def test_a_random_network_depends_on_its_key_and_has_the_declared_shapes():
     init = jax.jit(init_vit, static_argnums=1)
     one, other = (init(jax.random.key(seed), TINY) for seed in (0, 1))
-    jax.tree.map(lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)), one, parameter_shapes(TINY))
+    jax.tree.map(
+        lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)), one, parameter_shapes(TINY)
+    )
     for part in ("cls", "pos"):
         assert (one[part] != other[part]).all()
     assert (one["block_01"]["attn"]["qkv"]["kernel"] != other["block_01"]["attn"]["qkv"]["kernel"]).all()

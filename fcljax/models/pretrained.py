@@ -5,6 +5,7 @@ The tensors are checked one by one against the network they are meant for; nothi
 
 import dataclasses
 import zipfile
+import zlib
 from importlib import resources
 from pathlib import Path
 
@@ -63,11 +64,12 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"checkpoint: no file {str(path)!r}")
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            # Our own handle, since np.load leaves its open when the archive is damaged, and takes a bare .npy under this name.
+            with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         if path.suffix == ".safetensors":
             return safetensors.numpy.load_file(path)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError) as error:
         raise InputError(
             f"checkpoint: {str(path)!r} is damaged or not what its name says: {' '.join(str(error).split())}"
         ) from None

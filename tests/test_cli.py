@@ -1,0 +1,342 @@
+"""The command line: what it prints, what its options mean, and one line for every mistake, with nothing left behind."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import small_runs
+import yaml
+
+from fcljax import __version__, cli, config
+from fcljax.data.sources import DATASETS
+from fcljax.methods import METHODS
+from fcljax.models.pretrained import save_native
+from fcljax.models.vit import VITS, init_vit
+
+OUT = "new-run"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def linear_run(tmp_path_factory):
+    return small_runs.finished("linear", tmp_path_factory)
+
+
+def everything(folder="."):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+
+
+def mistake(capsys, *arguments):
+    """The one line that `fcljax ARGUMENTS` ends with."""
+    before = everything()
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert everything() == before
+    assert out == ""
+    assert err.startswith("fcljax: ") and err.endswith("\n") and err.count("\n") == 1, err
+    return err.removeprefix("fcljax: ").rstrip("\n")
+
+
+def program(*arguments, code, **options):
+    """(stdout, stderr) of `python -m fcljax ARGUMENTS`."""
+    environment = os.environ | {"PYTHONPATH": str(small_runs.ROOT)}
+    done = subprocess.run(
+        [sys.executable, *(code or ["-m", "fcljax"]), *arguments], capture_output=True, text=True, timeout=300,
+        **({"env": environment} | options),
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+# ---- mistakes on the command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["command", "'rnu'", "'run'"]),
+        (["-v"], ["command", "'-v'"]),
+        (["run"], ["method", "fppl", "linear"]),
+        (["run", "--tasks", "3"], ["method"]),
+        (["run", "fpl"], ["method", "'fpl'", "'fppl'"]),
+        (["run", "linear", "--taks", "3"], ["'--taks'", "'--tasks'"]),
+        (["run", "linear", "--wo-pool"], ["'--wo-pool'"]),
+        (["run", "linear", "--tasks"], ["tasks", "needs a value"]),
+        (["run", "linear", "3"], ["'3'", "--"]),
+        (["run", "linear", "--tasks", "three"], ["tasks", "'three'", "whole number"]),
+        (["run", "linear", "--tasks", "2.5"], ["tasks", "'2.5'", "whole number"]),
+        (["run", "linear", "--lr", "fast"], ["lr", "'fast'", "number"]),
+        (["run", "linear", "--lr", "nan"], ["lr", "nan", "0.001"]),
+        (["run", "linear", "--lr", "-0.1"], ["lr", "-0.1", "positive"]),
+        (["run", "linear", "--augment", "maybe"], ["augment", "'maybe'", "true"]),
+        (["run", "linear", "--eval-every-round=yes"], ["eval_every_round", "--no-eval-every-round"]),
+        (["run", "linear", "--lane-mode", "vmp"], ["lane_mode", "'vmp'", "'vmap'"]),
+        (["run", "linear", "--dtype", "float16"], ["dtype", "'float16'", "'bfloat16'"]),
+        (["run", "linear", "--fidelity", "papr"], ["fidelity", "'papr'", "'paper'"]),
+        (["run", "linear", "--beta", "0"], ["beta", "0.0", "positive"]),
+        (["run", "linear", "--beta", "-1"], ["beta", "-1.0", "positive"]),
+        (["run", "linear", "--batch-size", "0"], ["batch_size", "0", "nearest valid value: 1"]),
+        (["run", "linear", "--seed", "-1"], ["seed", "-1", "nearest valid value: 0"]),
+        (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 1.0"]),
+        (["run", "fppl", "--unified-weight", "nan"], ["unified_weight", "nan"]),
+        (["run", "fppl", "--unified-weight", "-1"], ["unified_weight", "-1.0"]),
+        (["run", "fppl", "--prompt-blocks", "7"], ["prompt_blocks", "7", "6 blocks"]),
+        (["run", "linear", "--dataset", "digts"], ["dataset", "'digts'", "'digits'"]),
+        (["run", "linear", "--dataset", "npz:missing.npz"], ["dataset", "'missing.npz'"]),
+        (["run", "linear", "--dataset", "folder:missing"], ["dataset", "missing/train"]),
+        (["run", "linear", "--tasks", "11"], ["tasks", "11", "10 classes", "1 to 10"]),
+        (["run", "linear", "--clients", "1000"], ["clients", "1000"]),
+        (["run", "linear", "--devices", "1000"], ["devices", "1000", "nearest valid value"]),
+        (["run", "linear", "--backbone", "vit_b17"], ["backbone", "'vit_b17'", "'vit_b16'"]),
+        (["run", "linear", "--backbone", "vit_b16"], ["checkpoint", "vit_b16"]),
+        (["run", "linear", "--image-size", "33"], ["image_size", "33", "nearest: 32"]),
+        (["run", "linear", "--checkpoint", "missing.npz"], ["checkpoint", "'missing.npz'"]),
+        (["run", "linear", "--config", "missing.yaml"], ["config", "'missing.yaml'"]),
+        (["run", "linear", "--resume", "missing"], ["resume", "'missing'", "no config.yaml"]),
+        (["run", "linear", "--resume", "."], ["resume", "'.'", "no config.yaml"]),
+        (["run", "linear", "--resume", "a", "--out", "b"], ["resume", "'a'", "--out"]),
+        (["list", "methods"], ["'methods'"]),
+        (["compare"], ["run", "RUN_DIR"]),
+        (["compare", "missing"], ["run", "'missing'"]),
+        (["compare", "."], ["run", "summary.json"]),
+        (["compare", ".", "--ot", "x.png"], ["'--ot'", "'--out'"]),
+        (["pretrain", "--stps", "3"], ["'--stps'", "'--steps'"]),
+        (["pretrain", "--steps", "0"], ["steps", "0"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0] in ("run", "list", "compare", "pretrain") else None,
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_says_what_would_be_valid(arguments, words, capsys):
+    line = mistake(capsys, *arguments)
+    for word in words:
+        assert word in line
+
+
+# ---- mistakes in files ---------------------------------------------------------------------------------------------------------------
+
+
+def save_npz(path, label):
+    image = np.zeros((len(label), 8, 8, 3), np.uint8)
+    np.savez(path, x_train=image, y_train=np.asarray(label), x_test=image, y_test=np.asarray(label))
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [([0.0, 1.5] * 20, ["y_train", "float64", "integers"]), ([0, -1] * 20, ["y_train", "-1"])],
+    ids=["fractions", "negative"],
+)
+def test_labels_must_be_integers_from_0(label, words, capsys):
+    save_npz("data.npz", label)
+    line = mistake(capsys, "run", "linear", "--dataset", "npz:data.npz", "--out", OUT)
+    for word in ["dataset", "'data.npz'", *words]:
+        assert word in line
+
+
+def test_a_truncated_npz_is_named(capsys):
+    save_npz("whole.npz", [0, 1] * 20)
+    Path("data.npz").write_bytes(Path("whole.npz").read_bytes()[:-100])
+    assert "'data.npz' is damaged" in mistake(capsys, "run", "linear", "--dataset", "npz:data.npz", "--out", OUT)
+
+
+def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
+    other = dataclasses.replace(VITS["vit_micro"], width=48, mlp=96)
+    save_native("other.safetensors", init_vit(jax.random.key(0), other), {})
+    line = mistake(capsys, "run", "linear", "--checkpoint", "other.safetensors", "--out", OUT)
+    assert "checkpoint: does not fit vit_micro" in line
+    assert "block_00.attn.proj.kernel has shape (48, 48), needs (96, 96)" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- tasks\n- 3\n", ["mapping"]),
+        ("", ["mapping"]),
+        ("tasks: [3\n", ["not valid YAML"]),
+        ("taks: 3\n", ["settings.yaml", "'taks'", "'tasks'"]),
+        ("method: fppl\ntasks: 3\n", ["'fppl'", "'linear'"]),
+        ("tasks: 2.5\n", ["tasks", "2.5", "whole number"]),
+        ("tasks: true\n", ["tasks", "True", "whole number"]),
+        ("tasks: [3]\n", ["tasks", "[3]", "whole number"]),
+        ("tasks: null\n", ["tasks", "None", "whole number"]),
+        ("lr: {a: 1}\n", ["lr", "{'a': 1}", "number"]),
+        ("dataset: [digits]\n", ["dataset", "['digits']", "text"]),
+        ("eval_every_round: 3\n", ["eval_every_round", "'3'", "true"]),
+        ("normalise: halves\n", ["normalise", "'halves'", "'half'"]),
+        ("beta: .inf\n", ["beta", "inf"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_config_file_is_one_line(text, words, capsys):
+    Path("settings.yaml").write_text(text)
+    line = mistake(capsys, "run", "linear", "--config", "settings.yaml", "--out", OUT)
+    for word in words:
+        assert word in line
+
+
+def test_a_config_file_that_is_no_text_is_named(capsys):
+    Path("settings.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "'settings.yaml'" in mistake(capsys, "run", "linear", "--config", "settings.yaml", "--out", OUT)
+
+
+# ---- mistakes about run directories --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_that_exists_is_left_as_it_is(linear_run, capsys):
+    run = shutil.copytree(linear_run, "run")
+    line = mistake(capsys, "run", "linear", "--out", str(run))
+    assert "out: 'run' exists already" in line and "--resume run" in line
+
+
+def test_a_file_is_no_run_directory(capsys):
+    Path("file").write_text("mine")
+    assert "out: 'file' exists already" in mistake(capsys, "run", "linear", "--out", "file")
+
+
+def test_resuming_with_other_settings_names_them(linear_run, capsys):
+    run = shutil.copytree(linear_run, "run")
+    line = mistake(capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--beta", "2")
+    assert line == "resume: 'run' was run with other settings: beta (2.0, not 0.5), lr (0.5, not 0.001)"
+
+
+def test_resuming_with_another_method_names_both(linear_run, capsys):
+    run = shutil.copytree(linear_run, "run")
+    line = mistake(capsys, "run", "fedavg", "--resume", str(run))
+    assert "'linear'" in line and "'fedavg'" in line
+
+
+@pytest.mark.parametrize("out", ["file/run", "/proc/run"])
+def test_a_run_directory_that_cannot_be_made_is_named(out, capsys):
+    Path("file").write_text("a regular file")
+    line = mistake(capsys, "run", "linear", *small_runs.OPTIONS["linear"], "--out", out)
+    assert line.startswith(f"out: cannot write to {out!r}: ")
+
+
+@pytest.mark.parametrize(("limit", "left"), [(100, set()), (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"})])
+def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here, tmp_path_factory):
+    # No file may grow beyond the limit: too little for config.yaml in the one case, for the first checkpoint in the other.
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "import sys; from fcljax.cli import main; sys.exit(main())"
+    )
+    options = {"env": small_runs.environment(tmp_path_factory) | {"PYTHONWARNINGS": "ignore"}}
+    code, out, err = program("run", "linear", *small_runs.OPTIONS["linear"], "--out", OUT, code=["-c", code], **options)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err and "ERROR" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("fcljax: ")]
+    assert OUT in line and "File too large" in line
+    assert {path.name for path in Path(OUT).glob("*")} == left
+    if not left:
+        assert not Path(OUT).exists()
+
+
+def test_compare_refuses_a_summary_that_is_not_one(linear_run, capsys):
+    Path("run").mkdir()
+    for text, word in (("{", "not JSON"), ("{}", "lacks"), ("[]", "lacks")):
+        Path("run/summary.json").write_text(text)
+        assert word in mistake(capsys, "compare", str(linear_run), "run")
+
+
+def test_compare_cannot_write_its_figure_below_a_file(linear_run, capsys):
+    Path("file").write_text("a regular file")
+    assert "'file" in mistake(capsys, "compare", str(linear_run), "--out", "file/accuracy.png")
+
+
+# ---- what works ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_ends_with_the_exit_code_of_main():
+    status, out, err = program("run", "fpl", code=None)
+    assert (status, out) == (2, "")
+    assert err == "fcljax: method: unknown value 'fpl'; did you mean 'fppl'?\n"
+
+
+def test_version_and_usage(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(arguments) == 0
+        usage = capsys.readouterr().out
+        assert all(f"fcljax {command}" in usage for command in ("run", "list", "compare", "pretrain"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_of_a_method_names_every_option(method, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run", method, "--help"])
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(config.run_class(method)):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_list_names_methods_data_sets_and_backbones(capsys):
+    assert cli.main(["list"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*METHODS, *DATASETS, *VITS))
+
+
+def test_compare_prints_both_runs_and_draws_them(linear_run, tmp_path_factory, capsys):
+    fppl_run = small_runs.finished("fppl", tmp_path_factory)
+    capsys.readouterr()
+    assert cli.main(["compare", str(linear_run), str(fppl_run), "--out", "both.png"]) == 0
+    text = capsys.readouterr().out
+    for run in (linear_run, fppl_run):
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["method"] in text
+        assert f"{100 * summary['A_avg']:.2f}" in text
+    assert Path("both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_counts():
+    given = cli.parse({"run": config.RunConfig}, ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"], "", "")
+    assert given == {"tasks": 4, "lr": 0.01, "image_size": None}
+
+
+def test_switches_are_turned_on_and_off():
+    options = METHODS["fppl"].options
+    assert cli.parse({"fppl": options}, ["--wo-pool"], "", "") == {"wo_pool": True}
+    assert cli.parse({"fppl": options}, ["--wo-pool", "--no-wo-pool"], "", "") == {"wo_pool": False}
+    assert cli.parse({"run": config.RunConfig}, ["--augment", "false"], "", "") == {"augment": False}
+
+
+def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
+    Path("settings.yaml").write_text(yaml.safe_dump({"method": "fppl", "tasks": 2, "lr": 0.5, "wo_pool": True}))
+    resolved = cli.settings("fppl", {"tasks": 4, "wo_pool": False}, cli.Paths(config="settings.yaml"))
+    assert (resolved.tasks, resolved.lr, resolved.wo_pool, resolved.rounds) == (4, 0.5, False, config.RunConfig().rounds)
+
+
+def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypatch, capsys):
+    made = []
+    summary = json.loads((linear_run / "summary.json").read_text())
+    monkeypatch.setattr("fcljax.experiment.run", lambda method, cfg, out, resume: made.append(out) or summary)
+    monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
+    for dataset in ("digits", "npz:some/where/my data.npz"):
+        assert cli.main(["run", "linear", "--dataset", dataset, "--seed", "7"]) == 0
+    assert made == ["runs/linear-digits-s7-20300101-000000", "runs/linear-my-data-s7-20300101-000000"]
+    assert made[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (PermissionError(13, "Permission denied", "run/metrics.jsonl"), 2, "cannot read or write 'run/metrics.jsonl': Permission denied"),
+        (KeyboardInterrupt(), 130, "--resume"),
+    ],
+)  # fmt: skip
+def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("fcljax.experiment.run", stop)
+    assert cli.main(["run", "linear", "--out", OUT]) == status
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

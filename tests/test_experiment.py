@@ -1,0 +1,196 @@
+"""What a run leaves behind, on two small real runs with the packaged backbone."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_runs
+
+from fcljax import cli, config, report
+from fcljax.data.sources import load_dataset
+from fcljax.data.tasks import class_order, relabel
+from fcljax.methods import METHODS
+from fcljax.methods.linear import linear
+
+WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
+HEAD = WIDTH * CLASSES + CLASSES
+
+
+@pytest.fixture(params=["linear", "fppl"])
+def run(request, tmp_path_factory):
+    return small_runs.finished(request.param, tmp_path_factory)
+
+
+@pytest.fixture
+def linear_run(tmp_path_factory):
+    return small_runs.finished("linear", tmp_path_factory)
+
+
+@pytest.fixture
+def fppl_run(tmp_path_factory):
+    return small_runs.finished("fppl", tmp_path_factory)
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def lines_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "figures"}
+    figures = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
+    assert set(figures) == {"accuracy.png", "matrix.png", "classes.png"}
+    assert all(content.startswith(b"\x89PNG") for content in figures.values())
+
+
+def test_the_last_checkpoints_are_kept(run):
+    rounds = len(lines_of(run))
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {str(rounds - 1), str(rounds)}
+
+
+def test_config_yaml_gives_the_same_settings_back(run):
+    summary = summary_of(run)
+    again = cli.settings(summary["method"], {}, cli.Paths(config=str(run / "config.yaml")))
+    assert dataclasses.asdict(again) == summary["config"]
+    assert config.to_yaml(summary["method"], again) == (run / "config.yaml").read_text()
+
+
+# ---- summary.json --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_every_field_that_reports_read(run):
+    assert report.load_summary(run) == summary_of(run)
+
+
+def test_accuracy_is_square_with_null_above_the_diagonal(run):
+    accuracy = summary_of(run)["accuracy"]
+    assert [len(row) for row in accuracy] == [TASKS] * TASKS
+    for t, row in enumerate(accuracy):
+        assert all(0 <= value <= 1 for value in row[: t + 1])
+        assert row[t + 1 :] == [None] * (TASKS - t - 1)
+
+
+def test_average_accuracy_and_forgetting_follow_from_the_matrix(run):
+    summary = summary_of(run)
+    a = np.array(summary["accuracy"], float)
+    assert summary["A"] == pytest.approx([np.mean(a[t, : t + 1]) for t in range(TASKS)])
+    assert summary["A_avg"] == pytest.approx(np.mean(summary["A"]))
+    assert summary["A_last"] == summary["A"][-1]
+    assert summary["forgetting"]["diagonal"] == pytest.approx(np.mean([a[i, i] - a[-1, i] for i in range(TASKS - 1)]))
+    assert summary["backward_transfer"] == pytest.approx(-summary["forgetting"]["diagonal"])
+
+
+def test_class_accuracy_averages_to_task_accuracy_weighted_by_test_rows(linear_run):
+    summary = summary_of(linear_run)
+    data = load_dataset("digits")
+    label = relabel(data.y_test, class_order(CLASSES, np.random.RandomState(summary["seed"])))
+    rows = np.bincount(label, minlength=CLASSES)
+    right = np.array(summary["class_accuracy"]) * rows
+    by_task = right.reshape(TASKS, 2).sum(1) / rows.reshape(TASKS, 2).sum(1)
+    assert by_task == pytest.approx(summary["accuracy"][-1])
+
+
+def test_every_compiled_function_was_traced_once_over_all_tasks_and_rounds(run):
+    assert summary_of(run)["traces"] == 1
+
+
+def test_communication_of_linear_is_its_head_and_a_weight(linear_run):
+    assert summary_of(linear_run)["communication"] == {
+        "upload_scalars": HEAD, "upload_bytes": 4 * HEAD + 4, "download_scalars": HEAD, "download_bytes": 4 * HEAD,
+    }  # fmt: skip
+
+
+def test_communication_of_fppl_is_prompt_gate_head_and_prototypes(fppl_run):
+    prompt, gate, prototypes = 2 * 2 * WIDTH, TASKS * WIDTH + 1, 2 * WIDTH
+    summary = summary_of(fppl_run)
+    assert summary["trainable_params_by_part"] == {"prompt": prompt, "gate": gate, "head": HEAD}
+    assert summary["trainable_params"] == prompt + gate + HEAD
+    assert summary["communication"]["upload_scalars"] == prompt + gate + HEAD + prototypes
+    assert summary["communication"]["download_scalars"] == prompt + gate + HEAD + prototypes
+    assert summary["communication"]["upload_bytes"] == 4 * summary["communication"]["upload_scalars"] + 2 + 4  # two flags, a weight
+    assert summary["extra_storage"] == {"scalars": TASKS * prompt, "bytes": 4 * TASKS * prompt}
+
+
+def test_total_communication_counts_every_upload(run):
+    summary, uploads = summary_of(run), sum(line["participants"] for line in lines_of(run))
+    assert uploads > 0
+    assert summary["communication_total"] == {name: value * uploads for name, value in summary["communication"].items()}
+
+
+def test_times_and_rates_are_positive_and_efficiency_is_a_share(run):
+    summary = summary_of(run)
+    assert all(seconds > 0 for seconds in summary["time"].values())
+    assert summary["client_images_per_s"] >= summary["trained_images_per_s"] > 0
+    assert summary["eval_images_per_s"] > 0
+    assert 0 < summary["slot_efficiency"] <= 1
+
+
+def test_client_accuracy_is_per_client_and_methods_without_personal_models_have_none(run):
+    summary = summary_of(run)
+    assert len(summary["client_accuracy"]) == summary["config"]["clients"]
+    assert all(0 <= value <= 1 for value in summary["client_accuracy"])
+    assert summary["personal_accuracy"] is None
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_a_line_per_round_in_order(run):
+    rounds = summary_of(run)["config"]["rounds"]
+    assert [(line["task"], line["round"]) for line in lines_of(run)] == [(t, r) for t in range(TASKS) for r in range(rounds)]
+
+
+def test_accuracy_is_logged_at_the_end_of_tasks_and_is_the_summarys(run):
+    summary = summary_of(run)
+    ends = [line for line in lines_of(run) if line["round"] == summary["config"]["rounds"] - 1]
+    for line, row, average in zip(ends, summary["accuracy"], summary["A"], strict=True):
+        assert line["accuracy"] == row[: line["task"] + 1]
+        assert line["A"] == pytest.approx(average)
+
+
+def test_accuracy_is_logged_in_every_round_only_if_asked_for(linear_run, fppl_run):
+    assert all(len(line["accuracy"]) == line["task"] + 1 for line in lines_of(linear_run))
+    assert all(("accuracy" in line) == (line["round"] == 1) for line in lines_of(fppl_run))
+
+
+def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run, fppl_run):
+    assert all(line["participants"] == 2 for line in lines_of(linear_run))  # ceil(0.6 * 3)
+    assert all(line["participants"] <= 2 for line in lines_of(fppl_run))
+
+
+# ---- personal models -----------------------------------------------------------------------------------------------------------------
+
+
+def counting(options, setting, backbone, epochs, batch_size, lr):
+    """`linear` whose client's personal model predicts the class that is numbered like the rounds the client took part in."""
+    method = linear(options, setting, backbone, epochs, batch_size, lr)
+    finish = method.client.finish
+
+    def count(broadcast, local, state, task, info):
+        return finish(broadcast, local, state, task, info)[0], state + 1
+
+    def predict_client(frozen, server, state, image, query, task):
+        return jnp.broadcast_to(jax.nn.one_hot(state, setting.classes), (image.shape[0], setting.classes))
+
+    return method._replace(
+        client=method.client._replace(finish=count), init_client=lambda key, server: jnp.zeros((), jnp.int32),
+        predict_client=predict_client,
+    )  # fmt: skip
+
+
+def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path, tmp_path_factory):
+    monkeypatch.setitem(METHODS, "linear", METHODS["linear"]._replace(build=counting))
+    options = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--partition", "iid"]
+    with small_runs.compile_cache(tmp_path_factory):
+        assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 0
+    label = relabel(load_dataset("digits").y_test, class_order(CLASSES, np.random.RandomState(2023)))
+    assert summary_of(tmp_path / "run")["personal_accuracy"] == pytest.approx([np.mean(label == TASKS)] * 2)

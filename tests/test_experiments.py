@@ -1,0 +1,112 @@
+"""The files in experiments/ are claims: each says where its numbers come from, loads, and sends what it says."""
+
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+import small_runs
+import yaml
+
+from fcljax import cli, config
+from fcljax.data.tasks import make_tasks
+from fcljax.experiment import Experiment, wire_shapes
+from fcljax.federated.communication import traffic
+from fcljax.methods import METHODS
+from fcljax.models.vit import VITS, vit_backbone
+from fcljax.types import Setting
+
+FOLDER = small_runs.ROOT / "experiments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+CLASSES = {"folder:imagenet-r": 200, "folder:cub-200": 200, "folder:cifar-100": 100}
+TOTAL_ROUNDS = {"folder:imagenet-r": {200}, "folder:cub-200": {200}, "folder:cifar-100": {200, 400}}
+FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
+STATUS = ("unverified", "reproduced", "not reproduced")
+
+
+def header(file):
+    """The comment at the top: field -> text; the first line is the title."""
+    title, *lines = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+    return {"title": title} | dict(line.split(": ", 1) for line in lines)
+
+
+def load(file):
+    values = config.load_yaml(file)
+    method = values.pop("method")
+    return method, config.resolve(method, config.from_mapping(method, values, file.name))
+
+
+each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+each_of_fppl = pytest.mark.parametrize("file", sorted(FOLDER.glob("fppl_*.yaml")), ids=lambda file: file.stem)
+
+
+def test_every_row_of_fppl_in_the_papers_tables_has_a_file():
+    ablation = [f"fppl_table3_{parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")]
+    clients = [f"fppl_table4_{clients}-clients" for clients in (20, 30, 40)]
+    others = ["fppl_table1_imagenet-r", "fppl_table1_cub-200", "fppl_table5_iid", "fppl_table5_beta0.5", "fppl_cifar-100"]
+    assert {*ablation, *clients, *others} <= {file.stem for file in FILES}
+
+
+@each
+def test_the_header_names_source_expectation_status_and_cost(file):
+    found = header(file)
+    assert found["title"]
+    assert set(FIELDS) <= set(found)
+    assert found["status"] in STATUS
+    assert found["status"] == "unverified" or found["cost"] != "not measured"  # who has run it knows what it cost
+
+
+@each
+def test_the_command_in_the_header_runs_this_file(file, monkeypatch):
+    monkeypatch.chdir(small_runs.ROOT)
+    program, command, method, *options = shlex.split(header(file)["run"])
+    assert (program, command) == ("fcljax", "run")
+    given = cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+    assert Path(given["config"]).samefile(file)
+    assert cli.settings(method, {}, cli.Paths(**given)) == load(file)[1]
+
+
+@each
+def test_the_first_seed_of_the_header_is_the_files(file):
+    first, *others = [int(seed) for seed in header(file)["seeds"].split(",")]
+    assert load(file)[1].seed == first
+    assert len({first, *others}) == 1 + len(others)
+
+
+@each_of_fppl
+def test_settings_are_the_papers(file):
+    _, cfg = load(file)
+    assert cfg.tasks * cfg.rounds in TOTAL_ROUNDS[cfg.dataset]
+    assert CLASSES[cfg.dataset] % cfg.tasks == 0
+    assert (cfg.backbone, cfg.image_size, cfg.normalise) == ("vit_b16", 224, "unit")
+    assert (cfg.epochs, cfg.batch_size, cfg.server_epochs, cfg.server_batch_size) == (5, 128, 5, 128)
+    assert cfg.lr == cfg.server_lr
+
+
+@each_of_fppl
+def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
+    values = set(yaml.safe_load(file.read_text()))
+    fixed = {"tasks", "clients", "partition", "rounds", "epochs", "batch_size", "lr", "seed", "fidelity", "normalise", "augment"}
+    assert fixed <= values
+    assert values >= {"beta"} or load(file)[1].partition == "iid"
+
+
+@each_of_fppl
+def test_the_upload_in_the_header_is_what_a_client_sends(file):
+    method, cfg = load(file)
+    classes = CLASSES[cfg.dataset]
+    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients)
+    backbone = vit_backbone(VITS[cfg.backbone])
+    built = METHODS[method].build(config.method_options(method, cfg), setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr)
+    unused = Experiment(*[None] * len(Experiment._fields))
+    exp = unused._replace(method=built, tasks=make_tasks(classes, cfg.tasks), setting=setting, key=jax.random.key(0))
+    upload, broadcast, _ = wire_shapes(exp)
+    assert header(file)["upload"].startswith(f"{traffic(upload, broadcast).upload_scalars:,} numbers per client and round")
+
+
+def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
+    for file in FOLDER.glob("fppl_table3_*.yaml"):
+        parts = file.stem.removeprefix("fppl_table3_").replace("none", "")
+        _, cfg = load(file)
+        on = {"u": not cfg.wo_unified, "f": not cfg.wo_fusion, "d": not cfg.wo_debias}
+        assert "".join(part for part, is_on in on.items() if is_on) == parts

@@ -1,0 +1,93 @@
+"""README.md tells the truth: its Python runs, its commands parse, its links and make targets exist, and its keys are those of a run."""
+
+import functools
+import json
+import re
+import shlex
+
+import numpy as np
+import pytest
+import small_runs
+
+from fcljax import cli, config
+from fcljax.methods import METHODS
+
+TEXT = (small_runs.ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(program):
+    """Arguments of every call of `program` in the bash blocks."""
+    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    return [line[1:] for line in lines if line[:1] == [program]]
+
+
+def block_with(word):
+    return next(block for block in blocks("python") if word in block)
+
+
+@functools.cache
+def namespace(block):
+    """What a block defines; it is run once, as a script would be."""
+    names = {"__name__": "__main__"}
+    exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_blocks_run(number):
+    assert namespace(blocks("python")[number])
+
+
+def test_the_comments_beside_the_aggregation_rules_are_right():
+    names = namespace(block_with("conflate"))
+    merged = names["weighted_mean"](names["models"], names["rows"], names["valid"])
+    median = names["coordinate_median"](names["models"], names["rows"], names["valid"])
+    assert (merged["kernel"].tolist(), merged["bias"].tolist()) == ([2, 3], [1])
+    assert (median["kernel"].tolist(), median["bias"].tolist()) == ([3, 4], [2])
+    np.testing.assert_allclose([names["mean"]["w"][0], names["sigma"]["w"][0]], [0.6, 0.8**0.5], rtol=1e-6)
+
+
+def test_the_method_of_the_readme_learns_in_one_trace_and_at_most_60_lines():
+    block = block_with("fedavgm")
+    names = namespace(block)
+    assert len([line for line in block.splitlines() if line]) <= 60
+    assert names["right"].mean() > 0.5  # six classes
+    assert set(names["engine"].traces.values()) == {1}
+
+
+def test_commands_have_options_that_exist():
+    calls = commands("fcljax")
+    assert {call[0] for call in calls} == {"run", "list", "compare", "pretrain"}
+    for call in (call for call in calls if call[0] == "run" and "--help" not in call):
+        method, options = call[1], call[2:]
+        cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+
+
+def test_make_targets_exist():
+    makefile = (small_runs.ROOT / "Makefile").read_text()
+    targets = commands("make")
+    assert targets
+    assert all(f"\n{target}:" in makefile for (target,) in targets)
+
+
+def test_files_and_links_exist():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if not link.startswith("http")]
+    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", TEXT) + re.findall(r"experiments/[\w.-]+\.yaml", TEXT)
+    assert links and named
+    assert [path for path in links + named if not (small_runs.ROOT / path).exists()] == []
+
+
+def test_every_key_of_a_summary_is_explained(tmp_path_factory):
+    summary = json.loads((small_runs.finished("linear", tmp_path_factory) / "summary.json").read_text())
+    explained = {name for row in re.findall(r"^\| (`.*?) \|", TEXT, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert set(summary) <= explained
+    assert all(f"`{name}`" in TEXT for group in ("forgetting", "time") for name in summary[group])
+
+
+def test_the_methods_that_the_commands_run_exist_and_none_is_left_out():
+    assert {call[1] for call in commands("fcljax") if call[0] == "run"} <= set(METHODS)
+    assert all(method in TEXT.lower() for method in METHODS)
