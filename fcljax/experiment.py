@@ -240,6 +240,7 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
         with Clock(records.seconds) as clock:
             with clock("eval"):
                 exp = with_queries(exp, cfg.eval_batch_size)
+                exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=exp.engine.place(exp.train))
                 jax.block_until_ready((exp.test, exp.train))
             state = _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
             with clock("eval"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,8 +38,8 @@ def finished(method: str, factory) -> Path:
 
 @contextlib.contextmanager
 def compile_cache(factory):
-    """Compile through the session's cache on disk, which subprocesses read too."""
-    values = {"jax_compilation_cache_dir": str(factory.getbasetemp() / "compiled"), **CACHE}
+    """Compile through the session's cache on disk."""
+    values = {"jax_compilation_cache_dir": str(compiled(factory)), **CACHE}
     before = {name: getattr(jax.config, name) for name in values}
     for name, value in values.items():
         jax.config.update(name, value)
@@ -51,18 +52,23 @@ def compile_cache(factory):
         compilation_cache.reset_cache()
 
 
-def environment(factory) -> dict[str, str]:
-    """Of a subprocess: this process's, the package, and the session's compilation cache."""
+def compiled(factory) -> Path:
+    """The session's compilation cache."""
+    return factory.getbasetemp() / "compiled"
+
+
+def environment(factory, scratch: Path) -> dict[str, str]:
+    """Of a subprocess: this process's, the package, and a copy of the session's compilation cache in the folder `scratch`. JAX does not
+    write its cache atomically, so a process that is killed, or that may not write, must have its own."""
+    own = shutil.copytree(compiled(factory), scratch / "compiled", dirs_exist_ok=True)
     cache = {name.upper(): str(value) for name, value in CACHE.items()}
-    return os.environ | cache | {
-        "JAX_COMPILATION_CACHE_DIR": str(factory.getbasetemp() / "compiled"), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error",
-    }  # fmt: skip
+    return os.environ | cache | {"JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
 
 
-def kill_when_logged(arguments: list[str], log: Path, lines: int, factory) -> None:
+def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: dict[str, str]) -> None:
     """Start `fcljax ARGUMENTS` and kill it with SIGKILL as soon as `log` has that many lines."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fcljax", *arguments], env=environment(factory), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-m", "fcljax", *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     end = time.monotonic() + 300
     while (not log.exists() or log.read_bytes().count(b"\n") < lines) and process.poll() is None and time.monotonic() < end:

@@ -228,7 +228,7 @@ def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here, t
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "import sys; from fcljax.cli import main; sys.exit(main())"
     )
-    options = {"env": small_runs.environment(tmp_path_factory) | {"PYTHONWARNINGS": "ignore"}}
+    options = {"env": small_runs.environment(tmp_path_factory, here) | {"PYTHONWARNINGS": "ignore"}}
     code, out, err = program("run", "linear", *small_runs.OPTIONS["linear"], "--out", OUT, code=["-c", code], **options)
     assert (code, out) == (2, "")
     assert "Traceback" not in err and "ERROR" not in err

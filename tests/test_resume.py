@@ -59,8 +59,9 @@ def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, ki
     rounds = len((reference / "metrics.jsonl").read_text().splitlines())
     moments = np.sort(np.random.default_rng(len(method)).choice(np.arange(1, rounds // 2 + 1), kills, replace=False))
     arguments = ["run", method, *OPTIONS[method], "--out", str(out)]
-    for moment in moments:
-        small_runs.kill_when_logged(arguments, out / "metrics.jsonl", int(moment), tmp_path_factory)
+    for number, moment in enumerate(moments):
+        environment = small_runs.environment(tmp_path_factory, tmp_path / str(number))
+        small_runs.kill_when_logged(arguments, out / "metrics.jsonl", int(moment), environment)
         assert not (out / "summary.json").exists()
         arguments = ["run", method, "--resume", str(out)]
     assert resume(method, out, tmp_path_factory) == 0

@@ -232,6 +232,12 @@ def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundRep
     return RoundReport(named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps)
 
 
+def _countable(metric: Weighted, active: Array) -> Weighted:
+    """The metric, or nothing where the lane is idle or the value is not finite: one diverging client does not hide the others' loss."""
+    counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
+    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
+
+
 def _mean_value(value: Weighted) -> float:
     return float(value.total) / float(value.weight) if float(value.weight) else float("nan")
 
@@ -390,7 +396,7 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
         rows, mask = _batch_rows(phase, chunk, order, slot, step)
         batch = _read(fetch, phase, data, rows, mask, jax.random.fold_in(key_, 0))
         new, metrics = phase.step(frozen, broadcast, local, batch, task, jax.random.fold_in(key_, 1))
-        return _select(active, new, local), _select(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
+        return _select(active, new, local), {name: _countable(value, active) for name, value in metrics.items()}
 
     def finish(slot, end, locals_, accumulator, states, written, waiting):
         if not is_last:

@@ -56,7 +56,7 @@ class FPPLConfig:
 FIDELITY: dict[str, dict[str, str]] = {
     "intended": dict(
         gate_scale="learnable", local_classes="current", reduction="mean", unified_average="holders",
-        prototype_view="augmented", prototype_download="current", prompt_upload="current",
+        prototype_view="clean", prototype_download="current", prompt_upload="current",
     ),
     "paper": dict(
         gate_scale="fixed", local_classes="all", reduction="sum", unified_average="batch",
