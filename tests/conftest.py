@@ -1,4 +1,4 @@
-"""Eight host-platform devices for the tests of the device mesh, and cheap compilation (models here are tiny), both set before JAX starts."""
+"""Eight host-platform devices for the tests of the device mesh, and cheap compilation for tiny models, set before JAX starts."""
 
 import os
 from importlib import metadata

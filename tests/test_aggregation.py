@@ -94,7 +94,7 @@ def test_robust_rules_resist_one_huge_outlier_and_the_mean_does_not(rule):
     tree = stacked(k=10)
     poisoned = jax.tree.map(lambda leaf: leaf.at[3].set(1e30), tree)
     bound = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
-    worst = lambda out: max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(out))  # noqa: E731
+    worst = lambda out: max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(out))
     assert worst(RULES[rule](poisoned, jnp.ones(10), jnp.ones(10, bool))) <= bound
     assert worst(RULES["mean"](poisoned, jnp.ones(10), jnp.ones(10, bool))) > 1e28
 

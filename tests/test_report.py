@@ -213,7 +213,7 @@ def test_holdings_are_drawn_for_few_and_for_many_classes(tmp_path, clients, clas
 
 def test_holdings_follow_the_order_of_the_tasks(tmp_path):
     counts = np.array([[9, 0, 0, 0], [0, 0, 0, 5]])
-    upper = lambda path: pixels(path)[:280]  # noqa: E731  the plot without its tick labels
+    upper = lambda path: pixels(path)[:280]
     ordered = upper(report.class_holdings(tmp_path / "a.png", counts, [[3, 1, 2, 0, -1]]))
     np.testing.assert_array_equal(ordered, upper(report.class_holdings(tmp_path / "b.png", counts[:, [3, 1, 2, 0]])))
     assert (ordered != upper(report.class_holdings(tmp_path / "c.png", counts))).any()

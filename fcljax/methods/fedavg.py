@@ -1,6 +1,7 @@
 """FedAvg on FPPL's adapter with its three parts off (FPPL table III, first row; McMahan et al. 2017).
 
 One prompt per task, the untrained gate picks one of them, the averaged classifier is used as it is; no prototypes are sent.
+As in the release, the untrained gate travels with the model and is counted.
 """
 
 import dataclasses
@@ -25,6 +26,6 @@ FIDELITY = {name: {field: preset[field] for field in ("local_classes", "reductio
 
 
 def fedavg(config: FedAvgConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
-    """FPPL without unified representation, fusion and debias, sending the current prompt and the head only."""
+    """FPPL without unified representation, fusion and debias, sending no prototypes."""
     shared = dataclasses.asdict(config) | dict(gate_scale="fixed", prompt_upload="current")
     return fppl(FPPLConfig(wo_unified=True, wo_fusion=True, wo_debias=True, **shared), setting, backbone, epochs, batch_size, lr)
