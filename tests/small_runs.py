@@ -20,7 +20,11 @@ OPTIONS = {
     "linear": [*COMMON, "--rounds", "3", "--clients", "3", "--participation", "0.6", "--eval-every-round"],
     "fppl": [*COMMON, "--rounds", "2", "--clients", "2", "--prompt-blocks", "2", "--prompt-length", "2", "--server-epochs", "1"],
 }
-CACHE = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches put the folder's name into the keys
+}
 
 
 def finished(method: str, factory) -> Path:

@@ -6,6 +6,7 @@ server removes the bias of the averaged classifier. Where paper and release diff
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -109,34 +110,78 @@ class Client(NamedTuple):
     counts: Float[Array, " Ct"]
 
 
+class Recipe(NamedTuple):
+    """Everything static that FPPL's functions close over. `config` is resolved (no None but the server's batch and rate)."""
+
+    config: FPPLConfig
+    setting: Setting
+    backbone: Backbone
+    epochs: int
+    batch_size: int
+    lr: float
+
+    @property
+    def extracts(self) -> bool:
+        """Do clients send prototypes? Without the unified loss and the debias nobody reads them."""
+        return not (self.config.wo_unified and self.config.wo_debias)
+
+    @property
+    def sends_all(self) -> bool:
+        """Do all prompts cross the wire, as in the release?"""
+        return self.config.prompt_upload == "all"
+
+
 def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
-    """FPPL as a method. `config` must be resolved (no None left); `epochs`, `batch_size` and `lr` are the clients'."""
-    adam = optax.adam(lr)
-    extracts = not (config.wo_unified and config.wo_debias)  # nobody reads prototypes otherwise
-    sends_all = config.prompt_upload == "all"
+    """FPPL as a method. `config` must be resolved; `epochs`, `batch_size` and `lr` are the clients'."""
+    recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
-    # -- the model ---------------------------------------------------------------------------------------------------------------------
+    def predict(frozen, server: ServerState, image, query, task):
+        feature = features(recipe, frozen, current_part(server, task), server.prompts, image, query, task)
+        return mask_logits(apply_head(server.head, feature), task.seen)
 
-    def features(frozen, trained: Trained, prompts, image, query, task: Task):
-        """c_x: the class token under the prompts that the query of this image fuses (eq. 1, 2)."""
-        query = backbone.encode(frozen, image, None) if query is None else query
-        seen_tasks = jnp.arange(setting.tasks) <= task.index
-        weights = gate_weights(trained.gate, query, seen_tasks, soft=not config.wo_fusion)
-        fused = fuse(weights, prompts, trained.prompt, task.index)
-        return backbone.encode(frozen, image, prompt_injection(fused))
+    return Method(
+        init=functools.partial(_init, recipe),
+        broadcast=functools.partial(_broadcast, recipe),
+        client=_client(recipe),
+        server=functools.partial(_serve, recipe),
+        predict=predict,
+        begin_task=_transfer_prompt,
+        query=lambda frozen, image: backbone.encode(frozen, image, None),
+        trainable=lambda server, task: current_part(server, task)._asdict(),
+    )
+
+
+def features(recipe: Recipe, frozen, trained: Trained, prompts, image, query, task: Task):
+    """c_x: the class token under the prompts that the query of this image fuses (eq. 1, 2)."""
+    query = recipe.backbone.encode(frozen, image, None) if query is None else query
+    seen_tasks = jnp.arange(recipe.setting.tasks) <= task.index
+    weights = gate_weights(trained.gate, query, seen_tasks, soft=not recipe.config.wo_fusion)
+    fused = fuse(weights, prompts, trained.prompt, task.index)
+    return recipe.backbone.encode(frozen, image, prompt_injection(fused))
+
+
+def current_part(server: ServerState, task: Task) -> Trained:
+    """What clients start from: p_t, the gate and the classifier."""
+    return Trained(server.prompts[task.index], server.gate, server.head)
+
+
+# ---- client ------------------------------------------------------------------------------------------------------------------------
+
+
+def _client(recipe: Recipe) -> Program:
+    """Algorithm 1, client side: train for E epochs, then extract prototypes."""
+    config, adam = recipe.config, optax.adam(recipe.lr)
 
     def held_prompts(broadcast: Broadcast):
-        return broadcast.wire.trained.prompt if sends_all else broadcast.held
-
-    # -- client ------------------------------------------------------------------------------------------------------------------------
+        return broadcast.wire.trained.prompt if recipe.sends_all else broadcast.held
 
     def start(broadcast: Broadcast, state, task, info, key):
-        """Algorithm 1: load the global model; Adam is new every round."""
+        """Load the global model; Adam is new every round."""
         del state, info, key
         trained = broadcast.wire.trained
-        if sends_all:
+        if recipe.sends_all:
             trained = trained._replace(prompt=trained.prompt[task.index])
-        zeros = jnp.zeros((setting.task_classes, backbone.width))
+        zeros = jnp.zeros((recipe.setting.task_classes, recipe.backbone.width))
         return Client(trained, adam.init(trained), zeros, zeros[:, 0])
 
     def train(frozen, broadcast, local: Client, batch, task, key):
@@ -146,7 +191,7 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         prototypes, classes = _current_prototypes(broadcast.wire.prototypes, task, config)
 
         def loss_of(trained):
-            feature = features(frozen, trained, held_prompts(broadcast), batch.image, batch.query, task)
+            feature = features(recipe, frozen, trained, held_prompts(broadcast), batch.image, batch.query, task)
             logits = apply_head(trained.head, feature)
             loss = cross_entropy(logits, batch.label, allowed, batch.mask, config.reduction)
             if not config.wo_unified:
@@ -167,80 +212,76 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
     def extract(frozen, broadcast, local: Client, batch, task, key):
         """Local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model it has just trained."""
         del key
-        feature = features(frozen, local.trained, held_prompts(broadcast), batch.image, batch.query, task)
+        feature = features(recipe, frozen, local.trained, held_prompts(broadcast), batch.image, batch.query, task)
         sums, counts = class_sums(feature, batch.label, task.classes, batch.mask)
         return local._replace(sums=local.sums + sums, counts=local.counts + counts), {}
 
     def finish(broadcast, local: Client, state, task, info):
         trained = local.trained
-        if sends_all:
+        if recipe.sends_all:
             trained = trained._replace(prompt=held_prompts(broadcast).at[task.index].set(trained.prompt))
         own = Prototypes(local.sums / jnp.maximum(local.counts, 1)[:, None], local.counts > 0)
-        return Upload(mean=trained, gather=own if extracts else (), weight=info.rows), state
+        return Upload(mean=trained, gather=own if recipe.extracts else (), weight=info.rows), state
 
-    # -- server ------------------------------------------------------------------------------------------------------------------------
+    phases = (Phase(View(recipe.epochs, recipe.batch_size), train),)
+    if recipe.extracts:
+        phases += (Phase(View(1, recipe.batch_size, augment=config.prototype_view == "augmented"), extract),)
+    return Program(start, phases, finish)
 
-    def init(key, frozen):
-        del frozen
-        keys = jax.random.split(key, 3)
-        return ServerState(
-            prompts=init_prompts(keys[0], setting.tasks, config.prompt_blocks, config.prompt_length, backbone.width),
-            gate=init_gate(keys[1], setting.tasks, backbone.width, config.gate_scale == "learnable"),
-            head=init_head(keys[2], backbone.width, setting.classes),
-            pool=Prototypes(
-                jnp.zeros((setting.clients, setting.classes, backbone.width)), jnp.zeros((setting.clients, setting.classes), bool)
-            ),
-        )
 
-    def begin_task(server: ServerState, task, key):
-        """Prompt transfer: p_t starts from p_{t-1}."""
-        del key
-        return server._replace(prompts=server.prompts.at[task.index].set(server.prompts[jnp.maximum(task.index - 1, 0)]))
+# ---- server ------------------------------------------------------------------------------------------------------------------------
 
-    def trained_part(server: ServerState, task) -> Trained:
-        return Trained(server.prompts[task.index], server.gate, server.head)
 
-    def broadcast(server: ServerState, task):
-        """w and G (eq. 5). Prompts of earlier tasks are already at the clients."""
-        everyone = jnp.ones(setting.clients, bool)
-        prototypes = Prototypes(*prototype_mean(server.pool.vector, server.pool.held, everyone))
-        if config.prototype_download == "current":
-            prototypes = Prototypes(*_rows(prototypes, task.classes))
-        trained = trained_part(server, task)
-        wire = Wire(trained._replace(prompt=server.prompts) if sends_all else trained, () if config.wo_unified else prototypes)
-        return Broadcast(wire, held=() if sends_all else server.prompts)
+def _init(recipe: Recipe, key, frozen) -> ServerState:
+    config, setting, width = recipe.config, recipe.setting, recipe.backbone.width
+    del frozen
+    keys = jax.random.split(key, 3)
+    return ServerState(
+        prompts=init_prompts(keys[0], setting.tasks, config.prompt_blocks, config.prompt_length, width),
+        gate=init_gate(keys[1], setting.tasks, width, config.gate_scale == "learnable"),
+        head=init_head(keys[2], width, setting.classes),
+        pool=Prototypes(jnp.zeros((setting.clients, setting.classes, width)), jnp.zeros((setting.clients, setting.classes), bool)),
+    )
 
-    def serve(frozen, server: ServerState, aggregate, task, key):
-        """Average, put the prototypes into the pool, debias the classifier (eq. 4)."""
-        del frozen
-        trained: Trained = aggregate.mean
-        prompts = trained.prompt if sends_all else server.prompts.at[task.index].set(trained.prompt)
-        server = ServerState(prompts, trained.gate, trained.head, server.pool)
-        if not extracts:
-            return server, {}
-        server = server._replace(pool=store_prototypes(server.pool, aggregate.gather, aggregate.id, aggregate.valid, task.classes))
-        if config.wo_debias:
-            return server, {}
-        held = server.pool.held & (task.current if config.wo_pool else task.seen)
-        head, metrics = debias(
-            server.head, server.pool._replace(held=held), key,
-            config.server_epochs, config.server_batch_size or batch_size, config.server_lr or lr, config.reduction,
-        )  # fmt: skip
-        return server._replace(head=head), metrics
 
-    def predict(frozen, server: ServerState, image, query, task):
-        feature = features(frozen, trained_part(server, task), server.prompts, image, query, task)
-        return mask_logits(apply_head(server.head, feature), task.seen)
+def _transfer_prompt(server: ServerState, task, key):
+    """Prompt transfer: p_t starts from p_{t-1}."""
+    del key
+    previous = server.prompts[jnp.maximum(task.index - 1, 0)]
+    return server._replace(prompts=server.prompts.at[task.index].set(previous))
 
-    view = View(epochs, batch_size)
-    phases = (Phase(view, train),)
-    if extracts:
-        phases += (Phase(View(1, batch_size, augment=config.prototype_view == "augmented"), extract),)
-    return Method(
-        init, broadcast, Program(start, phases, finish), serve, predict, begin_task=begin_task,
-        query=lambda frozen, image: backbone.encode(frozen, image, None),
-        trainable=lambda server, task: trained_part(server, task)._asdict(),
+
+def _broadcast(recipe: Recipe, server: ServerState, task) -> Broadcast:
+    """w and G (eq. 5). Prompts of earlier tasks are already at the clients."""
+    everyone = jnp.ones(recipe.setting.clients, bool)
+    prototypes = Prototypes(*prototype_mean(server.pool.vector, server.pool.held, everyone))
+    if recipe.config.prototype_download == "current":
+        prototypes = Prototypes(*_rows(prototypes, task.classes))
+    trained = current_part(server, task)
+    wire = Wire(
+        trained._replace(prompt=server.prompts) if recipe.sends_all else trained, () if recipe.config.wo_unified else prototypes
+    )
+    return Broadcast(wire, held=() if recipe.sends_all else server.prompts)
+
+
+def _serve(recipe: Recipe, frozen, server: ServerState, aggregate, task, key):
+    """Average, put the prototypes into the pool, debias the classifier (eq. 4)."""
+    del frozen
+    config = recipe.config
+    trained: Trained = aggregate.mean
+    prompts = trained.prompt if recipe.sends_all else server.prompts.at[task.index].set(trained.prompt)
+    server = ServerState(prompts, trained.gate, trained.head, server.pool)
+    if not recipe.extracts:
+        return server, {}
+    server = server._replace(pool=store_prototypes(server.pool, aggregate.gather, aggregate.id, aggregate.valid, task.classes))
+    if config.wo_debias:
+        return server, {}
+    held = server.pool.held & (task.current if config.wo_pool else task.seen)
+    head, metrics = debias(
+        server.head, server.pool._replace(held=held), key,
+        config.server_epochs, config.server_batch_size or recipe.batch_size, config.server_lr or recipe.lr, config.reduction,
     )  # fmt: skip
+    return server._replace(head=head), metrics
 
 
 def unified_representation_loss(
