@@ -6,7 +6,6 @@ server removes the bias of the averaged classifier. Where paper and release diff
 """
 
 import dataclasses
-import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -135,15 +134,24 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
     """FPPL as a method. `config` must be resolved; `epochs`, `batch_size` and `lr` are the clients'."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
+    def init(key, frozen):
+        return _init(recipe, key, frozen)
+
+    def broadcast(server: ServerState, task):
+        return _broadcast(recipe, server, task)
+
+    def serve(frozen, server: ServerState, aggregate, task, key):
+        return _serve(recipe, frozen, server, aggregate, task, key)
+
     def predict(frozen, server: ServerState, image, query, task):
         feature = features(recipe, frozen, current_part(server, task), server.prompts, image, query, task)
         return mask_logits(apply_head(server.head, feature), task.seen)
 
     return Method(
-        init=functools.partial(_init, recipe),
-        broadcast=functools.partial(_broadcast, recipe),
+        init=init,
+        broadcast=broadcast,
         client=_client(recipe),
-        server=functools.partial(_serve, recipe),
+        server=serve,
         predict=predict,
         begin_task=_transfer_prompt,
         query=lambda frozen, image: backbone.encode(frozen, image, None),
