@@ -236,7 +236,7 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
     if not resume:
         claim(out, method_name, cfg)
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
-        state, records, done = _begin(exp, manager, resume)
+        state, records, done = begin(exp, manager, resume)
         with Clock(records.seconds) as clock:
             with clock("eval"):
                 exp = with_queries(exp, cfg.eval_batch_size)
@@ -283,7 +283,7 @@ def claim(out: Path, method_name: str, cfg: RunConfig) -> None:
         raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
 
 
-def _begin(exp: Experiment, manager, resume: bool) -> tuple[State, Records, int]:
+def begin(exp: Experiment, manager, resume: bool) -> tuple[State, Records, int]:
     """The state before the first round, or the newest checkpoint's, and how many rounds it has behind it."""
     server = jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
     clients = init_clients(exp.method, server, exp.setting.clients, jax.random.fold_in(exp.key, CLIENTS))

@@ -1,0 +1,73 @@
+"""How far has an FPPL run's prototype pool fallen behind its model? One JSON object for the last checkpoint of a finished run.
+
+    python experiments/prototype_drift.py RUN_DIR
+
+head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the stored prototypes. fresh: of the
+nearest class mean on prototypes made anew from all training rows under the final model, which no federated method could have; it bounds
+what a perfect debias could reach. cosine and norms compare the stored class means with the fresh ones, task by task.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from fcljax import checkpoint, config, experiment
+from fcljax.evaluation import cache_queries
+from fcljax.federated.aggregation import prototype_mean
+from fcljax.methods.fppl import Recipe, current_part, features
+from fcljax.models.pretrained import load_backbone
+from fcljax.models.vit import vit_backbone
+
+
+def main(run_dir: str) -> None:
+    """Print the measurements of one run."""
+    values = config.load_yaml(Path(run_dir) / "config.yaml")
+    method = values.pop("method")
+    cfg = config.resolve(method, config.from_mapping(method, values, run_dir))
+    exp = experiment.prepare(method, cfg)
+    with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
+        server = experiment.begin(exp, manager, True)[0].server
+    vit, _ = load_backbone(cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype)
+    recipe = Recipe(config.method_options(method, cfg), exp.setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
+    task = exp.tasks[-1]
+
+    def feature(frozen, image):
+        return features(recipe, frozen, current_part(server, task), server.prompts, image, None, task)
+
+    of = partial(cache_queries, feature, exp.view, exp.frozen, batch_size=cfg.eval_batch_size)
+    train, test = np.asarray(of(exp.train.image)), np.asarray(of(exp.test.image))
+    label, classes = np.asarray(exp.train.label), exp.setting.classes
+    fresh = np.stack([train[label == c].mean(0) for c in range(classes)])
+    stored = np.asarray(prototype_mean(server.pool.vector, server.pool.held, jnp.ones(cfg.clients, bool))[0])
+    target, tasks = np.asarray(exp.test.label), [t.classes[t.classes >= 0] for t in exp.tasks]
+
+    def accuracy(predicted):
+        right = predicted == target
+        return {"all": round(float(right.mean()), 4), "by_task": [round(float(right[np.isin(target, t)].mean()), 3) for t in tasks]}
+
+    norm = lambda x: np.linalg.norm(x, axis=-1)
+    cosine = (stored * fresh).sum(-1) / (norm(stored) * norm(fresh))
+    by_task = lambda x: [round(float(x[t].mean()), 3) for t in tasks]
+    result = {
+        "head": accuracy(np.argmax(test @ np.asarray(server.head.kernel) + np.asarray(server.head.bias), -1)),
+        "pool": accuracy(nearest(test, stored)),
+        "fresh": accuracy(nearest(test, fresh)),
+        "cosine_stored_fresh": by_task(cosine),
+        "norm_stored": by_task(norm(stored)),
+        "norm_fresh": by_task(norm(fresh)),
+        "norm_test": round(float(norm(test).mean()), 2),
+    }
+    print(json.dumps(result, indent=1))
+
+
+def nearest(x: np.ndarray, means: np.ndarray) -> np.ndarray:
+    """Index of the nearest mean [C, D] for each row [N, D], Euclidean."""
+    return np.argmin((means**2).sum(-1) - 2 * x @ means.T, -1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
