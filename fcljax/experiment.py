@@ -197,16 +197,20 @@ def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
     return lanes, jax.make_mesh((cfg.devices,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
-def with_queries(exp: Experiment, batch_size: int) -> Experiment:
+def with_queries(exp: Experiment, batch_size: int, section: Callable = contextlib.nullcontext) -> Experiment:
     """The experiment with query features cached wherever the input is deterministic: the test split always, the training split if
-    some phase reads it without augmentation."""
+    some phase reads it without augmentation. The time is booked where the features are used: `section` is entered as "eval" and
+    "client"."""
     if exp.method.query is None:
         return exp
     cache = partial(cache_queries, exp.method.query, exp.view, exp.frozen, batch_size=batch_size)
-    test = exp.test._replace(query=cache(exp.test.image))
+    with section("eval"):
+        test = exp.test._replace(query=jax.block_until_ready(cache(exp.test.image)))
     if all(phase.view.augment and exp.augments for phase in exp.method.client.phases):
         return exp._replace(test=test)
-    return exp._replace(test=test, train=exp.train._replace(query=cache(exp.train.image)))
+    with section("client"):
+        train = exp.train._replace(query=jax.block_until_ready(cache(exp.train.image)))
+    return exp._replace(test=test, train=train)
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------------------------
@@ -238,10 +242,8 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
         state, records, done = begin(exp, manager, resume)
         with Clock(records.seconds) as clock:
-            with clock("eval"):
-                exp = with_queries(exp, cfg.eval_batch_size)
-                exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=exp.engine.place(exp.train))
-                jax.block_until_ready((exp.test, exp.train))
+            exp = with_queries(exp, cfg.eval_batch_size, clock)
+            exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=exp.engine.place(exp.train))
             state = _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
             with clock("eval"):
                 personal = personal_accuracy(exp, state, cfg.tasks - 1, cfg.eval_batch_size)
