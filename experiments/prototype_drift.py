@@ -2,9 +2,9 @@
 
     python experiments/prototype_drift.py RUN_DIR
 
-head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the stored prototypes. fresh: of the
-nearest class mean on prototypes made anew from all training rows under the final model, which no federated method could have; it bounds
-what a perfect debias could reach. cosine and norms compare the stored class means with the fresh ones, task by task.
+head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the stored prototypes. fresh: of
+the nearest class mean on prototypes made anew from all training rows under the final model, a yardstick that no federated method has.
+cosine and norms compare the stored class means with the fresh ones, task by task.
 """
 
 import json
