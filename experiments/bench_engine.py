@@ -156,19 +156,9 @@ def _batch(image, label, mask):
 
 def lanes() -> None:
     """Training examples per second of each lane mode."""
-    modes = (Lanes(1, "loop"), Lanes(4, "loop"), Lanes(4, "vmap"), Lanes(8, "vmap"), Lanes(4, "unroll"))
     label, roster = skewed(5000, 100, 0.5)
     data = (jax.random.normal(KEY, (len(label), WIDTH)), jnp.asarray(label, jnp.int32))
-    for mode in modes:
-        seconds, rows, traces = timed_round(small_method(), roster, data, mode)
-        emit(
-            "lanes",
-            model="two-layer network",
-            lanes=mode.count,
-            mode=mode.mode,
-            examples_per_s=round(rows / seconds),
-            traces=traces,
-        )
+    emit_modes("two-layer network", small_method(), roster, data)
 
     vit, frozen = load_backbone("vit_micro", None, None)
     setting = Setting(CLASSES, 1, CLASSES, 16)
@@ -176,16 +166,16 @@ def lanes() -> None:
     method = METHODS["fppl"].build(options, setting, vit_backbone(vit), 1, 32, 1e-3)
     label, roster = skewed(1600, 16, 5.0)
     data = (jax.random.normal(KEY, (len(label), 32, 32, 3)), jnp.asarray(label, jnp.int32))
+    emit_modes("fppl on vit_micro", method, roster, data, frozen, repeats=2)
+
+
+def emit_modes(model: str, method: Method, roster: Roster, data, frozen=(), repeats: int = 3) -> None:
+    """One line for each lane mode."""
+    modes = (Lanes(1, "loop"), Lanes(4, "loop"), Lanes(4, "vmap"), Lanes(8, "vmap"), Lanes(4, "unroll"))
     for mode in modes:
-        seconds, rows, traces = timed_round(method, roster, data, mode, frozen, repeats=2)
-        emit(
-            "lanes",
-            model="fppl on vit_micro",
-            lanes=mode.count,
-            mode=mode.mode,
-            examples_per_s=round(rows / seconds),
-            traces=traces,
-        )
+        seconds, rows, traces = timed_round(method, roster, data, mode, frozen, repeats=repeats)
+        rate = round(rows / seconds)
+        emit("lanes", model=model, lanes=mode.count, mode=mode.mode, examples_per_s=rate, traces=traces)
 
 
 def memory() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federated.aggregation import is_finite
+from fcljax.federated.aggregation import finite_guard
 from fcljax.federated.schedule import Capacity, Chunk, Roster, plan_round
 from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Metrics, Phase, Program, PyTree, Task, Upload, Weighted
 
@@ -286,9 +286,7 @@ def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, ke
 def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
     negative weight, get weight 0 and are counted."""
-    finite = jax.vmap(is_finite)(upload) & (upload.weight >= 0)
-    valid = end & finite
-    weight = jnp.where(valid, upload.weight, 0.0)
+    weight, valid, rejected = finite_guard(upload, upload.weight, end)
     nowhere = acc.valid.shape[0]
     position = jnp.where(valid, chunk.position[slot], nowhere)
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
@@ -300,7 +298,7 @@ def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: A
         weight=acc.weight.at[position].set(weight, mode="drop"),
         id=acc.id.at[position].set(chunk.id[slot], mode="drop"),
         valid=acc.valid.at[position].set(valid, mode="drop"),
-        rejected=acc.rejected + jnp.sum(end & ~finite, dtype=jnp.int32),
+        rejected=acc.rejected + rejected,
     ), valid
 
 
