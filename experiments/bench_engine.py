@@ -160,7 +160,7 @@ def lanes() -> None:
     data = (jax.random.normal(KEY, (len(label), WIDTH)), jnp.asarray(label, jnp.int32))
     emit_modes("two-layer network", small_method(), roster, data)
 
-    vit, frozen = load_backbone("vit_micro", None, None)
+    vit, frozen = load_backbone("vit_micro", None, None)[:2]
     setting = Setting(CLASSES, 1, CLASSES, 16)
     options = resolve_options("fppl", FPPLConfig(), "intended")
     method = METHODS["fppl"].build(options, setting, vit_backbone(vit), 1, 32, 1e-3)

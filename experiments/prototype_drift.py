@@ -9,17 +9,15 @@ cosine and norms compare the stored class means with the fresh ones, task by tas
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from fcljax import checkpoint, config, experiment
-from fcljax.evaluation import cache_queries
+from fcljax.evaluation import make_features
 from fcljax.federated.aggregation import prototype_mean
 from fcljax.methods.fppl import Recipe, current_part, features
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import vit_backbone
 
 
@@ -31,19 +29,19 @@ def main(run_dir: str) -> None:
     exp = experiment.prepare(method, cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
         server = experiment.begin(exp, manager, True)[0].server
-    vit, _ = load_backbone(cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype)
-    recipe = Recipe(config.method_options(method, cfg), exp.setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
+    backbone = vit_backbone(exp.inputs.backbone.config)
+    recipe = Recipe(config.method_options(method, cfg), exp.setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr)
     task = exp.tasks[-1]
 
     def feature(frozen, image):
         return features(recipe, frozen, current_part(server, task), server.prompts, image, None, task)
 
-    of = partial(cache_queries, feature, exp.view, exp.frozen, batch_size=cfg.eval_batch_size)
-    train, test = np.asarray(of(exp.train.image)), np.asarray(of(exp.test.image))
-    label, classes = np.asarray(exp.train.label), exp.setting.classes
+    of = make_features(feature, exp.read, cfg.eval_batch_size)
+    train, test = (np.asarray(of(exp.frozen, split)) for split in (exp.train, exp.test))
+    label, classes = exp.train_label, exp.setting.classes
     fresh = np.stack([train[label == c].mean(0) for c in range(classes)])
     stored = np.asarray(prototype_mean(server.pool.vector, server.pool.held, jnp.ones(cfg.clients, bool))[0])
-    target, tasks = np.asarray(exp.test.label), [t.classes[t.classes >= 0] for t in exp.tasks]
+    target, tasks = exp.test_label, [t.classes[t.classes >= 0] for t in exp.tasks]
 
     def accuracy(predicted):
         right = predicted == target

@@ -1,4 +1,4 @@
-"""The command line: `fcljax run METHOD`, `list`, `pretrain`, `compare`."""
+"""The command line: `fcljax run METHOD`, `list`, `compare`, `data`, `convert`, `embed`, `pretrain`."""
 
 import dataclasses
 import sys
@@ -20,6 +20,11 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax run METHOD [options]    train and evaluate a method; `fcljax run METHOD --help` lists its options
   fcljax list                    methods, data sets and backbones
   fcljax compare RUN_DIR...      a table and a figure over finished runs
+  fcljax data list               data sets, and whether they are here
+  fcljax data prepare NAME       download where possible, decode once, check
+  fcljax data show NAME          images, and which client would hold which class
+  fcljax convert SRC [DST]       a checkpoint of another library as .safetensors with its provenance
+  fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
   fcljax --version
 """
@@ -69,7 +74,9 @@ def dispatch(arguments: list[str]) -> int:
     Raises:
       InputError: for an unknown command or anything wrong that the command finds.
     """
-    commands = {"run": run, "list": list_, "compare": compare, "pretrain": pretrain}
+    commands = {
+        "run": run, "list": list_, "compare": compare, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain
+    }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -192,6 +199,112 @@ def list_(arguments: list[str]) -> int:
         table.add_section()
     Console().print(table)
     return 0
+
+
+def data(arguments: list[str]) -> int:
+    """`fcljax data list | prepare NAME | show NAME [options]`."""
+    commands = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"data: no command given; choose from: {', '.join(commands)}")
+    return commands[choose("data", arguments[0], commands)](arguments[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class DataListOptions:
+    """Options of `fcljax data list`."""
+
+    data_dir: str | None = None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareOptions(config.InputConfig):
+    """Options of `fcljax data prepare`."""
+
+    force: bool = False  # decode again, and replace what was prepared
+
+
+def _data_list(arguments: list[str]) -> int:
+    from fcljax.data.sources import data_folder, known_datasets
+
+    given = parse({"data list": DataListOptions}, arguments, "fcljax data list", "Data sets, and whether they are here.")
+    table = Table("name", "what it is", "state", title=f"data sets in {data_folder(given.get('data_dir'))}")
+    for row in known_datasets(given.get("data_dir")):
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _data_prepare(arguments: list[str]) -> int:
+    from fcljax.data.sources import prepare
+    from fcljax.inputs import image_options
+
+    name, given = _named(arguments, "fcljax data prepare NAME", PrepareOptions, "Make a data set ready for runs.")
+    options = config.fill(PrepareOptions, {**given, "dataset": name}, "options")
+    config.check_ranges(options)
+    info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
+    _print_rows(
+        [
+            ("training images", info.counts[0]), ("test images", info.counts[1]), ("bytes", f"{info.bytes:,}"),
+            ("skipped", len(info.skipped)), ("sha256", info.digest), ("folder", info.folder or "made in memory by every run"),
+        ]
+    )  # fmt: skip
+    return 0
+
+
+def _data_show(arguments: list[str]) -> int:
+    from fcljax.show import ShowConfig, show
+
+    name, given = _named(arguments, "fcljax data show NAME", ShowConfig, "Images, and which client would hold which class.")
+    options = config.fill(ShowConfig, {**given, "dataset": name}, "options")
+    config.check_ranges(options)
+    _print_rows(show(options, options.out or "."))
+    return 0
+
+
+def _named(arguments: list[str], prog: str, options: type, description: str) -> tuple[str, dict[str, Any]]:
+    """A data set's name and the options after it."""
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    if not wants_help and (not arguments or arguments[0].startswith("-")):
+        raise InputError(f"dataset: no name given; usage: {prog} [options]; `fcljax data list` has the names")
+    given = parse({"options": options}, arguments if wants_help else arguments[1:], prog, description)
+    return arguments[0], given
+
+
+def convert(arguments: list[str]) -> int:
+    """`fcljax convert SRC [DST] [options]`."""
+    from fcljax.models.pretrained import ConvertOptions
+    from fcljax.models.pretrained import convert as write
+
+    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    files, usage = arguments[:split], "fcljax convert SRC [DST]"
+    given = parse({"convert": ConvertOptions}, arguments[split:], usage, "A checkpoint as .safetensors with its provenance.")
+    if not 1 <= len(files) <= 2:
+        raise InputError(f"convert: {len(files)} files given; usage: {usage} [options]")
+    options = config.fill(ConvertOptions, given, "options")
+    config.check_ranges(options)
+    _print_rows(write(files[0], files[1] if len(files) == 2 else None, options))
+    return 0
+
+
+def embed(arguments: list[str]) -> int:
+    """`fcljax embed [options]`."""
+    from fcljax.embed import EmbedConfig
+    from fcljax.embed import embed as write
+
+    given = parse({"embed": EmbedConfig}, arguments, "fcljax embed", "Frozen features of a data set.")
+    options = config.fill(EmbedConfig, {"normalise": "checkpoint", **given}, "options")
+    config.check_ranges(options)
+    backbone = Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
+    summary = write(options, options.out or f"{_slug(options.dataset)}-{_slug(backbone)}.npz")
+    _print_rows(list(summary.items()))
+    return 0
+
+
+def _print_rows(rows: list[tuple[str, Any]]) -> None:
+    table = Table(show_header=False)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    Console().print(table)
 
 
 def compare(arguments: list[str]) -> int:

@@ -18,40 +18,61 @@ from fcljax.errors import InputError, choose, nearest
 from fcljax.methods import METHODS, resolve_options
 
 Fidelity = Literal["intended", "paper", "released"]
+Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
+Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]  # release: as the pipeline's release has it
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and need no download."""
+class InputConfig:
+    """Which images go into which network, and how: what all commands that read data share."""
 
-    dataset: str = "digits"  # digits, glyphs, npz:PATH or folder:PATH
-    backbone: str = "vit_micro"  # vit_micro, vit_ti16, vit_s16 or vit_b16
-    checkpoint: str | None = None  # weights of the backbone (.safetensors or .npz, timm names); vit_micro's are packaged
+    dataset: str = "digits"  # a name that `fcljax list` shows, such as digits, cifar100, npz:PATH or folder:PATH
+    data_dir: str | None = None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    class_list: str | None = None  # file with a WordNet id per line, for imagenet100 and imagenet200
+    skip_corrupt: bool = False  # leave out images that cannot be decoded, and say which
+    store_size: int | None = None  # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
+    backbone: str = "auto"  # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
+    checkpoint: str | None = None  # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
+    heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
     image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
-    normalise: Literal["half", "unit", "imagenet"] | None = None  # pixel range; default: half, or unit if fidelity is not intended
-    augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
+    preprocess: Pipeline = "fppl"  # whose release's resizes, crops and flips
+    normalise: Pixels | None = None  # pixel range; default: checkpoint (what the weights expect), or release if not intended
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
+    augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
+    eval_batch_size: int = 64  # images per evaluation step
+    data_budget: int | None = None  # MiB of device memory for images; more stay on the host; default: half of the device's
+    glyph_train: int = 100  # training images per class of the data set glyphs
+    glyph_test: int = 20  # test images per class of the data set glyphs
+    seed: int = 2023  # of class order, partition, initial values and all draws
+
+
+@dataclasses.dataclass(frozen=True)
+class DealConfig(InputConfig):
+    """Which client holds which of the images, and in which task."""
+
     tasks: int = 5  # number of tasks T
     clients: int = 5  # number of clients K
-    participation: float = 1.0  # share of the clients that take part in a round
     partition: Literal["dirichlet", "iid"] = "dirichlet"  # how the training rows are dealt to clients
     beta: float = 0.5  # Dirichlet concentration; smaller is less even
     min_rows: int = 10  # the fewest training rows that a client may get; the draw is repeated until all have them
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(DealConfig):
+    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and need no download."""
+
+    participation: float = 1.0  # share of the clients that take part in a round
     rounds: int = 3  # communication rounds per task
     epochs: int = 5  # local epochs per round
     batch_size: int = 32  # rows per local step
     lr: float = 1e-3  # the clients' learning rate
     aggregator: Literal["mean", "uniform", "median", "trimmed_mean"] = "mean"  # how uploads are merged
-    seed: int = 2023  # of class order, partition, initial values and all draws
     fidelity: Fidelity = "intended"  # which reading of the paper where paper and release differ
     lanes: int | None = None  # clients that run at a time; default: chosen by backend
     lane_mode: Literal["loop", "vmap", "unroll"] | None = None  # how lanes run; default: chosen by backend
     devices: int = 1  # accelerators that share the lanes
-    eval_batch_size: int = 64  # images per evaluation step
     eval_every_round: bool = False  # evaluate after every round, not only after every task
     keep_checkpoints: int = 2  # how many checkpoints stay on disk
-    glyph_train: int = 100  # training images per class of the data set glyphs
-    glyph_test: int = 20  # test images per class of the data set glyphs
 
 
 # The least value of whole numbers; the others of a run must be at least 1.
@@ -86,13 +107,18 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     Raises:
       InputError: naming the field, its value and what is valid.
     """
-    _check_ranges(config)
+    check_ranges(config)
     options = resolve_options(method, method_options(method, config), config.fidelity)
-    normalise = config.normalise or ("half" if config.fidelity == "intended" else "unit")
+    normalise = config.normalise or ("checkpoint" if config.fidelity == "intended" else "release")
     return dataclasses.replace(config, normalise=normalise, **dataclasses.asdict(options))
 
 
-def _check_ranges(config: RunConfig) -> None:
+def check_ranges(config: Any) -> None:
+    """Check that the numbers of a dataclass of settings lie where they make sense.
+
+    Raises:
+      InputError: naming the field, its value and the nearest valid one.
+    """
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if type(value) is int and value < LEAST.get(name, 1):
@@ -108,13 +134,22 @@ def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
     """A run's settings from names and values, as YAML or the command line give them; missing names keep their defaults.
 
     Raises:
+      InputError: as `fill`.
+    """
+    return fill(run_class(method), values, where)
+
+
+def fill(options: type, values: dict[str, Any], where: str) -> Any:
+    """A dataclass of settings from names and values; missing names keep their defaults.
+
+    Raises:
       InputError: for an unknown key (with the nearest known one) or a value of the wrong type.
     """
-    fields = {field.name: field for field in dataclasses.fields(run_class(method))}
+    fields = {field.name: field for field in dataclasses.fields(options)}
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
-    return run_class(method)(**{name: convert(name, fields[name].type, value) for name, value in values.items()})
+    return options(**{name: convert(name, fields[name].type, value) for name, value in values.items()})
 
 
 def convert(name: str, type_: Any, value: Any) -> Any:

@@ -1,61 +1,100 @@
 """Predictions over a whole split in one compiled call, and the cache of un-prompted features that prompt methods query."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from fcljax.data.store import Split
+from fcljax.streaming import Host, over_windows
 from fcljax.types import PyTree
 
-
-class Split(NamedTuple):
-    """One split on the device. `query` holds the frozen features of every image, where they have been cached."""
-
-    image: Array  # uint8 [N, H, W, 3]
-    label: Int[Array, " N"]
-    query: Float[Array, "N D"] | None = None
+BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 
 
-def make_predict(predict: Callable, view: Callable, batch_size: int, capacity: int) -> Callable[..., Int[np.ndarray, " n"]]:
-    """predictions(frozen, server, split, rows, task) -> predicted class of each row, in their order.
+def make_predict(predict: Callable, read: Callable, batch_size: int, capacity: int) -> Callable[..., Int[np.ndarray, " n"]]:
+    """predictions(frozen, server, split, rows, task) -> predicted class of each row, in their order; `split` may be a `Host`.
 
     Args:
       predict: (frozen, server, image, query, task) -> logits, as in the method protocol.
-      view: uint8 images [B, H, W, 3] -> network input.
+      read: (split, rows [B]) -> network input.
       batch_size: rows per step.
       capacity: the most rows that will be asked for. Fewer cost less, but no other trace.
     """
-    padded = -(-capacity // batch_size) * batch_size
 
     @jax.jit
     def compiled(frozen, server, split: Split, rows, batches, task):
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
-            logits = predict(frozen, server, view(split.image[mine]), query, task)
+            logits = predict(frozen, server, read(split, mine), query, task)
             return jax.lax.dynamic_update_slice(out, jnp.argmax(logits, -1).astype(jnp.int32), (i * batch_size,))
 
-        return jax.lax.fori_loop(0, batches, step, jnp.zeros(padded, jnp.int32))
+        return jax.lax.fori_loop(0, batches, step, jnp.zeros(len(rows), jnp.int32))
 
-    def predictions(frozen: PyTree, server: PyTree, split: Split, rows: np.ndarray, task) -> np.ndarray:
-        filled = np.pad(rows, (0, padded - len(rows))).astype(np.int32)
-        return np.asarray(compiled(frozen, server, split, filled, np.int32(-(-len(rows) // batch_size)), task))[: len(rows)]
+    def predictions(frozen: PyTree, server: PyTree, split: Split | Host, rows: np.ndarray, task) -> np.ndarray:
+        function = lambda split, rows, batches: compiled(frozen, server, split, rows, batches, task)
+        return _over_rows(function, split, rows, batch_size, capacity)
 
     return predictions
 
 
-def cache_queries(query: Callable, view: Callable, frozen: PyTree, image: Array, batch_size: int) -> Float[Array, "N D"]:
-    """Frozen features [N, D] of all images of a split under a deterministic view: exact, and computed once per run."""
-    count = image.shape[0]
-    batches = -(-count // batch_size)
+def make_features(
+    features: Callable, read: Callable, batch_size: int, advance: Callable[[int], None] = lambda rows: None
+) -> Callable[[PyTree, Split | Host], Float[Array, "N ..."] | np.ndarray]:
+    """cache(frozen, split) -> features of all images under the clean view, on the device, or in numpy for a `Host`.
+
+    Args:
+      features: (frozen, image [B, S, S, 3]) -> [B, ...].
+      read: (split, rows [B]) -> network input.
+      batch_size: rows per step.
+      advance: is told how many rows more are done.
+    """
 
     @jax.jit
-    def compiled(frozen, image):
-        rows = jnp.minimum(jnp.arange(batches * batch_size), count - 1).reshape(batches, batch_size)
-        return jax.lax.map(lambda mine: query(frozen, view(image[mine])), rows)
+    def compiled(frozen, split: Split, rows, batches):
+        shape = jax.eval_shape(lambda: features(frozen, read(split, rows[:batch_size])))
 
-    features = compiled(frozen, image)
-    return features.reshape(batches * batch_size, -1)[:count]
+        def step(i, out):
+            mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
+            return jax.lax.dynamic_update_slice_in_dim(out, features(frozen, read(split, mine)), i * batch_size, 0)
+
+        return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(rows), *shape.shape[1:]), shape.dtype))
+
+    def cache(frozen: PyTree, split: Split | Host) -> Array | np.ndarray:
+        rows = np.arange(len((split.tree if isinstance(split, Host) else split).label))
+        function = lambda *args: compiled(frozen, *args)
+        found = _over_rows(function, split, rows, batch_size, min(len(rows), BATCHES_PER_CALL * batch_size), advance)
+        return found if isinstance(split, Host) else jnp.asarray(found)
+
+    return cache
+
+
+def _over_rows(
+    function: Callable, split: Split | Host, rows: np.ndarray, batch_size: int, capacity: int, advance: Callable = lambda rows: None
+) -> np.ndarray:
+    """function(split, rows padded to whole batches, batches) for all rows, at most `capacity` of them in one call. Calls of a `Host`
+    get a window that holds their rows in order."""
+    if not len(rows):
+        return np.zeros(0, np.int32)
+    # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.
+    steps = max(2, -(-capacity // batch_size))
+    width = (min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps) * batch_size
+    parts = [rows[start : start + width].astype(np.int32) for start in range(0, len(rows), width)]
+    padded = [np.pad(part, (0, width - len(part))) for part in parts]
+    place = np.arange(width, dtype=np.int32) if isinstance(split, Host) else None
+
+    def step(done: list, i: int, window: Split) -> list:
+        batches = np.int32(-(-len(parts[i]) // batch_size))
+        jax.block_until_ready(done)
+        if done:
+            advance(len(parts[i - 1]))
+        return [*done, function(window, padded[i] if place is None else place, batches)]
+
+    load = lambda i: split.take(padded[i]) if isinstance(split, Host) else split
+    found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
+    result = np.concatenate([np.asarray(part) for part in found])[: len(rows)]
+    advance(len(parts[-1]))
+    return result

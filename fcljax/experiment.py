@@ -22,21 +22,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fcljax import checkpoint, config, metrics, report
 from fcljax.config import RunConfig
-from fcljax.data.augment import NORMALISE, Preprocess, clean_view, train_view
-from fcljax.data.partition import count_matrix, dirichlet, iid
-from fcljax.data.sources import Dataset, load_dataset
-from fcljax.data.store import client_rows
-from fcljax.data.tasks import class_order, make_tasks, relabel
+from fcljax.data.partition import count_matrix
+from fcljax.data.store import Split, client_rows
+from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.evaluation import Split, cache_queries, make_predict
+from fcljax.evaluation import make_predict
 from fcljax.federated import communication
 from fcljax.federated.aggregation import AGGREGATORS
 from fcljax.federated.engine import Engine, Lanes, default_lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity, participants
 from fcljax.files import write_text
+from fcljax.inputs import (
+    Inputs,
+    backbone_name,
+    deal,
+    fetch,
+    frozen_features,
+    load_inputs,
+    make_splits,
+    read_clean,
+    saved_features,
+    tell,
+)
 from fcljax.methods import METHODS
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import vit_backbone
+from fcljax.streaming import Host
 from fcljax.types import ClientInfo, Method, PyTree, Setting, Task
 
 CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
@@ -49,15 +59,20 @@ class Experiment(NamedTuple):
     method: Method
     engine: Engine
     frozen: PyTree
-    train: Split
-    test: Split
+    train: Split | Host
+    test: Split | Host
+    train_label: np.ndarray  # [N] positions in the class order
+    test_label: np.ndarray  # [M]
     tasks: tuple[Task, ...]
     rosters: list[Roster]
     holdings: np.ndarray  # [K, C] training rows per client and class
-    view: Callable  # uint8 images -> network input, deterministic
-    augments: bool  # does the training view crop and flip?
+    inputs: Inputs
     setting: Setting
     key: jax.Array
+
+    def read(self, split: Split, rows: jax.Array) -> jax.Array:
+        """These rows as network input, under the clean view."""
+        return read_clean(self.inputs.preprocess, split, rows)
 
 
 class State(NamedTuple):
@@ -120,10 +135,8 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     Raises:
       InputError: for anything in the settings or files that cannot work.
     """
-    vit, frozen = load_backbone(cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype)
-    dataset = load_dataset(
-        cfg.dataset, image_size=vit.image_size, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed
-    )
+    inputs = load_inputs(cfg)
+    dataset, vit = inputs.dataset, inputs.backbone.config
     classes = len(dataset.class_names)
     tasks = make_tasks(classes, cfg.tasks)
     train_label, test_label, parts = deal(dataset, cfg)
@@ -131,47 +144,23 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     setting = Setting(classes, cfg.tasks, len(tasks[0].classes), cfg.clients)
     options = config.method_options(method_name, cfg)
     if getattr(options, "prompt_blocks", 0) > vit.depth:
-        raise InputError(f"prompt_blocks: {options.prompt_blocks} is more than the {vit.depth} blocks of {cfg.backbone}")
+        raise InputError(f"prompt_blocks: {options.prompt_blocks} is more than the {vit.depth} blocks of {backbone_name(vit)}")
     method = METHODS[method_name].build(options, setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
-
-    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without the margin of 256 to 224.
-    preprocess = Preprocess(vit.image_size, *NORMALISE[cfg.normalise], resize=None if dataset.augment else vit.image_size)
-    augments = dataset.augment if cfg.augment is None else cfg.augment
-    clean = partial(clean_view, preprocess)
     lanes, mesh = _lanes(cfg)
     shapes = capacity(method.client, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
     again = capacity(method.refresh, rosters, lanes.count, CLIENTS_PER_CHUNK) if method.refresh else None
     engine = make_engine(
-        method, partial(fetch, preprocess, augments), lanes, shapes,
+        method, partial(fetch, inputs.preprocess, inputs.augments), lanes, shapes,
         reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator], refresh_capacity=again, mesh=mesh,
     )  # fmt: skip
-    train = Split(jnp.asarray(dataset.x_train), jnp.asarray(train_label, jnp.int32))
-    test = Split(jnp.asarray(dataset.x_test), jnp.asarray(test_label, jnp.int32))
+    train, test = make_splits(dataset, train_label, test_label, cfg.data_budget, cfg.eval_batch_size)
+    if isinstance(train, Host) and cfg.devices > 1:
+        raise InputError(f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger data_budget")
     holdings = count_matrix(train_label, parts, classes)
     key = jax.random.key(cfg.seed)
-    return Experiment(method, engine, frozen, train, test, tasks, rosters, holdings, clean, augments, setting, key)
-
-
-def deal(dataset: Dataset, cfg: RunConfig) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Labels as positions in the shuffled class order, for both splits, and the training rows of each client.
-
-    Class order and partition come from one legacy numpy stream, in this order, as in FPPL's release (specification section 6).
-    """
-    stream = np.random.RandomState(cfg.seed)
-    order = class_order(len(dataset.class_names), stream)
-    if cfg.partition == "iid":
-        parts = iid(dataset.y_train, cfg.clients, stream, cfg.min_rows)
-    else:
-        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream, cfg.min_rows)
-    return relabel(dataset.y_train, order), relabel(dataset.y_test, order), parts
-
-
-def fetch(preprocess: Preprocess, augments: bool, split: Split, rows, keys, augment: bool):
-    """What the engine reads: rows of a split as network input, with the query features where they are cached and still hold."""
-    image = split.image[rows]
-    if augment and augments:
-        return train_view(preprocess, image, keys), split.label[rows], None
-    return clean_view(preprocess, image), split.label[rows], None if split.query is None else split.query[rows]
+    return Experiment(
+        method, engine, inputs.backbone.params, train, test, train_label, test_label, tasks, rosters, holdings, inputs, setting, key
+    )
 
 
 def _roster(parts, label, task, classes) -> Roster:
@@ -197,20 +186,27 @@ def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
     return lanes, jax.make_mesh((cfg.devices,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
-def with_queries(exp: Experiment, batch_size: int, section: Callable = contextlib.nullcontext) -> Experiment:
+def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
     """The experiment with query features cached wherever the input is deterministic: the test split always, the training split if
-    some phase reads it without augmentation. The time is booked where the features are used: `section` is entered as "eval" and
-    "client"."""
-    if exp.method.query is None:
+    some phase reads it without augmentation. Features that `fcljax embed` left are taken as they are. The time is booked where the
+    features are used: `section` is entered as "eval" and "client"."""
+    if not exp.method.queries:
         return exp
-    cache = partial(cache_queries, exp.method.query, exp.view, exp.frozen, batch_size=batch_size)
+    compute = frozen_features(exp.inputs, cfg.eval_batch_size)
+
+    def cached(split: Split | Host, part: str) -> Split | Host:
+        features = saved_features(cfg, exp.inputs, part)
+        features = jax.block_until_ready(compute(exp.frozen, split)) if features is None else features
+        if isinstance(split, Host):
+            return split._replace(tree=split.tree._replace(query=np.asarray(features)))
+        return split._replace(query=jnp.asarray(features))
+
     with section("eval"):
-        test = exp.test._replace(query=jax.block_until_ready(cache(exp.test.image)))
-    if all(phase.view.augment and exp.augments for phase in exp.method.client.phases):
-        return exp._replace(test=test)
+        exp = exp._replace(test=cached(exp.test, "test"))
+    if all(phase.view.augment and exp.inputs.augments for phase in exp.method.client.phases):
+        return exp
     with section("client"):
-        train = exp.train._replace(query=jax.block_until_ready(cache(exp.train.image)))
-    return exp._replace(test=test, train=train)
+        return exp._replace(train=cached(exp.train, "train"))
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------------------------
@@ -236,15 +232,18 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
     check_out(out, method_name, cfg, resume)
     if resume and (out / "summary.json").exists():  # written last of all
         return report.load_summary(out)
+    console = console or Console(stderr=True)
     exp = prepare(method_name, cfg)
     if not resume:
         claim(out, method_name, cfg)
+    tell(exp.inputs, console)
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
         state, records, done = begin(exp, manager, resume)
         with Clock(records.seconds) as clock:
-            exp = with_queries(exp, cfg.eval_batch_size, clock)
-            exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=exp.engine.place(exp.train))
-            state = _loop(exp, cfg, state, records, done, manager, clock, out, console or Console(stderr=True))
+            exp = with_queries(exp, cfg, clock)
+            train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
+            exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
+            state = _loop(exp, cfg, state, records, done, manager, clock, out, console)
             with clock("eval"):
                 personal = personal_accuracy(exp, state, cfg.tasks - 1, cfg.eval_batch_size)
         checkpoint.finish(manager)
@@ -300,7 +299,7 @@ def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager, clock, out: Path, console: Console
 ) -> State:
     """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
-    predict = make_predict(exp.method.predict, exp.view, cfg.eval_batch_size, exp.test.label.shape[0])
+    predict = make_predict(exp.method.predict, exp.read, cfg.eval_batch_size, len(exp.test_label))
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
     log = out / "metrics.jsonl"
     # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged, again.
@@ -337,7 +336,7 @@ def _loop(
 
 def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records: Records) -> list[float]:
     """Accuracy on each task seen so far, over all its test rows, with all seen classes competing."""
-    label = np.asarray(exp.test.label)
+    label = exp.test_label
     rows = np.flatnonzero(exp.tasks[t].seen[label])
     predicted = predict(exp.frozen, server, exp.test, rows, exp.tasks[t])
     confusion = metrics.confusion_matrix(label[rows], predicted, exp.setting.classes)
@@ -351,10 +350,10 @@ def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) ->
     None altogether for a method without personal models."""
     if exp.method.predict_client is None:
         return None
-    label = np.asarray(exp.test.label)
+    label = exp.test_label
     predict = make_predict(
         lambda frozen, model, image, query, task: exp.method.predict_client(frozen, *model, image, query, task),
-        exp.view, batch_size, len(label),
+        exp.read, batch_size, len(label),
     )  # fmt: skip
     result = []
     for client in range(exp.setting.clients):
@@ -419,7 +418,8 @@ def summarize(
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in trainable.items()}
     return {
-        "method": method_name, "dataset": cfg.dataset, "backbone": cfg.backbone, "seed": cfg.seed, "fidelity": cfg.fidelity,
+        "method": method_name, "dataset": cfg.dataset, "backbone": backbone_name(exp.inputs.backbone.config),
+        "seed": cfg.seed, "fidelity": cfg.fidelity,
         **metrics.summarize(records.accuracy),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "client_accuracy": metrics.client_accuracy(confusion, exp.holdings).tolist(),

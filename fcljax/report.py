@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Num
+from jaxtyping import Num, UInt8
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -204,6 +204,27 @@ def class_holdings(path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequ
         axes.set_xlabel("Task, one column for each of its classes")
     axes.set_yticks(range(0, clients, math.ceil(clients / 25)))
     axes.set(ylabel="Client", xlim=(-0.5, classes - 0.5), ylim=(clients - 0.5, -0.5))
+    return _save(path, figure)
+
+
+def contact_sheet(path: str | Path, images: Sequence[UInt8[np.ndarray, "_ H W 3"]], names: Sequence[str]) -> Path:
+    """A row of images for each class, with its name.
+
+    Args:
+      path: PNG file.
+      images: for each class some images; rows may differ in length.
+      names: of the classes.
+    """
+    columns = max(map(len, images))
+    figure = _figure(0.8 * columns + 0.2, len(images) + 0.2)
+    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.0, hspace=0.0)
+    grid = figure.subplots(len(images), columns, squeeze=False)
+    for row, name, cells in zip(images, names, grid, strict=True):
+        for axes in cells:
+            axes.set_axis_off()
+        for image, axes in zip(row, cells, strict=False):
+            axes.imshow(image, interpolation="nearest")
+        cells[0].set_title(name if len(name) <= 24 else f"{name[:23]}\u2026", loc="left", fontsize=8)
     return _save(path, figure)
 
 

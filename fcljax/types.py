@@ -159,7 +159,7 @@ class Method(NamedTuple):
     init_client(key, server) -> state of one client before it ever takes part
     begin_task(server, task, key) -> server, before the first round of a task
     end_task(frozen, server, task, key) -> server, after the last round of a task
-    query(frozen, image) -> [B, D]: features that may be cached wherever the image is deterministic
+    queries: do steps and predict read the frozen backbone's own class token of an image? It is cached wherever the image is deterministic
     refresh: a program that every client runs after aggregation, taking part or not; its upload is ignored
     predict_client(frozen, server, state, image, query, task) -> logits of a client's personal model
     trainable(server, task) -> named parts of what a client trains, for counting only
@@ -173,7 +173,7 @@ class Method(NamedTuple):
     init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_state
     begin_task: Callable[[Server, Task, PRNGKeyArray], Server] = _same_at_begin
     end_task: Callable[[Frozen, Server, Task, PRNGKeyArray], Server] = _same_at_end
-    query: Callable[[Frozen, Array], Array] | None = None
+    queries: bool = False
     refresh: Program | None = None
     predict_client: Callable[[Frozen, Server, ClientState, Array, Array | None, Task], Array] | None = None
     trainable: Callable[[Server, Task], dict[str, PyTree]] | None = None

@@ -1,6 +1,7 @@
 """Small real runs that several test modules look at: each is made once per session, and all of them share one compilation cache."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental.compilation_cache import compilation_cache
 
-from fcljax import cli
+from fcljax import checkpoint, cli
 
 ROOT = Path(__file__).parent.parent
 COMMON = ["--tasks", "5", "--epochs", "1", "--image-size", "8", "--batch-size", "64"]  # 8 pixels are one patch
@@ -20,6 +23,7 @@ OPTIONS = {
     "linear": [*COMMON, "--rounds", "3", "--clients", "3", "--participation", "0.6", "--eval-every-round"],
     "fppl": [*COMMON, "--rounds", "2", "--clients", "2", "--prompt-blocks", "2", "--prompt-length", "2", "--server-epochs", "1"],
 }
+CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s"}  # of summary.json: these may differ
 CACHE = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -80,3 +84,31 @@ def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: d
     process.kill()
     message = process.communicate()[1].decode()
     assert process.returncode == -signal.SIGKILL, f"ended before it could be killed: {message}"
+
+
+def last_checkpoint(out):
+    """(number of rounds, arrays, host records without seconds) of the newest checkpoint."""
+    with checkpoint.open_checkpoints(out / "checkpoints", 2) as manager:
+        step = manager.latest_step()
+        parts = ocp.args.Composite(state=ocp.args.StandardRestore(), records=ocp.args.JsonRestore())
+        restored = manager.restore(step, args=parts)
+    return step, restored.state, {name: value for name, value in restored.records.items() if name != "seconds"}
+
+
+def timeless(out, but=()):
+    """summary.json without times."""
+    summary = json.loads((out / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in {*CLOCK, *but}}
+
+
+def assert_same_run(out, reference, but=()):
+    """Both runs left the same bits, but for times and the summary's entries `but`."""
+    assert (out / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert timeless(out, but) == timeless(reference, but)
+    (step, state, records), (step_, state_, records_) = last_checkpoint(out), last_checkpoint(reference)
+    assert step == step_
+    assert records == records_
+    assert jax.tree.structure(state) == jax.tree.structure(state_)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(state_), strict=True):
+        assert np.asarray(ours).dtype == np.asarray(theirs).dtype
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

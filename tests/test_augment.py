@@ -4,10 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageEnhance
 from sklearn.datasets import load_sample_images
 
-from fcljax.data.augment import NORMALISE, Preprocess, clean_view, crop_resize, sample_crops, short_side, train_view
+from fcljax.data.augment import (
+    MARGIN,
+    NORMALISE,
+    PRESETS,
+    Geometry,
+    Preprocess,
+    clean_view,
+    crop_resize,
+    preset,
+    sample_crops,
+    train_view,
+)
 from fcljax.errors import InputError
 
 PHOTOS = np.stack(load_sample_images().images)  # two photographs, 427 x 640
@@ -15,7 +26,11 @@ PHOTOS = np.stack(load_sample_images().images)  # two photographs, 427 x 640
 train = jax.jit(train_view, static_argnums=0)
 clean = jax.jit(clean_view, static_argnums=0)
 crop = jax.jit(crop_resize, static_argnums=3)
-crops = jax.jit(sample_crops, static_argnums=(0, 1, 2))
+_crops = jax.jit(sample_crops, static_argnums=0)
+
+
+def crops(preprocess, height, width, keys):
+    return _crops(preprocess, jnp.tile(jnp.array([height, width]), (len(keys), 1)), keys)
 
 
 def patches(side, count=4):
@@ -55,8 +70,8 @@ def assert_grey_levels_match(ours, theirs, share=0.1):
 
 
 def test_the_short_side_is_256_for_224():
-    assert short_side(224) == 256
-    assert short_side(64) == 73
+    assert Preprocess(224).resized == 256
+    assert Preprocess(64).resized == 73
 
 
 @pytest.mark.parametrize(
@@ -70,9 +85,9 @@ def test_the_short_side_is_256_for_224():
         (np.random.RandomState(0).choice(np.uint8([0, 255]), (3, 40, 40, 3)), 64),
     ],
 )
-def test_the_clean_view_is_pillows(images, size):
+def test_the_clean_view_is_pillows_to_the_last_grey_level(images, size):
     ours = np.asarray(clean(Preprocess(size), images)) * 255
-    assert_grey_levels_match(ours, np.stack([pillow_clean(image, size) for image in images]), share=0.002)
+    np.testing.assert_array_equal(np.rint(ours), np.stack([pillow_clean(image, size) for image in images]))
 
 
 @pytest.mark.parametrize("side, size", [(32, 16), (256, 224), (200, 48)])
@@ -114,8 +129,8 @@ def test_a_flip_is_exactly_the_mirror_image(box):
 
 def test_an_image_that_has_the_size_is_not_resampled():
     images = np.random.RandomState(0).randint(0, 256, (3, 32, 32, 3), np.uint8)
-    np.testing.assert_allclose(clean(Preprocess(32, resize=32), images) * 255, images, rtol=1e-6)
-    np.testing.assert_allclose(clean(Preprocess(28, resize=32), images) * 255, images[:, 2:30, 2:30], rtol=1e-6)
+    np.testing.assert_allclose(clean(Preprocess(32, margin=1.0), images) * 255, images, rtol=1e-6)
+    np.testing.assert_allclose(clean(Preprocess(28, margin=32 / 28), images) * 255, images[:, 2:30, 2:30], rtol=1e-6)
 
 
 def test_a_training_image_does_not_depend_on_its_batch():
@@ -159,12 +174,12 @@ def test_crops_have_the_areas_and_ratios_of_the_reference():
     assert abs(np.mean(flips) - 0.5) < 0.02
 
 
-def reference_crops(count, height, width):
+def reference_crops(count, height, width, least=0.05):
     """The rule in plain Python: area share and ratio of the first fitting draw out of ten."""
     rng, found = np.random.RandomState(0), []
     for _ in range(count):
         for _ in range(10):
-            area, ratio = height * width * rng.uniform(0.05, 1), np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+            area, ratio = height * width * rng.uniform(least, 1), np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
             rows, cols = round(np.sqrt(area / ratio)), round(np.sqrt(area * ratio))
             if 0 < cols <= width and 0 < rows <= height:
                 found.append((rows * cols / (height * width), cols / rows))
@@ -201,8 +216,145 @@ def test_without_random_crops_only_the_flip_is_random():
 def test_normalising_subtracts_the_mean_and_divides_by_the_deviation(name):
     mean, std = NORMALISE[name]
     images = patches(32)
-    ours = clean(Preprocess(32, mean=mean, std=std, resize=32), images)
+    ours = clean(Preprocess(32, mean=mean, std=std, margin=1.0), images)
     np.testing.assert_allclose(ours, (images / 255 - np.array(mean)) / np.array(std), atol=1e-6)
+
+
+# ---- images that were squeezed into a square before they were stored --------------------------------------------------------------
+
+
+def squeezed(images, side):
+    stored = np.stack([np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)) for image in images])
+    return stored, jnp.array([image.shape[:2] for image in images])
+
+
+def test_images_that_were_not_squeezed_need_no_sizes():
+    images, key = patches(40), keys(4)
+    square = jnp.full((4, 2), 40)
+    np.testing.assert_array_equal(train(Preprocess(32), images, key, square), train(Preprocess(32), images, key))
+    np.testing.assert_allclose(clean(Preprocess(32), images, square), clean(Preprocess(32), images), atol=2.1 / 255)  # ties
+
+
+def test_crops_of_squeezed_images_are_those_of_the_originals_but_for_sharpness():
+    """The same boxes in the same pixels: half of the detail is lost, and nothing is displaced."""
+    originals = [PHOTOS[0], PHOTOS[1].transpose(1, 0, 2)]
+    stored, sizes = squeezed(originals, 320)
+    boxes, flips = _crops(Preprocess(64), sizes, keys(2))
+    theirs = np.stack([pillow_crop(*row, 64) for row in zip(originals, np.asarray(boxes), np.asarray(flips), strict=True)])
+    ours = np.asarray(train(Preprocess(64), stored, keys(2), sizes)) * 255
+    assert np.abs(ours - theirs).mean() < 3
+    moved = np.asarray(crop(stored, boxes + jnp.array([8, 8, 0, 0]), flips, 64, sizes))
+    assert np.abs(ours - theirs).mean() < 0.4 * np.abs(moved - theirs).mean()
+
+
+def test_the_clean_view_of_squeezed_images_restores_their_shape():
+    originals = [PHOTOS[0], PHOTOS[1].transpose(1, 0, 2)]
+    stored, sizes = squeezed(originals, 427)
+    ours = np.asarray(clean(Preprocess(64), stored, sizes)) * 255
+    theirs = np.stack([pillow_clean(image, 64) for image in originals])
+    assert np.abs(ours - theirs).mean() < 1.5
+    assert np.abs(ours - np.asarray(clean(Preprocess(64), stored)) * 255).mean() > 10
+
+
+def test_a_box_between_two_stored_pixels_reads_the_pixel_it_lies_in():
+    image = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1) * np.ones(3, np.uint8)
+    cut = crop(image, jnp.array([[90, 30, 1, 1]]), jnp.array([False]), 2, jnp.array([[100, 100]]))
+    np.testing.assert_array_equal(cut, np.full((1, 2, 2, 3), 13))  # row 3.6, column 1.2
+
+
+# ---- the papers' pipelines ----------------------------------------------------------------------------------------------------------
+
+
+def pillow_resize(image, rows, cols, kernel):
+    return Image.fromarray(image).resize((cols, rows), getattr(Image.Resampling, kernel.upper()))
+
+
+def pillow_release(name, image, size):
+    """The test transform of each release, up to its normalisation."""
+    if name in ("fppl", "pmae"):
+        return pillow_clean(image, size)
+    if name == "pilora":  # Resize(size), bilinear; its images are square
+        return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
+    if name == "hepco":  # Resize((size, size))
+        return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
+    resized = pillow_resize(image, int(MARGIN * size), int(MARGIN * size), "bilinear")  # Resize((256, 256)), CenterCrop(224)
+    corner = round((resized.width - size) / 2)
+    return np.asarray(resized.crop((corner, corner, corner + size, corner + size)), np.float32)
+
+
+def greys(preprocess, view):
+    return (np.asarray(view) * np.array(preprocess.std) + np.array(preprocess.mean)) * 255
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("side", [32, 400])
+def test_the_test_images_of_every_release_are_pillows(name, side):
+    images = patches(side, 2)
+    preprocess = preset(name, 224)
+    theirs = np.stack([pillow_release(name, image, 224) for image in images])
+    np.testing.assert_array_equal(np.rint(greys(preprocess, clean(preprocess, images))), theirs)
+
+
+@pytest.mark.parametrize("name", ["hepco", "hepco_domainnet"])
+def test_hepco_squashes_photographs(name):
+    preprocess = preset(name, 64)
+    theirs = np.stack([pillow_release(name, image, 64) for image in PHOTOS])
+    np.testing.assert_array_equal(np.rint(greys(preprocess, clean(preprocess, PHOTOS))), theirs)
+
+
+@pytest.mark.parametrize(("name", "least"), [("fppl", 0.05), ("pmae", 0.05), ("hepco", 0.08), ("hepco_domainnet", 0.08)])
+def test_the_training_crops_of_a_release_cover_its_range_of_areas(name, least):
+    boxes, _ = crops(preset(name, 224), 256, 256, keys(3000))
+    area = np.prod(np.asarray(boxes)[:, 2:], axis=1) / 256**2
+    assert least - 0.002 < area.min() < least + 0.01 and area.max() > 0.95
+    reference = reference_crops(3000, 256, 256, least)[:, 0]
+    np.testing.assert_allclose(np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference, [0.1, 0.5, 0.9]), atol=0.025)
+
+
+def test_pilora_trains_on_whole_images_flipped_and_brightened_as_pillow_does():
+    images, preprocess = 60 + patches(32, 64) // 2, preset("pilora", 48)  # far enough from black and white to see the factor
+    views = greys(preprocess, train(preprocess, images, keys(64)))
+    _, flips = crops(preprocess, 32, 32, keys(64))
+    factors = [1 + 63 / 255 * float(jax.random.uniform(jax.random.fold_in(key, 1), minval=-1.0)) for key in keys(64)]
+    for image, view, flip, factor in zip(images, views, np.asarray(flips), factors, strict=True):
+        plain = pillow_resize(image, 48, 48, "bilinear")
+        plain = plain.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else plain
+        off = np.abs(np.rint(view) - np.asarray(ImageEnhance.Brightness(plain).enhance(factor), np.float32))
+        assert off.max() <= 2 and (off > 0).mean() < 0.15  # ties of the resize, brightened
+    low, high = 1 - 63 / 255, 1 + 63 / 255
+    assert low - 0.01 < min(factors) < low + 0.05 and high - 0.05 < max(factors) < high + 0.01
+
+
+def test_brightness_does_not_change_the_crops():
+    dark = Preprocess(32, brightness=0.5)
+    np.testing.assert_array_equal(crops(dark, 40, 40, keys(8))[0], crops(Preprocess(32), 40, 40, keys(8))[0])
+    black = np.zeros((2, 40, 40, 3), np.uint8)
+    np.testing.assert_array_equal(train(dark, black, keys(2)), np.zeros((2, 32, 32, 3)))
+
+
+def test_what_is_stored_for_a_release_is_what_its_test_view_wants():
+    assert preset("fppl", 224).geometry == Geometry(256, 256, False, "bicubic")
+    assert preset("pilora", 224).geometry == Geometry(256, 224, False, "bilinear")
+    assert preset("hepco", 224).geometry == Geometry(256, 224, True, "bilinear")
+    assert preset("hepco_domainnet", 224).geometry == Geometry(256, 256, True, "bilinear")
+    for name in PRESETS:  # images stored as the geometry says are not resampled again
+        preprocess = preset(name, 56)
+        side = preprocess.geometry.test
+        images = patches(side, 2)
+        corner = round((side - 56) / 2)
+        cut = images[:, corner : corner + 56, corner : corner + 56]
+        np.testing.assert_allclose(greys(preprocess, clean(preprocess, images)), cut, atol=1e-3)
+
+
+def test_letters_that_fill_their_frame_lose_no_border():
+    images = patches(32, 2)
+    views = greys(preset("fppl", 32, fills_frame=True), clean(preset("fppl", 32, fills_frame=True), images))
+    np.testing.assert_allclose(views, images, atol=1e-3)
+
+
+def test_an_unknown_pipeline_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="preprocess: unknown value 'hepko'; did you mean 'hepco'?"):
+        preset("hepko", 224)
 
 
 def test_one_trace_serves_all_batches():
@@ -227,7 +379,8 @@ def test_equal_preprocessing_is_one_static_argument():
     "field, value",
     [
         ("image_size", 0),
-        ("resize", 31),
+        ("margin", 0.99),
+        ("brightness", -0.1),
         ("crop_scale", (0.0, 1.0)),
         ("crop_scale", (0.5, 0.2)),
         ("crop_scale", (0.5, 1.5)),

@@ -152,7 +152,7 @@ def test_a_truncated_npz_is_named(capsys):
 def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
     other = dataclasses.replace(VITS["vit_micro"], width=48, mlp=96)
     save_native("other.safetensors", init_vit(jax.random.key(0), other), {})
-    line = mistake(capsys, "run", "linear", "--checkpoint", "other.safetensors", "--out", OUT)
+    line = mistake(capsys, "run", "linear", "--backbone", "vit_micro", "--checkpoint", "other.safetensors", "--out", OUT)
     assert "checkpoint: does not fit vit_micro" in line
     assert "block_00.attn.proj.kernel has shape (48, 48), needs (96, 96)" in line
 
@@ -340,3 +340,65 @@ def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeyp
     assert cli.main(["run", "linear", "--out", OUT]) == status
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+# ---- data, convert -------------------------------------------------------------------------------------------------------------------
+
+
+def test_data_list_says_what_is_here_and_what_to_do_for_the_rest(capsys):
+    assert cli.main(["data", "list", "--data-dir", "shelf"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(name.partition(":")[0] in out for name in DATASETS)
+    assert "built in" in out and "not here" in out and "shelf" in out
+
+
+def test_data_prepare_counts_and_checks(capsys):
+    assert cli.main(["data", "prepare", "digits"]) == 0
+    out = capsys.readouterr().out
+    assert "1438" in out and "359" in out
+
+
+def test_data_show_draws_images_and_who_holds_what(capsys):
+    assert cli.main(["data", "show", "digits", "--clients", "4", "--beta", "0.1", "--out", "pictures"]) == 0
+    assert {path.name for path in Path("pictures").iterdir()} == {"images.png", "classes.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in Path("pictures").iterdir())
+    out = capsys.readouterr().out
+    assert "1438" in out and "32x32" in out
+
+
+def test_data_show_overwrites_nothing(capsys):
+    Path("classes.png").write_text("mine")
+    assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["data"], ["data: no command given", "list, prepare, show"]),
+        (["data", "prepair"], ["'prepair'", "did you mean 'prepare'"]),
+        (["data", "prepare"], ["dataset: no name given"]),
+        (["data", "show", "--beta", "1"], ["dataset: no name given"]),
+        (["data", "prepare", "cifar1000"], ["'cifar1000'", "did you mean 'cifar100'"]),
+        (["data", "prepare", "digits", "--store-size", "0"], ["store_size: 0", "nearest valid value: 1"]),
+        (["data", "show", "digits", "--tasks", "11"], ["tasks: 11", "1 to 10"]),
+        (["convert"], ["convert: 0 files given", "SRC [DST]"]),
+        (["convert", "a", "b", "c"], ["convert: 3 files given"]),
+        (["convert", "absent.npz"], ["absent.npz"]),
+        (["embed", "--preprocess", "hepko"], ["preprocess", "'hepko'", "'hepco'"]),
+        (["embed", "--normalize", "unit"], ["--normalize", "--normalise"]),
+        (["run", "linear", "--dataset", "cifar100", "--data-dir", "nowhere"], ["'cifar100' is not here", "cifar-100-binary"]),
+        (["run", "linear", "--data-budget", "1", "--eval-batch-size", "999"], ["data_budget: 1 MiB", "nearest valid value"]),
+    ],
+)
+def test_mistakes_with_data_and_checkpoints_are_one_line(arguments, words, capsys):
+    line = mistake(capsys, *arguments)
+    assert all(word in line for word in words), line
+
+
+def test_convert_says_what_it_read_and_keeps_where_it_came_from(capsys):
+    tiny = dataclasses.replace(VITS["vit_micro"], width=64, depth=1, heads=1, mlp=32)
+    save_native("tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
+    assert cli.main(["convert", "tiny.safetensors", "converted.safetensors", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "64" in out and "converted.safetensors" in out
+    assert "exists already" in mistake(capsys, "convert", "tiny.safetensors", "converted.safetensors")

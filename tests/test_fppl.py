@@ -438,7 +438,7 @@ def test_a_given_value_wins_over_the_preset():
 
 
 def test_only_the_intended_reading_normalises_pixels_as_the_checkpoint_was_trained():
-    for fidelity, normalise in (("intended", "half"), ("paper", "unit"), ("released", "unit")):
+    for fidelity, normalise in (("intended", "checkpoint"), ("paper", "release"), ("released", "release")):
         assert config.resolve("fppl", config.from_mapping("fppl", {"fidelity": fidelity}, "test")).normalise == normalise
     kept = config.from_mapping("fppl", {"fidelity": "released", "normalise": "imagenet"}, "test")
     assert config.resolve("fppl", kept).normalise == "imagenet"
@@ -682,7 +682,7 @@ def test_logits_of_unseen_classes_never_win(name):
 def test_cached_queries_change_no_prediction():
     method, server = make()
     image = batch([0, 0, 0, 0]).image
-    cached = method.predict(None, server, image, method.query(None, image), TASKS[2])
+    cached = method.predict(None, server, image, FORMULA.encode(None, image, None), TASKS[2])
     np.testing.assert_array_equal(cached, method.predict(None, server, image, None, TASKS[2]))
 
 

@@ -1,50 +1,20 @@
 """A run that was killed with SIGKILL and resumed equals the run that was not, bit for bit."""
 
-import json
 import shutil
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import small_runs
-from small_runs import OPTIONS
+from small_runs import OPTIONS, assert_same_run
 
 from fcljax import checkpoint, cli
 from fcljax.errors import InputError
-
-CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s"}  # of summary.json: these may differ
 
 
 def resume(method, out, factory):
     with small_runs.compile_cache(factory):
         return cli.main(["run", method, "--resume", str(out)])
-
-
-def last_checkpoint(out):
-    """(number of rounds, arrays, host records without seconds) of the newest checkpoint."""
-    with checkpoint.open_checkpoints(out / "checkpoints", 2) as manager:
-        step = manager.latest_step()
-        parts = ocp.args.Composite(state=ocp.args.StandardRestore(), records=ocp.args.JsonRestore())
-        restored = manager.restore(step, args=parts)
-    return step, restored.state, {name: value for name, value in restored.records.items() if name != "seconds"}
-
-
-def timeless(out):
-    summary = json.loads((out / "summary.json").read_text())
-    return {name: value for name, value in summary.items() if name not in CLOCK}
-
-
-def assert_same_run(out, reference):
-    assert (out / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
-    assert timeless(out) == timeless(reference)
-    (step, state, records), (step_, state_, records_) = last_checkpoint(out), last_checkpoint(reference)
-    assert step == step_
-    assert records == records_
-    assert jax.tree.structure(state) == jax.tree.structure(state_)
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(state_), strict=True):
-        assert np.asarray(ours).dtype == np.asarray(theirs).dtype
-        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 @pytest.fixture

@@ -2,7 +2,11 @@
 
 import io
 import pickle
+import subprocess
+import sys
 import warnings
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +14,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fcljax.data.sources import DATASETS, load_dataset
+import fcljax
+from fcljax.data import prepared
+from fcljax.data.augment import Geometry
+from fcljax.data.sources import DATASETS, load_dataset, prepare
 from fcljax.errors import InputError
 
+ROOT = Path(fcljax.__file__).parents[1]
 ARRAYS = {
     "x_train": np.arange(6 * 4 * 5 * 3, dtype=np.uint8).reshape(6, 4, 5, 3),
     "y_train": np.array([7, 7, 2, 2, 30, 30]),
     "x_test": np.arange(3 * 4 * 5 * 3, dtype=np.uint8).reshape(3, 4, 5, 3),
     "y_test": np.array([30, 2, 7]),
 }
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path, monkeypatch):
+    """Nothing is prepared outside of the test's own folder."""
+    monkeypatch.setenv("FCLJAX_DATA", str(tmp_path / "data-folder"))
 
 
 def npz(folder, **changes):
@@ -43,7 +57,7 @@ def pictures(folder, classes=("cat", "dog")):
 def refusal(name):
     """The one line with which the data set is refused."""
     with pytest.raises(InputError) as error:
-        load_dataset(name, image_size=32)
+        load_dataset(name)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -93,7 +107,10 @@ def test_glyphs_without_images_are_refused():
     [
         ("digit", "did you mean 'digits'?"),
         ("npy:data.npz", "did you mean 'npz:PATH'?"),
-        ("cifar", "choose from: digits, folder:PATH, glyphs, npz:PATH"),
+        ("cifar-10", "did you mean 'cifar10'?"),
+        ("ImageNet-R", "did you mean 'imagenet_r'?"),
+        ("tinyimagenet", "did you mean 'tiny_imagenet'?"),
+        ("qqq", "choose from: cifar10, cifar100, cub200, digits,"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name, hint):
@@ -202,7 +219,7 @@ def test_a_damaged_npz_file_loads_or_is_refused_in_one_line(tmp_path, data):
 
 
 def test_a_folder_is_read_class_by_class_in_sorted_order(tmp_path):
-    data = load_dataset(pictures(tmp_path, ("dog", "cat", "ant")), image_size=32)
+    data = load_dataset(pictures(tmp_path, ("dog", "cat", "ant")))
     assert data.class_names == ("ant", "cat", "dog")
     assert data.y_train.tolist() == [0, 1, 2]
     assert data.x_train[:, 0, 0, 0].tolist() == [200, 100, 0]
@@ -210,27 +227,16 @@ def test_a_folder_is_read_class_by_class_in_sorted_order(tmp_path):
 
 
 def test_images_of_one_small_size_keep_it(tmp_path):
-    assert load_dataset(pictures(tmp_path), image_size=32).x_train.shape == (2, 8, 8, 3)
+    assert load_dataset(pictures(tmp_path)).x_train.shape == (2, 8, 8, 3)
 
 
-@pytest.mark.parametrize("image_size, side", [(224, 256), (None, 256), (64, 73)])
-def test_images_of_different_sizes_are_cut_to_a_square_of_256_for_224(tmp_path, image_size, side):
+def test_images_of_different_sizes_are_brought_to_those_of_the_geometry(tmp_path):
     name = pictures(tmp_path)
     picture(tmp_path / "test" / "cat" / "b.jpg", size=(90, 40))
-    data = load_dataset(name, image_size=image_size)
-    assert data.x_train.shape == (2, side, side, 3)
-    assert data.x_test.shape == (3, side, side, 3)
-
-
-def test_large_images_are_resized_and_centre_cropped(tmp_path):
-    rng = np.random.RandomState(0)
-    wide = Image.fromarray(rng.randint(0, 256, (4, 8, 3), np.uint8)).resize((240, 120), Image.Resampling.BICUBIC)
-    for split in ("train", "test"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        wide.save(tmp_path / split / "cat" / "a.png")
-    ours = load_dataset(f"folder:{tmp_path}", image_size=56).x_train[0]
-    theirs = np.asarray(wide.resize((128, 64), Image.Resampling.BICUBIC).crop((32, 0, 96, 64)))
-    assert np.abs(ours.astype(int) - theirs).max() <= 1
+    assert load_dataset(name).x_train.shape == (2, 256, 256, 3)
+    data = load_dataset(name, geometry=Geometry(64, 73))
+    assert data.x_train.shape == (2, 64, 64, 3) and data.x_test.shape == (3, 73, 73, 3)
+    assert data.size_train.tolist() == [[8, 8], [8, 8]] and data.size_test is None
 
 
 @pytest.mark.parametrize(
@@ -246,8 +252,8 @@ def test_large_images_are_resized_and_centre_cropped(tmp_path):
 def test_images_of_all_8_bit_modes_become_rgb(tmp_path, mode, file, options):
     name = pictures(tmp_path)
     picture(tmp_path / "train" / "cat" / file, color=(255, 255, 255), mode=mode, **options)
-    data = load_dataset(name, image_size=32)
-    assert (data.x_train[1] == 255).all()
+    data = load_dataset(name)
+    assert (data.x_train[1] == 255).all() and data.x_train.shape == (3, 8, 8, 3)
 
 
 def test_what_is_not_an_image_of_a_class_is_ignored(tmp_path):
@@ -256,7 +262,7 @@ def test_what_is_not_an_image_of_a_class_is_ignored(tmp_path):
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "train" / "cat" / "._a.png").write_text("left by a file manager")
     (tmp_path / "train" / ".cache").mkdir()
-    assert load_dataset(name, image_size=32).y_train.tolist() == [0, 1]
+    assert load_dataset(name).y_train.tolist() == [0, 1]
 
 
 def test_a_folder_without_train_or_test_is_refused(tmp_path):
@@ -278,7 +284,8 @@ def test_an_empty_folder_is_refused(tmp_path):
     name = pictures(tmp_path)
     (tmp_path / "train" / "cat" / "a.png").unlink()
     assert f"{str(tmp_path / 'train' / 'cat')!r} has no images" in refusal(name)
-    (tmp_path / "empty" / "train").mkdir(parents=True)
+    for split in ("train", "test"):
+        (tmp_path / "empty" / split).mkdir(parents=True)
     assert "has no class folders" in refusal(f"folder:{tmp_path / 'empty'}")
 
 
@@ -304,10 +311,15 @@ def test_a_damaged_image_loads_or_is_named(tmp_path, suffix, data):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     bad.write_bytes(content)
     try:
-        load_dataset(name, image_size=32)
+        load_dataset(name)
     except InputError as error:
         assert "\n" not in str(error)
         assert str(bad) in str(error)
+
+
+def test_an_option_of_other_data_sets_is_refused():
+    with pytest.raises(InputError, match="class_list: 'list.txt' is for imagenet100 and imagenet200; 'glyphs' takes none"):
+        load_dataset("glyphs", class_list="list.txt")
 
 
 def test_images_of_16_bits_are_refused(tmp_path):
@@ -317,7 +329,42 @@ def test_images_of_16_bits_are_refused(tmp_path):
     assert "deep.png" in message and "8 bits" in message
 
 
-def test_an_image_too_large_to_be_honest_is_refused(tmp_path, monkeypatch):
-    name = pictures(tmp_path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
-    assert "is not a readable image (DecompressionBomb" in refusal(name)
+@pytest.mark.parametrize("member", ["/etc/x_train.npy", "../x_train.npy", "a/../../b.npy", "..\\b.npy", "C:\\b.npy"])
+def test_an_npz_file_that_leads_out_of_itself_is_refused(tmp_path, member):
+    name = npz(tmp_path)
+    with zipfile.ZipFile(tmp_path / "data.npz", "a") as archive:
+        archive.writestr(member, b"")
+    assert "which leads out of it" in refusal(name)
+
+
+def test_data_in_memory_have_digests_of_their_content(tmp_path):
+    digits, glyphs = load_dataset("digits"), load_dataset("glyphs", glyph_train=1, glyph_test=1)
+    file = load_dataset(npz(tmp_path))
+    assert len({data.digest for data in (digits, glyphs, file)}) == 3
+    for data in (digits, glyphs, file):
+        arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test")}
+        assert data.digest == prepared.digest(arrays) != prepared.digest(arrays | {"x_train": 255 - data.x_train})
+    assert load_dataset("glyphs", glyph_train=1, glyph_test=1, seed=1).digest != glyphs.digest
+
+
+def test_preparing_data_that_stay_in_memory_only_reports_them(tmp_path):
+    result = prepare("digits")
+    assert result.folder is None and result.counts == (1438, 359) and result.skipped == ()
+    assert result.digest == load_dataset("digits").digest
+    assert prepare(npz(tmp_path)).counts == (6, 3)
+    assert not (tmp_path / "data-folder").exists()
+
+
+def test_the_same_pixels_have_the_same_digest_wherever_they_come_from(tmp_path):
+    for split, rows in (("train", ARRAYS["x_train"]), ("test", ARRAYS["x_test"])):
+        for number, (label, image) in enumerate(zip(sorted([0, 1, 2] * (len(rows) // 3)), rows, strict=True)):
+            (tmp_path / split / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(tmp_path / split / str(label) / f"{number}.png")
+    labels = {"y_train": np.array([0, 0, 1, 1, 2, 2]), "y_test": np.array([0, 1, 2])}
+    assert load_dataset(f"folder:{tmp_path}").digest == load_dataset(npz(tmp_path, **labels)).digest
+
+
+def test_importing_and_built_in_data_do_not_import_tensorflow_datasets():
+    code = "import sys, fcljax.cli; from fcljax.data.sources import *; load_dataset('digits'); known_datasets()"
+    check = "assert not {'tensorflow_datasets', 'tensorflow', 'array_record'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-W", "error", "-c", f"{code}; {check}"], check=True, capture_output=True, cwd=ROOT)

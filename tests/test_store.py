@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcljax.data.store import client_rows, make_store
+from fcljax.data.store import client_rows
 from fcljax.data.tasks import make_tasks
 
 
@@ -33,11 +33,3 @@ def test_clients_without_rows_are_empty():
     csr = client_rows([np.empty(0, np.int64), np.array([0]), np.empty(0, np.int64)], np.array([1]), make_tasks(2, 2)[0])
     assert csr.rows.size == 0
     assert csr.offset.tolist() == [0, 0, 0, 0]
-
-
-def test_a_store_shares_the_images_and_narrows_the_labels():
-    images = np.zeros((2, 4, 4, 3), np.uint8)
-    store = make_store(images, np.array([3, 1]))
-    assert np.shares_memory(store.image, images)
-    assert store.label.dtype == np.int32
-    assert store.label.tolist() == [3, 1]

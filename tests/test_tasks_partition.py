@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcljax.data.partition import count_matrix, dirichlet, iid
-from fcljax.data.tasks import class_order, make_tasks, relabel, task_of_round, task_sizes
+from fcljax.data.tasks import class_order, make_tasks, relabel, task_sizes
 from fcljax.errors import InputError
 
 CIFAR = np.repeat(np.arange(100), 500)
@@ -95,11 +95,6 @@ def test_cifar_100_first_task_client_sizes_are_those_of_the_release():
     first = make_tasks(100, 10)[0].current
     counts = count_matrix(relabel(CIFAR, order), dirichlet(CIFAR, 10, 0.5, rng), 100)
     assert counts[:, first].sum(1).tolist() == [438, 618, 531, 365, 477, 628, 442, 224, 338, 939]
-
-
-def test_rounds_are_shared_equally_by_tasks():
-    assert [task_of_round(g, 20, 200) for g in (0, 9, 190, 199)] == [0, 0, 19, 19]
-    assert [task_of_round(g, 10, 400) for g in (39, 40)] == [0, 1]
 
 
 @settings(deadline=None, max_examples=30)

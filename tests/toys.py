@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from fcljax.federated.aggregation import conflate_sums
-from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
 from fcljax.federated.schedule import Roster, capacity, participants, plan_round
 from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Phase, Program, Task, Upload, View, Weighted
 
@@ -461,10 +461,8 @@ def receive(engine: Engine, frozen, server, states, data, roster, ids, task, rou
     states = jax.tree.map(jnp.copy, states)  # the engine donates them
     frozen, server, states, data, task, key = engine.place((frozen, server, states, data, task, key))
     broadcast = engine.broadcast(server, task)
-    received = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
-    for chunk in chunks:
-        received, states = engine.clients(frozen, broadcast, received, states, data, chunk, task, key)
-    return received, states
+    args = (frozen, broadcast, states, data, task, key)
+    return play_chunks(engine.clients, engine.method.client, engine.lanes, chunks, *args)
 
 
 def close(left, right, atol: float = 1e-5) -> None:

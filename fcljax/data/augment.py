@@ -2,37 +2,52 @@
 
 Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per image: no gathers, no
 loop over images, one trace. The matrices hold Pillow's kernels, stretched when shrinking (antialias), cut off at the crop box and
-renormalised, and values are rounded to grey levels after each pass as Pillow does; that reproduces torchvision on PIL images.
+renormalised, and values are rounded to grey levels after each pass as Pillow does: the clean view equals torchvision's on PIL images.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from fcljax.errors import InputError
+from fcljax.errors import InputError, choose
 
 # Mean and standard deviation per channel, of pixels scaled to [0, 1].
 NORMALISE = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
 }
 
+MARGIN = 256 / 224  # of the resized short side over the central crop, wherever a margin is left
 _ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a central crop
 
 
-def short_side(image_size: int) -> int:
-    """The short side images are resized to before the central crop: 256 for 224, and in proportion, rounded down."""
-    return int(256 / 224 * image_size)
+class Geometry(NamedTuple):
+    """How images of many sizes are brought to one before they are stored: the one resize that cannot happen inside jit.
+
+    Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that with the original sizes.
+    Test images are stored as the clean view wants them, so that it has nothing left to resample: the short side is resized to `test`
+    and a central square cut out, or, with `squash`, both sides are resized to `test`.
+    """
+
+    train: int = 256  # side in pixels
+    test: int = 256  # side in pixels
+    squash: bool = False
+    kernel: Literal["bicubic", "bilinear"] = "bicubic"  # Pillow's, antialiased; of the test images. Training images take bicubic.
 
 
 @dataclass(frozen=True)
 class Preprocess:
     """How images become network inputs. Static: hashable, an argument that jit specialises on.
+
+    Training: a random crop that is resized (bilinear), or with `crop_scale` None the clean view's geometry; then a random flip and a
+    random brightness. Clean: the short side (with `squash` both sides) resized to int(margin * image_size), then a central crop.
 
     Raises:
       InputError: for sizes, ranges or probabilities that make no sense, naming the field.
@@ -44,81 +59,180 @@ class Preprocess:
     crop_scale: tuple[float, float] | None = (0.05, 1.0)  # range of the crop's share of the area; None: no random crop
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of the crop's width / height
     flip: float = 0.5  # probability of a horizontal flip
-    resize: int | None = None  # short side before the central crop of the clean view; None: `short_side(image_size)`
+    brightness: float = 0.0  # training images are multiplied by a factor from 1 - brightness to 1 + brightness
+    margin: float = MARGIN  # of the resized side over image_size, in the clean view
+    squash: bool = False  # resize both sides, whatever the image's shape, and not the short one
+    kernel: Literal["bicubic", "bilinear"] = "bicubic"  # of the clean view's resize
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
             raise InputError(f"image_size: {self.image_size} is not a number of pixels; choose 1 or more")
-        if self.resize is not None and self.resize < self.image_size:
-            raise InputError(f"resize: {self.resize} is smaller than image_size; choose {self.image_size} or more")
+        if not 1 <= self.margin < float("inf"):
+            raise InputError(f"margin: {self.margin} leaves less than the central crop; choose 1 or more")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise InputError(f"crop_scale: {self.crop_scale} is not a range within (0, 1]; such as (0.05, 1.0)")
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1] < float("inf"):
             raise InputError(f"crop_ratio: {self.crop_ratio} is not a range of positive ratios; such as (0.75, 1.33)")
         if not 0 <= self.flip <= 1:
             raise InputError(f"flip: {self.flip} is not a probability; choose 0 to 1")
+        if not 0 <= self.brightness <= 1:
+            raise InputError(f"brightness: {self.brightness} is not a share; choose 0 to 1")
         if not all(value > 0 for value in self.std):
             raise InputError(f"std: {self.std} must be positive")
 
+    @property
+    def resized(self) -> int:
+        """The side that the clean view resizes to before its central crop: 256 for 224, rounded down elsewhere."""
+        return int(self.margin * self.image_size)
+
+    def with_pixels(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "Preprocess":
+        """The same views, with pixels in [0, 1] shifted by this mean and divided by this deviation."""
+        return replace(self, mean=mean, std=std)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What images of many sizes should be stored as for these views."""
+        return Geometry(int(MARGIN * self.image_size), self.resized, self.squash, self.kernel)
+
+
+_RELEASE = {  # what each paper's released code does, pixel range included
+    "fppl": {},
+    "pmae": {},
+    "pilora": dict(crop_scale=None, brightness=63 / 255, margin=1.0, kernel="bilinear", normalise="cifar100"),
+    "hepco": dict(crop_scale=(0.08, 1.0), margin=1.0, squash=True, kernel="bilinear"),
+    "hepco_domainnet": dict(crop_scale=(0.08, 1.0), squash=True, kernel="bilinear"),
+}
+
+PRESETS = {
+    "fppl": "crops of 5 to 100 % of the area, flips; test: short side to 256/224 (bicubic), central crop; pixels in [0, 1]",
+    "pmae": "as fppl; its reconstruction path normalises with ImageNet's constants on top",
+    "pilora": "short side to the input size (bilinear), flips, brightness within 63/255; CIFAR-100's mean and deviation",
+    "hepco": "crops of 8 to 100 % of the area, flips; test: both sides to the input size (bilinear); pixels in [0, 1]",
+    "hepco_domainnet": "as hepco, but test: both sides to 256/224, central crop",
+}
+
+
+def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
+    """A paper's input pipeline as its release has it (specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4, HePCo 1.2-1.3).
+
+    Args:
+      name: one of `PRESETS`.
+      image_size: side of the network's input.
+      fills_frame: for images such as letters that reach their border, the clean view resizes all of them and cuts nothing off.
+
+    Raises:
+      InputError: for an unknown name, or a size that is none.
+    """
+    options = dict(_RELEASE[choose("preprocess", name, PRESETS)])
+    mean, std = NORMALISE[options.pop("normalise", "unit")]
+    if fills_frame:
+        options["margin"] = 1.0
+    return Preprocess(image_size, mean, std, **options)
+
 
 def train_view(
-    preprocess: Preprocess, images: UInt8[Array, "batch height width 3"], keys: Key[Array, " batch"]
+    preprocess: Preprocess,
+    images: UInt8[Array, "batch height width 3"],
+    keys: Key[Array, " batch"],
+    sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """Random resized crop (bilinear), random flip, normalisation. An image's view depends on the image and its key only.
+    """The training view: random geometry, flip, brightness, normalisation. An image's view depends on the image and its key only.
 
-    With `crop_scale` None the clean view's geometry is kept and only the flip is random.
+    Args:
+      preprocess: the pipeline.
+      images: as they are stored.
+      keys: one per image.
+      sizes: height and width that each image had before it was squeezed to height x width (`Geometry`); None: pixels are square.
     """
-    boxes, flips = sample_crops(preprocess, images.shape[1], images.shape[2], keys)
+    boxes, flips = sample_crops(preprocess, _whole(images, sizes), keys)
     if preprocess.crop_scale is None:
-        clean = clean_view(preprocess, images)
-        return jnp.where(flips[:, None, None, None], clean[:, :, ::-1], clean)
-    return _normalise(preprocess, crop_resize(images, boxes, flips, preprocess.image_size))
+        grey = _clean_grey(preprocess, images, sizes)
+        grey = jnp.where(flips[:, None, None, None], grey[:, :, ::-1], grey)
+    else:
+        grey = crop_resize(images, boxes, flips, preprocess.image_size, sizes)
+    return _normalise(preprocess, _brighten(preprocess, grey, keys))
 
 
-def clean_view(preprocess: Preprocess, images: UInt8[Array, "batch height width 3"]) -> Float[Array, "batch S S 3"]:
-    """Resize of the short side (bicubic), central crop, normalisation. Images that have the size already are not resampled."""
-    _, height, width, _ = images.shape
-    size = preprocess.image_size
-    rows, cols = _resized(height, width, preprocess.resize or short_side(size))
+def clean_view(
+    preprocess: Preprocess, images: UInt8[Array, "batch height width 3"], sizes: Int[Array, "batch 2"] | None = None
+) -> Float[Array, "batch S S 3"]:
+    """The test view: resize, central crop, normalisation. Images that have the size already are not resampled.
+
+    Args:
+      preprocess: the pipeline.
+      images: as they are stored.
+      sizes: as in `train_view`.
+    """
+    return _normalise(preprocess, _clean_grey(preprocess, images, sizes))
+
+
+def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> Float[Array, "batch S S 3"]:
+    height, width = images.shape[1:3]
+    size, short, kernel = preprocess.image_size, preprocess.resized, _KERNELS[preprocess.kernel]
+    if sizes is not None and not preprocess.squash:  # every image has its own long side
+        rows, cols = (jnp.maximum(short, short * side // other) for side, other in (sizes.T, sizes.T[::-1]))
+        return _resample(images, _central_weights(kernel, height, rows, size), _central_weights(kernel, width, cols, size))
+    # torchvision's Resize rounds the long side down
+    rows, cols = (short if preprocess.squash else max(short, short * side // other) for side, other in ((height, width), (width, height)))
     top, left = round((rows - size) / 2), round((cols - size) / 2)
     if (rows, cols) == (height, width):
-        return _normalise(preprocess, images[:, top : top + size, left : left + size].astype(jnp.float32))
-    vertical = _weights(_cubic, height, 0, height, rows, top + jnp.arange(size))
-    horizontal = _weights(_cubic, width, 0, width, cols, left + jnp.arange(size))
-    return _normalise(preprocess, _resample(images, vertical, horizontal))
+        return images[:, top : top + size, left : left + size].astype(jnp.float32)
+    vertical = _weights(np, kernel, height, 0, height, rows, top + np.arange(size))
+    horizontal = _weights(np, kernel, width, 0, width, cols, left + np.arange(size))
+    return _resample(images, vertical, horizontal)
+
+
+def _central_weights(kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int) -> Float[Array, "batch size pixels"]:
+    """A line of `pixels` is resized to `resized`, another length for each image, of which the central `size` are kept."""
+    start = jnp.round((resized - size) / 2).astype(jnp.int32)
+    return jax.vmap(lambda resized, start: _weights(jnp, kernel, pixels, 0, pixels, resized, start + jnp.arange(size)))(resized, start)
+
+
+def _whole(images: Array, sizes: Array | None) -> Int[Array, "batch 2"]:
+    return jnp.broadcast_to(jnp.array(images.shape[1:3]), (images.shape[0], 2)) if sizes is None else sizes
 
 
 def sample_crops(
-    preprocess: Preprocess, height: int, width: int, keys: Key[Array, " batch"]
+    preprocess: Preprocess, whole: Int[Array, "batch 2"], keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, "batch 4"], Bool[Array, " batch"]]:
     """Crop boxes (top, left, rows, columns) and flips, one key per image, as torchvision's RandomResizedCrop draws them.
 
-    Area and log aspect ratio are uniform; the first of ten draws that fits the image is taken, else a central crop. With
-    `crop_scale` None the boxes are the whole image.
+    Args:
+      preprocess: ranges and probabilities. With `crop_scale` None all boxes are the whole image.
+      whole: height and width of each image, in whose pixels the boxes are.
+      keys: one per image.
     """
     draws = jax.vmap(lambda key: jax.random.uniform(key, (2 * _ATTEMPTS + 3,)))(keys)
     flips = draws[:, -1] < preprocess.flip
     if preprocess.crop_scale is None:
-        return jnp.broadcast_to(jnp.array([0, 0, height, width]), (len(draws), 4)), flips
+        return jnp.concatenate([jnp.zeros_like(whole), whole], 1), flips
     low, high = preprocess.crop_scale
-    area = height * width * (low + (high - low) * draws[:, :_ATTEMPTS])
+    area = jnp.prod(whole.astype(jnp.float32), 1)[:, None] * (low + (high - low) * draws[:, :_ATTEMPTS])
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * draws[:, _ATTEMPTS : 2 * _ATTEMPTS])
     sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)  # [batch, attempts, (rows, columns)]
-    whole = jnp.array([height, width])
-    fits = jnp.all((sides > 0) & (sides <= whole), -1)
+    fits = jnp.all((sides > 0) & (sides <= whole[:, None]), -1)
     first = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
     corner = jnp.floor(draws[:, -3:-1] * (whole - first + 1)).astype(jnp.int32)
     corner = jnp.minimum(corner, whole - first)  # u * n can round up to n
     box = jnp.concatenate([corner, first], 1)
-    return jnp.where(jnp.any(fits, 1)[:, None], box, jnp.array(_central_box(preprocess.crop_ratio, height, width))), flips
+    return jnp.where(jnp.any(fits, 1)[:, None], box, _central_boxes(preprocess.crop_ratio, whole)), flips
 
 
 def crop_resize(
-    images: UInt8[Array, "batch height width 3"], boxes: Int[Array, "batch 4"], flips: Bool[Array, " batch"], size: int
+    images: UInt8[Array, "batch height width 3"],
+    boxes: Int[Array, "batch 4"],
+    flips: Bool[Array, " batch"],
+    size: int,
+    sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch size size 3"]:
-    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`. Grey levels 0..255."""
+    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`. Grey levels 0..255.
+
+    The boxes are in pixels of images of `sizes`, which are stored squeezed to height x width; None: as stored.
+    """
     height, width = images.shape[1:3]
+    if sizes is not None:
+        boxes = boxes * jnp.tile(jnp.array([height, width]) / sizes, (1, 2))  # no longer whole pixels
     top, left, rows, cols = boxes.T
     vertical = _box_weights(height, top, rows, size)
     horizontal = _box_weights(width, left, cols, size)
@@ -126,61 +240,84 @@ def crop_resize(
 
 
 def _box_weights(pixels: int, start: Array, length: Array, size: int) -> Float[Array, "batch size pixels"]:
-    return jax.vmap(lambda start, length: _weights(_triangle, pixels, start, length, size, jnp.arange(size)))(start, length)
+    return jax.vmap(lambda start, length: _weights(jnp, _triangle, pixels, start, length, size, jnp.arange(size)))(start, length)
 
 
-def _central_box(ratio: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
-    # Python's round and jnp.round both round half to even, as torchvision does.
-    rows, cols = height, width
-    if width / height < ratio[0]:
-        rows = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        cols = round(height * ratio[1])
-    return (height - rows) // 2, (width - cols) // 2, rows, cols
+def _central_boxes(ratio: tuple[float, float], whole: Int[Array, "batch 2"]) -> Int[Array, "batch 4"]:
+    """Where no draw fits: the central box as large as the image allows with the ratio nearest to the image's own."""
+    height, width = whole.astype(jnp.float32).T
+    rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
+    cols = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
+    sides = jnp.stack([rows, cols], 1).astype(jnp.int32)
+    return jnp.concatenate([(whole - sides) // 2, sides], 1)
 
 
-def _resized(height: int, width: int, short: int) -> tuple[int, int]:
-    return (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
+def _triangle(xp, x):
+    return xp.maximum(0.0, 1.0 - abs(x))
 
 
-def _triangle(x: Array) -> Array:
-    return jnp.maximum(0.0, 1.0 - jnp.abs(x))
-
-
-def _cubic(x: Array) -> Array:
+def _cubic(xp, x):
     # Keys' kernel with a = -0.5, which is Pillow's (torch's tensor resize has -0.75)
-    x = jnp.abs(x)
+    x = abs(x)
     near = (1.5 * x - 2.5) * x * x + 1.0
     far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-    return jnp.where(x < 1, near, jnp.where(x < 2, far, 0.0))
+    return xp.where(x < 1, near, xp.where(x < 2, far, 0.0))
 
 
-def _weights(
-    kernel: Callable[[Array], Array], pixels: int, start: Array | int, length: Array | int, resized: int, out: Int[Array, " out"]
-) -> Float[Array, "out pixels"]:
-    """How outputs `out` of `resized` weigh the pixels of a line when the stretch [start, start + length) of it is resized."""
+_KERNELS = {"bicubic": _cubic, "bilinear": _triangle}
+
+
+def _weights(xp, kernel: Callable, pixels: int, start, length, resized, out) -> Float[Array | np.ndarray, "out pixels"]:
+    """How outputs `out` of `resized` weigh the pixels of a line when the stretch [start, start + length) of it is resized.
+
+    xp is numpy where everything is known while tracing, which gives the weights in float64 as Pillow has them, and else jax.numpy.
+    """
     scale = length / resized
     centre = start + (out + 0.5) * scale
-    pixel = jnp.arange(pixels)
-    weight = kernel((pixel + 0.5 - centre[:, None]) / jnp.maximum(scale, 1.0))
-    weight = jnp.where((pixel >= start) & (pixel < start + length), weight, 0.0)
-    return weight / jnp.sum(weight, 1, keepdims=True)
+    pixel = xp.arange(pixels)
+    weight = kernel(xp, (pixel + 0.5 - centre[:, None]) / xp.maximum(scale, 1.0))
+    weight = xp.where((pixel + 1 > start) & (pixel < start + length), weight, 0.0)  # pixels that the stretch touches
+    return weight / xp.sum(weight, 1, keepdims=True)
 
 
-def _resample(images: Array, vertical: Array, horizontal: Array) -> Float[Array, "batch S S 3"]:
+def _resample(images: Array, vertical: Array | np.ndarray, horizontal: Array | np.ndarray) -> Float[Array, "batch S S 3"]:
     # Columns first and grey levels after each pass, like Pillow. Channels sit between rows and columns, so that both products are
-    # plain batched matrix products. HIGHEST, because bfloat16 passes would cost half a grey level and the products are small.
+    # plain batched matrix products.
     batch, height, width, channels = images.shape
     rows, cols = vertical.shape[-2], horizontal.shape[-2]
-    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
-    narrow = _grey(dot(planar, jnp.swapaxes(horizontal, -1, -2))).reshape(batch, height, channels * cols)
-    return _grey(dot(vertical, narrow)).reshape(batch, rows, channels, cols).transpose(0, 1, 3, 2)
+    narrow = _grey(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
+    narrow = narrow.reshape(batch, height, channels * cols)
+    return _grey(lambda weights: _dot(weights, narrow), vertical).reshape(batch, rows, channels, cols).transpose(0, 1, 3, 2)
 
 
-def _grey(values: Array) -> Array:
-    # Pillow rounds halves up. Ties are common (weights are small fractions), and the margin keeps float32 noise from deciding them.
-    return jnp.clip(jnp.floor(values + (0.5 + 2**-12)), 0.0, 255.0)
+def _grey(product: Callable, weights: Array | np.ndarray) -> Array:
+    """Pillow's fixed-point arithmetic in float32: weights are whole multiples of 2**-22, and halves are rounded up.
+
+    Weights are small fractions, so ties are common and must not be left to rounding errors. Split into multiples of 2**-11 and a rest,
+    the products and sums of both parts with grey levels fit into 24 bits and are exact.
+    """
+    xp = np if isinstance(weights, np.ndarray) else jnp
+    high = xp.round(weights * 2**11) / 2**11
+    low = xp.round((weights - high) * 2**22) / 2**22
+    whole = product(high) + 0.5
+    floor = jnp.floor(whole)
+    return jnp.clip(floor + jnp.floor(whole - floor + product(low)), 0.0, 255.0)
+
+
+def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
+    # HIGHEST, because an accelerator's default passes have fewer than 24 bits, and the products are small.
+    return jnp.matmul(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
+    """Every image times a factor of its own, rounded down to grey levels: torchvision's ColorJitter on PIL images (Pillow's blend)."""
+    if not preprocess.brightness:
+        return grey
+    # A stream apart from the crops', so that brightness does not change them.
+    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (), minval=-1.0))(keys)
+    factor = 1 + preprocess.brightness * draw
+    return jnp.clip(jnp.floor(grey * factor[:, None, None, None]), 0.0, 255.0)
 
 
 def _normalise(preprocess: Preprocess, grey: Array) -> Array:

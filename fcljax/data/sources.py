@@ -1,40 +1,49 @@
-"""Where images come from: two built-in data sets that need no download, `.npz` files and folders of images.
+"""Data sets by name: two that are built in, published ones from official files or tensorflow-datasets, and the user's own.
 
-Everything ends up as uint8 arrays in memory, labels 0..C-1. Nothing is ever unpickled, and whatever is wrong with a user's file is
-one line that names it.
+Images of files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and built-in sets are arrays in
+memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wrong with a user's file is one line that names it.
 """
 
+import os
+import re
 import zipfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int32, Int64, UInt8
 from PIL import Image
+from rich.console import Console
 
-from fcljax.data.augment import short_side
+from fcljax.data import listings, prepared
+from fcljax.data.augment import Geometry
+from fcljax.data.images import one_line
+from fcljax.data.listings import NAMED, Raw, same_classes
+from fcljax.data.prepared import Prepared, PreparedInfo
 from fcljax.errors import InputError, nearest
 
-DATASETS = {
+_IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; made on the spot",
     "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file; x uint8 [N, H, W, 3] or [N, H, W]",
+}
+DATASETS = {
+    **_IN_MEMORY,
     "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH",
+    **{name: named.what for name, named in NAMED.items()},
 }
 
-T = TypeVar("T")
-
+_KEPT = ("digits", "glyphs", "npz")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
-_SUFFIXES = {".png", ".jpg", ".jpeg"}
-_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits or less a channel
 
 
 class Dataset(NamedTuple):
-    """Labelled images, all of one size. Labels are original ones: 0..C-1, before any class order."""
+    """Labelled images, all of one size within a split. Labels are original ones: 0..C-1, before any class order.
+
+    The arrays may be memory-mapped. `size_train` and `size_test` hold the height and width that each image had before it was squeezed
+    into its square (`augment.Geometry`); None where the pixels are square. `digest` names the pixels of both splits.
+    """
 
     name: str
     x_train: UInt8[np.ndarray, "N H W 3"]
@@ -43,35 +52,228 @@ class Dataset(NamedTuple):
     y_test: Int64[np.ndarray, " M"]
     class_names: tuple[str, ...]
     augment: bool = True  # whether random crops and flips keep the class: not for digits and letters
+    size_train: Int32[np.ndarray, "N 2"] | None = None
+    size_test: Int32[np.ndarray, "M 2"] | None = None
+    digest: str = ""  # sha256 of what the arrays hold
+
+
+class _Options(NamedTuple):
+    geometry: Geometry
+    data: Path
+    class_list: str | None
+    skip_corrupt: bool
+    glyph_train: int
+    glyph_test: int
+    seed: int
+    console: Console
 
 
 def load_dataset(
-    name: str, *, image_size: int | None = None, glyph_train: int = 200, glyph_test: int = 50, seed: int = 0
+    name: str,
+    *,
+    geometry: Geometry = Geometry(),  # noqa: B008
+    data_dir: str | Path | None = None,
+    class_list: str | None = None,
+    skip_corrupt: bool = False,
+    glyph_train: int = 200,
+    glyph_test: int = 50,
+    seed: int = 0,
+    console: Console | None = None,
 ) -> Dataset:
-    """The data set of that name, one of `DATASETS`.
+    """The data set of that name, one of `DATASETS`. Nothing is downloaded.
 
     Args:
-      name: `digits`, `glyphs`, `npz:PATH` or `folder:PATH`.
-      image_size: side of the network's input, 224 when None. Only folders heed it: images of different or of larger sizes are
-        resized (bicubic) to a short side of 256/224 image_size, as the clean view would do, and centre-cropped to a square.
+      geometry: how images of many or of large sizes are brought to one. Those of `digits`, `glyphs` and `npz:PATH` stay as they are.
+      data_dir: folder of raw and prepared data, see `data_folder`.
+      class_list: a text file with a WordNet id per line, for `imagenet100` and `imagenet200`.
+      skip_corrupt: leave out images that cannot be decoded.
       glyph_train: training images per class of `glyphs`.
       glyph_test: test images per class of `glyphs`.
-      seed: of `glyphs`. The split of `digits` is fixed.
+      seed: of `glyphs`. All other splits are fixed.
+      console: for the progress of decoding and for notes; standard error when None.
 
     Raises:
-      InputError: for an unknown name and for whatever is wrong with the file or folder.
+      InputError: for an unknown name, for data that are not there (with what to do about it), and for whatever is wrong with a file.
     """
+    console = console or Console(stderr=True)
+    options = _Options(geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console)
+    if _kind(name, options) in _KEPT:
+        return _in_memory(name, options)
+    return _dataset(name, _from_cache(name, options))
+
+
+def prepare(
+    name: str,
+    *,
+    geometry: Geometry = Geometry(),  # noqa: B008
+    data_dir: str | Path | None = None,
+    class_list: str | None = None,
+    skip_corrupt: bool = False,
+    glyph_train: int = 200,
+    glyph_test: int = 50,
+    seed: int = 0,
+    console: Console | None = None,
+    force: bool = False,
+) -> PreparedInfo:
+    """Make a data set ready for runs: let tensorflow-datasets download it if it is not there, decode it, check every byte.
+
+    Args:
+      force: decode again, and replace what was prepared. For the others see `load_dataset`.
+
+    Raises:
+      InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files to put where instead.
+    """
+    console = console or Console(stderr=True)
+    options = _Options(geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console)
+    if _kind(name, options) in _KEPT:
+        dataset = _in_memory(name, options)
+        arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
+        counts = len(dataset.y_train), len(dataset.y_test)
+        return PreparedInfo(None, counts, sum(array.nbytes for array in arrays), dataset.digest, ())
+    return prepared.info(_from_cache(name, options, force=force, full=True, download=True))
+
+
+def data_folder(data_dir: str | Path | None = None) -> Path:
+    """The folder of raw and prepared data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax."""
+    return Path(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax").expanduser()
+
+
+def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
+    """Name, description and state of every data set.
+
+    The state is "built in", "prepared", "raw files found", "via tensorflow-datasets" (prepared by it) or "not here: " and what to put
+    where.
+    """
+    folder = data_folder(data_dir)
+    return [(name, what, _state(name, folder) if name in NAMED else "built in") for name, what in DATASETS.items()]
+
+
+def _state(name: str, folder: Path) -> str:
+    if any(_manifests(folder, name)):
+        return "prepared"
+    try:
+        raw = listings.find(name, folder)
+    except InputError as error:
+        return f"not here: {str(error).removeprefix('dataset: ')}"
+    if raw is None:
+        return f"not here: {listings.how_to_get(name, folder)}"
+    return "raw files found" if raw.route == "files" else "via tensorflow-datasets"
+
+
+def _kind(name: str, options: _Options) -> str:
     kind, colon, path = name.partition(":")
     if kind in ("npz", "folder"):
         if not path:
             raise InputError(f"dataset: {name!r} needs a path: {kind}:PATH")
-        path = Path(path).expanduser()
-        return _npz(name, path) if kind == "npz" else _folder(name, path, image_size or 224)
+    elif name not in DATASETS:
+        raise InputError(f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}")
+    if options.class_list is not None and name not in ("imagenet100", "imagenet200"):
+        raise InputError(f"class_list: {options.class_list!r} is for imagenet100 and imagenet200; {name!r} takes none")
+    return kind
+
+
+def _path(name: str) -> Path:
+    return Path(name.partition(":")[2]).expanduser()
+
+
+def _in_memory(name: str, options: _Options) -> Dataset:
     if name == "digits":
-        return _digits()
-    if name == "glyphs":
-        return _glyphs(glyph_train, glyph_test, seed)
-    raise InputError(f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}")
+        dataset = _digits()
+    elif name == "glyphs":
+        dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
+    else:
+        dataset = _npz(name, _path(name))
+    arrays = {key: getattr(dataset, key) for key in ("x_train", "y_train", "x_test", "y_test")}
+    return dataset._replace(digest=prepared.digest(arrays))
+
+
+def _dataset(name: str, data: Prepared) -> Dataset:
+    augment = NAMED[name].augment if name in NAMED else True
+    return Dataset(
+        name,
+        data.x_train,
+        data.y_train,
+        data.x_test,
+        data.y_test,
+        data.class_names,
+        augment=augment,
+        size_train=data.size_train,
+        size_test=data.size_test,
+        digest=data.digest,
+    )
+
+
+def _from_cache(name: str, options: _Options, *, force: bool = False, full: bool = False, download: bool = False) -> Prepared:
+    choice = listings.class_list(options.class_list) if options.class_list else None
+    raw = _find(name, options.data, choice)
+    target = None if raw or force else _prepared_without_raw(name, options, choice)
+    if raw is None and target is None:
+        if not download:
+            raise InputError(f"dataset: {name!r} is not here; {listings.how_to_get(name, options.data)}")
+        listings.download(name, options.data)
+        raw = _find(name, options.data, choice)
+    if raw:
+        target, fresh = _built(name, raw, options, choice, force)
+        full = full and not fresh
+    data = prepared.open_prepared(target, name, full)
+    if data.skipped and not options.skip_corrupt:
+        raise InputError(
+            f"dataset: {name!r} was prepared without {len(data.skipped)} unreadable images (first: {data.skipped[0]}); "
+            "set skip_corrupt to use it so, or replace them"
+        )
+    return data
+
+
+def _find(name: str, folder: Path, choice: listings.Choice) -> Raw | None:
+    return listings.find(name, folder, choice) if name in NAMED else listings.folder_of_classes(_path(name))
+
+
+def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, force: bool) -> tuple[Path, bool]:
+    """Where the raw data lie prepared, once they do, and whether that is only since now."""
+    kind, _, path = name.partition(":")
+    label = f"{kind}-{re.sub(r'[^A-Za-z0-9_]+', '_', Path(path).name)[:40]}" if path else name
+    scan = raw.scan()
+    target = prepared.place(options.data / "prepared", label, kind, scan.fingerprint, options.geometry)
+    fresh = force or not target.exists()
+    if fresh:
+        prepared.say(options.console, f"preparing {name} from {raw.where}, once")
+        listing = scan.listing()
+        count, official = len(listing.train.names) + len(listing.test.names), NAMED[name].images if name in NAMED else None
+        if official and count != official:
+            prepared.say(options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
+        facts = {"name": name, "class_list": choice, "source": str(raw.where.absolute()), "fingerprint": scan.fingerprint}
+        prepared.build(
+            target,
+            listing,
+            options.geometry,
+            facts=facts,
+            skip_corrupt=options.skip_corrupt,
+            force=force,
+            console=options.console,
+        )
+    return target, fresh
+
+
+def _manifests(folder: Path, name: str) -> list[tuple[Path, dict]]:
+    found = []
+    for target in sorted((folder / "prepared").glob(f"{name}-*")):
+        try:
+            manifest = prepared.read_manifest(target)
+        except (OSError, ValueError):
+            continue
+        if manifest.get("name") == name:
+            found.append((target, manifest))
+    return found
+
+
+def _prepared_without_raw(name: str, options: _Options, choice: listings.Choice) -> Path | None:
+    """The prepared data set whose raw data are gone, or were never on this machine."""
+    wanted = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
+    targets = [target for target, facts in _manifests(options.data, name) if {key: facts.get(key) for key in wanted} == wanted]
+    if len(targets) > 1:
+        names = " and ".join(repr(str(target)) for target in targets)
+        raise InputError(f"dataset: {name!r} is prepared more than once, and its raw files are gone; remove one of {names}")
+    return targets[0] if targets else None
 
 
 def _digits() -> Dataset:
@@ -117,7 +319,7 @@ def _npz(name: str, path: Path) -> Dataset:
     if x_train.shape[1:] != x_test.shape[1:]:
         sides = f"x_train are {_sides(x_train)} but of x_test {_sides(x_test)}"
         raise InputError(f"dataset: {str(path)!r}: images of {sides}; make them equal")
-    classes = _same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
+    classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
     return Dataset(name, x_train, y_train, x_test, y_test, tuple(map(str, classes)))
 
@@ -126,6 +328,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     keys = ("x_train", "y_train", "x_test", "y_test")
     try:
         with zipfile.ZipFile(path) as archive:  # np.load would take a .npy or a pickle for what it is not
+            for member in archive.namelist():
+                if _leaves(member):
+                    raise InputError(f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; save it again")
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
         if missing:
@@ -137,7 +342,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     except Exception as error:  # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
         if "Object arrays" in str(error):
             raise InputError(f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays") from error
-        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({_one_line(error)})") from error
+        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({one_line(error)})") from error
+
+
+def _leaves(member: str) -> bool:
+    paths = PurePosixPath(member), PureWindowsPath(member)
+    return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
 
 def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
@@ -161,91 +371,5 @@ def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarra
     return labels.astype(np.int64)
 
 
-def _same_classes(where: str, train: list, test: list) -> list:
-    for has, lacks, extra in (("test", "train", set(test) - set(train)), ("train", "test", set(train) - set(test))):
-        if extra:
-            raise InputError(f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; both need every class")
-    return train
-
-
 def _sides(images: np.ndarray) -> str:
     return f"{images.shape[1]}x{images.shape[2]}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
-def _folder(name: str, path: Path, image_size: int) -> Dataset:
-    train, test = (_class_folders(path, split) for split in ("train", "test"))
-    classes = _same_classes(str(path), sorted(train), sorted(test))
-    files = [[file for label in classes for file in split[label]] for split in (train, test)]
-    read = _reader(files[0] + files[1], short_side(image_size))
-    x_train, x_test = (_decode(split, read) for split in files)
-    y_train, y_test = (np.repeat(np.arange(len(classes)), [len(split[label]) for label in classes]) for split in (train, test))
-    return Dataset(name, x_train, y_train, x_test, y_test, tuple(classes))
-
-
-def _class_folders(path: Path, split: str) -> dict[str, list[Path]]:
-    if not (path / split).is_dir():
-        raise InputError(f"dataset: no such folder: {str(path / split)!r}; expected train/CLASS/*.png|jpg|jpeg and test/CLASS/...")
-    # Hidden entries are what file managers and notebooks leave behind.
-    folders = {entry.name: entry for entry in (path / split).iterdir() if entry.is_dir() and not entry.name.startswith(".")}
-    if not folders:
-        raise InputError(f"dataset: {str(path / split)!r} has no class folders; expected {split}/CLASS/*.png|jpg|jpeg")
-    return {label: _image_files(folder) for label, folder in folders.items()}
-
-
-def _image_files(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES and not file.name.startswith("."))
-    if not files:
-        raise InputError(f"dataset: {str(folder)!r} has no images; expected files named *.png, *.jpg or *.jpeg")
-    return files
-
-
-def _reader(files: Sequence[Path], side: int) -> Callable[[Image.Image], np.ndarray]:
-    # Images of one size, if not larger than needed, stay as they are; CIFAR in PNGs keeps its 32 pixels.
-    sizes = {_open(file, lambda image: image.size) for file in files}
-    if len(sizes) == 1 and min(sizes.pop()) <= side:
-        return _rgb
-    return partial(_square, side=side)
-
-
-def _decode(files: Sequence[Path], read: Callable[[Image.Image], np.ndarray]) -> UInt8[np.ndarray, "N H W 3"]:
-    images = np.empty((len(files), *_open(files[0], read).shape), np.uint8)
-
-    def fill(row: int) -> None:
-        images[row] = _open(files[row], read)
-
-    with ThreadPoolExecutor() as pool:  # Pillow decodes outside the interpreter lock
-        for _ in pool.map(fill, range(len(files))):
-            pass
-    return images
-
-
-def _open(file: Path, read: Callable[[Image.Image], T]) -> T:
-    try:
-        with Image.open(file) as image:
-            if image.mode not in _MODES:
-                raise InputError(f"dataset: {str(file)!r} has pixels of mode {image.mode!r}; convert it to 8 bits per channel")
-            return read(image)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
-        raise InputError(f"dataset: {str(file)!r} is not a readable image ({_one_line(error)})") from error
-
-
-def _rgb(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
-    return np.asarray(_without_alpha(image).convert("RGB"))
-
-
-def _square(image: Image.Image, side: int) -> UInt8[np.ndarray, "S S 3"]:
-    # Cropping through `box` is resize-then-crop without the long side in memory, which a sliver of an image would fill.
-    left, top, edge = (max(image.width - image.height, 0) / 2, max(image.height - image.width, 0) / 2, min(image.size))
-    box = (left, top, left + edge, top + edge)
-    return np.asarray(_without_alpha(image).convert("RGB").resize((side, side), Image.Resampling.BICUBIC, box=box))
-
-
-def _without_alpha(image: Image.Image) -> Image.Image:
-    # Pillow warns about palettes with transparent entries unless they pass through RGBA.
-    return image.convert("RGBA") if "transparency" in image.info else image

@@ -1,19 +1,25 @@
-"""Images in memory, and which of a client's rows belong to a task. Host-side numpy."""
+"""A split of a data set as the compiled functions read it, and which of a client's rows belong to a task."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, UInt8
+from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
 
 from fcljax.types import Task
 
 
-class Store(NamedTuple):
-    """All rows of one split. Labels are positions in the class order (`tasks.relabel`)."""
+class Split(NamedTuple):
+    """One split, on the device or (numpy) on the host. Labels are positions in the class order (`tasks.relabel`).
 
-    image: UInt8[np.ndarray, "N H W 3"]
-    label: Int32[np.ndarray, " N"]
+    `size` holds the height and width that images had before they were squeezed into a square (`augment.Geometry`); None: they are
+    square. `query` holds the frozen backbone's features of every image under the clean view, where they have been cached.
+    """
+
+    image: UInt8[Array | np.ndarray, "N H W 3"]
+    label: Int[Array | np.ndarray, " N"]
+    size: Int[Array | np.ndarray, "N 2"] | None = None
+    query: Float[Array | np.ndarray, "N D"] | None = None
 
 
 class ClientRows(NamedTuple):
@@ -21,11 +27,6 @@ class ClientRows(NamedTuple):
 
     rows: Int32[np.ndarray, " rows"]
     offset: Int64[np.ndarray, " K+1"]
-
-
-def make_store(image: UInt8[np.ndarray, "N H W 3"], label: Int[np.ndarray, " N"]) -> Store:
-    """A store of these arrays; the images are not copied."""
-    return Store(image, label.astype(np.int32))
 
 
 def client_rows(parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task) -> ClientRows:

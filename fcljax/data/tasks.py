@@ -58,7 +58,3 @@ def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int6
     position[order] = np.arange(len(order))
     return position[labels]
 
-
-def task_of_round(round: int, tasks: int, total_rounds: int) -> int:
-    """The task that global round `round` (from 0) belongs to: floor(round * tasks / total_rounds), as in FPPL's release."""
-    return round * tasks // total_rounds

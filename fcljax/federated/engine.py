@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.errors import InputError
 from fcljax.federated.aggregation import finite_guard
-from fcljax.federated.schedule import Capacity, Chunk, Roster, plan_round
+from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
+from fcljax.streaming import Host, over_windows
 from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Metrics, Phase, Program, PyTree, Task, Upload, Weighted
 
 LANE_MODES = ("loop", "vmap", "unroll")
@@ -71,6 +73,30 @@ class RoundReport(NamedTuple):
         return self.useful_steps / max(self.paid_steps, 1)
 
 
+class Carry(NamedTuple):
+    """What goes from tick to tick: the lanes' clients at work [L, ...], what was received, the states of the chunk's clients [S, ...]
+    and which of them are new, and the clients [S, ...] that wait between phases."""
+
+    local: PyTree
+    accumulator: Accumulator
+    states: PyTree
+    written: Bool[Array, " S"]
+    waiting: PyTree
+
+
+class Player(NamedTuple):
+    """A program's compiled functions. `empty` makes an accumulator. `rows` says what every tick of a chunk reads, `open` and `close` frame
+    the ticks, and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is resident: so data
+    on the host go through the same functions and get the same bits. On a mesh, `whole` plays a chunk of clients at once."""
+
+    empty: Callable[..., Accumulator]
+    rows: Callable[..., tuple[Array, ...]]
+    open: Callable[..., Carry]
+    sweeps: tuple[Callable[..., Carry], ...]
+    close: Callable[..., tuple[Accumulator, PyTree]]
+    whole: Callable[..., tuple[Accumulator, PyTree]] | None
+
+
 class Engine(NamedTuple):
     """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any number of rounds.
 
@@ -82,12 +108,12 @@ class Engine(NamedTuple):
     capacity: Capacity
     refresh_capacity: Capacity | None
     broadcast: Callable[..., Broadcast]
-    open: Callable[..., Accumulator]
-    clients: Callable[..., tuple[Accumulator, PyTree]]
-    refresh: Callable[..., PyTree] | None
+    clients: Player
+    refresh: Player | None
     server: Callable[..., tuple[PyTree, Metrics]]
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
+    devices: int
 
 
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
@@ -124,37 +150,57 @@ def make_engine(
       mesh: devices under the axis name `clients`; None uses one device.
     """
     traces: dict[str, int] = {}
-    run = functools.partial(_run_chunk, fetch=fetch, lanes=lanes, capacity=capacity, reduce=reduce, mesh=mesh)
-    open_ = functools.partial(_open, method.client, capacity, reduce)
-
-    def clients(frozen, broadcast, accumulator, states, data, chunk, task, key):
-        return run(method.client, frozen, broadcast, accumulator, states, data, chunk, task, key)
-
-    def refresh(frozen, broadcast, states, data, chunk, task, key):
-        first = jax.tree.map(lambda x: x[0], states)
-        scratch = _open(method.refresh, refresh_capacity, None, frozen, broadcast, first, data, chunk, task, key, fetch)
-        again = functools.partial(_run_chunk, fetch=fetch, lanes=lanes, capacity=refresh_capacity, reduce=None, mesh=mesh)
-        return again(method.refresh, frozen, broadcast, scratch, states, data, chunk, task, key)[1]
-
-    def open_round(frozen, broadcast, states, data, chunk, task, key):
-        return open_(frozen, broadcast, jax.tree.map(lambda x: x[0], states), data, chunk, task, key, fetch)
 
     def server(frozen, state, accumulator, task, key):
         return _serve(method, reduce, frozen, state, accumulator, task, key)
 
-    count = functools.partial(_counted, traces)
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once they lie everywhere.
-    jit = functools.partial(jax.jit, out_shardings=everywhere) if everywhere else jax.jit
+    placed = functools.partial(jax.jit, out_shardings=everywhere) if everywhere else jax.jit
+
+    def jit(name, function, **options):
+        return placed(_counted(traces, name, function), **options)
+
+    play = functools.partial(_player, fetch=fetch, lanes=lanes, mesh=mesh, jit=jit)
     return Engine(
         method, lanes, capacity, refresh_capacity,
-        broadcast=jit(count("broadcast", method.broadcast)),
-        open=jit(count("open", open_round)),
-        clients=jit(count("clients", clients), donate_argnums=(2, 3)),
-        refresh=jit(count("refresh", refresh), donate_argnums=2) if method.refresh else None,
-        server=jit(count("server", server)),
+        broadcast=jit("broadcast", method.broadcast),
+        clients=play("clients", method.client, capacity=capacity, reduce=reduce),
+        refresh=play("refresh", method.refresh, capacity=refresh_capacity, reduce=None) if method.refresh else None,
+        server=jit("server", server),
         place=lambda tree: jax.device_put(tree, everywhere) if everywhere else tree,
         traces=traces,
+        devices=1 if mesh is None else mesh.size,
+    )  # fmt: skip
+
+
+def _player(name: str, program: Program, *, fetch, lanes, capacity, reduce, mesh, jit) -> Player:
+    static = dict(fetch=fetch, lanes=lanes, reduce=reduce)
+
+    def empty(frozen, broadcast, states, data, chunk, task, key):
+        first = jax.tree.map(lambda x: x[0], states)
+        return _empty(program, capacity, reduce, frozen, broadcast, first, data, chunk, task, key, fetch)
+
+    def rows(chunk, key):
+        return tuple(_rows_of_ticks(phase, i, lanes, chunk, key) for i, phase in enumerate(program.phases))
+
+    def open_(broadcast, accumulator, states, chunk, task):
+        return _open(program, lanes, broadcast, *_part_of_chunk(accumulator, states, chunk, capacity), chunk, task)
+
+    def sweep(index, frozen, broadcast, carry, window, rows, places, chunk, task, key, first, ticks):
+        locate = functools.partial(_in_window, rows, places, first)
+        return _sweep(program, index, frozen, broadcast, carry, window, locate, chunk, task, key, (first, first + ticks), **static)
+
+    def close(accumulator, states, carry, chunk):
+        return _close(accumulator, states, carry.accumulator, carry.states, carry.written, chunk, capacity)
+
+    def whole(*args):
+        return _play_on_mesh(program, *args, capacity=capacity, mesh=mesh, **static)
+
+    sweeps = [jit(f"{name} {i}", functools.partial(sweep, i), donate_argnums=2) for i in range(len(program.phases))]
+    return Player(
+        empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows), open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
+        close=jit(f"{name} close", close, donate_argnums=(0, 1)), whole=mesh and jit(name, whole, donate_argnums=(2, 3)),
     )  # fmt: skip
 
 
@@ -185,7 +231,7 @@ def run_round(
         copied to its devices in every round.
       server: the server's state.
       states: all clients' states, stacked [K, ...]; donated.
-      data: what `fetch` reads.
+      data: what `fetch` reads, on the device, or a `Host`; both give the same bits.
       roster: the rows that every client holds in this task.
       ids: sorted ids of the participants; those without rows are absent and their state stays as it is.
       task: the current task.
@@ -195,17 +241,23 @@ def run_round(
 
     Returns:
       The new server state (the old one if no upload was finite), the new client states, and a report.
+
+    Raises:
+      InputError: if a `Host` is to serve an engine on several devices.
     """
+    if isinstance(data, Host) and engine.devices > 1:
+        raise InputError(f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger data_budget")
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     chunks, steps = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
     if not chunks:
         return server, states, RoundReport({}, 0, 0, 0, 0, 0, 0)
     with section("client"):
-        frozen, server, states, data, task, key = engine.place((frozen, server, states, data, task, key))
+        frozen, server, states, task, key = engine.place((frozen, server, states, task, key))
+        data = data if isinstance(data, Host) else engine.place(data)
         broadcast = engine.broadcast(server, task)
-        accumulator = engine.open(frozen, broadcast, states, data, chunks[0], task, key)
-        for chunk in chunks:
-            accumulator, states = engine.clients(frozen, broadcast, accumulator, states, data, chunk, task, key)
+        accumulator, states = play_chunks(
+            engine.clients, engine.method.client, engine.lanes, chunks, frozen, broadcast, states, data, task, key
+        )
         jax.block_until_ready(accumulator)
     with section("server"):
         server, metrics = jax.block_until_ready(engine.server(frozen, server, accumulator, task, key))
@@ -219,10 +271,55 @@ def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
     """Every client with rows runs the refresh program on the new broadcast."""
     everyone = np.arange(len(roster.count))
     chunks, _ = plan_round(engine.method.refresh, roster, everyone, round_, engine.lanes.count, engine.refresh_capacity)
-    broadcast = engine.broadcast(server, task)
+    broadcast, again = engine.broadcast(server, task), jax.random.fold_in(key, 1)
+    program = engine.method.refresh
+    return play_chunks(engine.refresh, program, engine.lanes, chunks, frozen, broadcast, states, data, task, again)[1]
+
+
+def play_chunks(
+    player: Player, program: Program, lanes: Lanes, chunks: list[Chunk], frozen, broadcast: Broadcast, states, data, task: Task, key
+) -> tuple[Accumulator, PyTree]:
+    """The clients' part of a round: what was received, and the new client states. The arguments are as in `run_round`, placed, with
+    the round's key; `states` are donated."""
+    sample = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
+    accumulator = player.empty(frozen, broadcast, states, sample, chunks[0], task, key)
     for chunk in chunks:
-        states = engine.refresh(frozen, broadcast, states, data, chunk, task, jax.random.fold_in(key, 1))
-    return states
+        if player.whole:
+            accumulator, states = player.whole(frozen, broadcast, accumulator, states, data, chunk, task, key)
+            continue
+        carry, rows = player.open(broadcast, accumulator, states, chunk, task), player.rows(chunk, key)
+        if isinstance(data, Host):
+            carry = _over_host(player, program, lanes, frozen, broadcast, carry, data, jax.device_get(rows), chunk, task, key)
+        else:
+            for sweep, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
+                carry = sweep(frozen, broadcast, carry, data, mine, mine, chunk, task, key, np.int32(0), ticks)
+        accumulator, states = player.close(accumulator, states, carry, chunk)
+    return accumulator, states
+
+
+def _over_host(player: Player, program: Program, lanes: Lanes, frozen, broadcast, carry, data: Host, rows, chunk, task, key) -> Carry:
+    """The ticks of one chunk over windows of host data, in the order of resident data."""
+    sizes = [_window_ticks(data, phase, lanes, table) for phase, table in zip(program.phases, chunk.tables, strict=True)]
+    windows = [(i, first) for i, size in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), size)]
+
+    def load(window):
+        index, first = window
+        part = rows[index][first : first + sizes[index]]
+        part = np.pad(part, [(0, sizes[index] - len(part)), (0, 0), (0, 0)], constant_values=-1)
+        places = np.arange(part.size, dtype=np.int32).reshape(part.shape)
+        return data.take(np.maximum(part, 0).reshape(-1)), jax.device_put(part), jax.device_put(places)
+
+    def step(carry, window, loaded):
+        index, first = window
+        ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
+        return player.sweeps[index](frozen, broadcast, carry, *loaded, chunk, task, key, np.int32(first), ticks)
+
+    return over_windows(step, carry, windows, load, data.overlap)
+
+
+def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table) -> int:
+    """Ticks whose rows fit into a window: at least one, at most all that the table has room for."""
+    return int(np.clip(data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
 def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundReport:
@@ -255,7 +352,7 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
 # ---- what a round receives ---------------------------------------------------------------------------------------------------------
 
 
-def _open(program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch) -> Accumulator:
+def _empty(program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch) -> Accumulator:
     """An empty accumulator, with the shapes that the program's functions give."""
     info = ClientInfo(chunk.id[0], chunk.count[0], chunk.class_rows[0], chunk.round)
     local = jax.eval_shape(program.start, broadcast, state, task, info, key)
@@ -277,7 +374,7 @@ def _open(program, capacity, reduce, frozen, broadcast, state, data, chunk, task
 def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, key) -> Metrics:
     def metrics_of(frozen, broadcast, local, data, task, key):
         rows = jnp.zeros(phase.view.batch_size, jnp.int32)
-        batch = _read(fetch, phase, data, rows, rows == 0, key)
+        batch = _read(fetch, phase, data, rows, rows, rows == 0, key)
         return phase.step(frozen, broadcast, local, batch, task, key)[1]
 
     return jax.eval_shape(metrics_of, frozen, broadcast, local, data, task, key)
@@ -317,68 +414,75 @@ def _serve(method: Method, reduce, frozen, server, acc: Accumulator, task, key) 
 # ---- the compiled loop ---------------------------------------------------------------------------------------------------------------
 
 
-def _run_chunk(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes, capacity, reduce, mesh):
-    """All phases of one chunk of clients; on a mesh, every device plays its share of the lanes and the results are summed once."""
+def _part_of_chunk(accumulator, states, chunk: Chunk, capacity: Capacity) -> tuple[Accumulator, PyTree]:
+    """An empty accumulator for what the chunk's clients send, and their states."""
     empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(id=jnp.zeros_like(accumulator.id))
-    mine = jax.tree.map(lambda x: x[jnp.minimum(chunk.id, capacity.clients - 1)], states)
-    play = functools.partial(_play, program, fetch=fetch, lanes=lanes, reduce=reduce)
-    if mesh is None:
-        received, mine, written = play(frozen, broadcast, empty, mine, data, chunk, task, key)
-    else:
-        received, mine, written = _play_on_mesh(play, mesh, lanes)(frozen, broadcast, empty, mine, data, chunk, task, key)
+    return empty, jax.tree.map(lambda x: x[jnp.minimum(chunk.id, capacity.clients - 1)], states)
+
+
+def _close(accumulator, states, received, mine, written, chunk: Chunk, capacity: Capacity) -> tuple[Accumulator, PyTree]:
+    """What the chunk's clients sent and their new states, merged with everybody's."""
     there = jnp.where(written, chunk.id, capacity.clients)
     states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, mine)
     merged = jax.tree.map(lambda a, b: a | b if a.dtype == bool else a + b, accumulator, received)
     return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
 
 
-def _play_on_mesh(play, mesh: Mesh, lanes: Lanes):
-    """`play` with the lanes split over the mesh axis `clients`. Slots are played by exactly one device, so sums over devices only add
-    zeros to what that device wrote."""
-    devices = mesh.shape["clients"]
-    share = lanes._replace(count=lanes.count // devices)
+def _play_on_mesh(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes, capacity, reduce, mesh):
+    """One chunk of clients with the lanes split over the mesh axis `clients`. Slots are played by exactly one device, so sums over devices
+    only add zeros to what that device wrote."""
+    share = lanes._replace(count=lanes.count // mesh.shape["clients"])
 
     def on_device(frozen, broadcast, empty, states, data, chunk, task, key):
-        received, new, written = play(frozen, broadcast, empty, states, data, chunk, task, key, lanes=share)
-        new = jax.tree.map(lambda x: jnp.where(_align(written, x), x, jnp.zeros_like(x)), new)
-        return jax.tree.map(_sum_devices, (received, new, written))
+        carry = _play_phases(
+            program, frozen, broadcast, empty, states, data, chunk, task, key, fetch=fetch, lanes=share, reduce=reduce
+        )
+        new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
+        return jax.tree.map(_sum_devices, (carry.accumulator, new, carry.written))
 
     everywhere, by_lane = PartitionSpec(), PartitionSpec(None, "clients")
-
-    def spread(frozen, broadcast, empty, states, data, chunk, task, key):
-        args = (frozen, broadcast, empty, states, data, chunk, task, key)
-        specs = jax.tree.map(lambda _: everywhere, args)
-        tables = jax.tree.map(lambda _: by_lane, chunk.tables)
-        specs = (*specs[:5], specs[5]._replace(tables=tables), *specs[6:])
-        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(*args)
-
-    return spread
+    empty, mine = _part_of_chunk(accumulator, states, chunk, capacity)
+    args = (frozen, broadcast, empty, mine, data, chunk, task, key)
+    specs = jax.tree.map(lambda _: everywhere, args)
+    tables = jax.tree.map(lambda _: by_lane, chunk.tables)
+    specs = (*specs[:5], specs[5]._replace(tables=tables), *specs[6:])
+    spread = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
+    return _close(accumulator, states, *spread(*args), chunk, capacity)
 
 
 def _sum_devices(x: Array) -> Array:
     return jax.lax.psum(x.astype(jnp.int32), "clients") > 0 if x.dtype == bool else jax.lax.psum(x, "clients")
 
 
-def _play(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce):
-    """Phases as successive sweeps over the chunk's clients. Between phases a client's local state waits in a buffer [S, ...]."""
-    slots = chunk.id.shape[0]
-    first = jax.eval_shape(program.start, broadcast, jax.tree.map(lambda x: x[0], states), task, _info(chunk, 0), jax.random.key(0))
-    waiting = _zeros(first, (slots,)) if len(program.phases) > 1 else ()
-    written = jnp.zeros(slots, bool)
-    for index in range(len(program.phases)):
-        sweep = functools.partial(_sweep, program, index, fetch=fetch, lanes=lanes, reduce=reduce, local=first)
-        accumulator, states, written, waiting = sweep(
-            frozen, broadcast, accumulator, states, written, waiting, data, chunk, task, key
+def _play_phases(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce):
+    """Phases as successive sweeps over the chunk's clients and over resident data."""
+    carry = _open(program, lanes, broadcast, accumulator, states, chunk, task)
+    for index, phase in enumerate(program.phases):
+        locate = functools.partial(_in_store, phase, chunk, _row_order(phase, index, chunk, key))
+        ticks = (0, chunk.ticks[index])
+        carry = _sweep(
+            program, index, frozen, broadcast, carry, data, locate, chunk, task, key, ticks, fetch=fetch, lanes=lanes, reduce=reduce
         )
-    return accumulator, states, written
+    return carry
 
 
-def _sweep(program: Program, index, frozen, broadcast, accumulator, states, written, waiting, data, chunk, task, key, *,
-           fetch, lanes, reduce, local):  # fmt: skip
-    """One phase of all the chunk's clients: at every tick each lane takes one step of the client that its table names."""
+def _open(program: Program, lanes: Lanes, broadcast, accumulator, states, chunk: Chunk, task) -> Carry:
+    """Before the first tick of a chunk. Between phases a client's local state waits in a buffer [S, ...]."""
+    slots = chunk.id.shape[0]
+    one = jax.tree.map(lambda x: x[0], states)
+    local = jax.eval_shape(program.start, broadcast, one, task, _info(chunk, 0), jax.random.key(0))
+    waiting = _zeros(local, (slots,)) if len(program.phases) > 1 else ()
+    return Carry(_zeros(local, (lanes.count,)), accumulator, states, jnp.zeros(slots, bool), waiting)
+
+
+def _sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate, chunk, task, key, ticks, *,
+           fetch, lanes, reduce) -> Carry:  # fmt: skip
+    """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table names.
+
+    locate(tick, lane, slot, step) -> (row ids, mask, where `data` has these rows)
+    """
     phase, table = program.phases[index], jax.tree.map(jnp.asarray, chunk.tables[index])
     is_first, is_last = index == 0, index == len(program.phases) - 1
-    order = _row_order(phase, index, data, chunk, key)
     each = functools.partial(over_lanes, lanes=lanes.count, mode=lanes.mode)
 
     def begin(slot, start, locals_, states, waiting):
@@ -390,10 +494,10 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
             new = jax.tree.map(lambda x: x[slot], waiting)
         return _select(start, new, locals_)
 
-    def work(slot, step, active, local):
+    def work(tick, lane, slot, step, active, local):
         key_ = jax.random.fold_in(_client_key(key, chunk, slot, 1 + index), step)
-        rows, mask = _batch_rows(phase, chunk, order, slot, step)
-        batch = _read(fetch, phase, data, rows, mask, jax.random.fold_in(key_, 0))
+        rows, mask, place = locate(tick, lane, slot, step)
+        batch = _read(fetch, phase, data, rows, place, mask, jax.random.fold_in(key_, 0))
         new, metrics = phase.step(frozen, broadcast, local, batch, task, jax.random.fold_in(key_, 1))
         return _select(active, new, local), {name: _countable(value, active) for name, value in metrics.items()}
 
@@ -410,13 +514,13 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
         states = jax.tree.map(lambda buffer, x: buffer.at[there].set(x, mode="drop"), states, new)
         return accumulator, states, written.at[there].set(True, mode="drop"), waiting
 
-    def tick(i, carry):
+    def tick(i, carry: Carry):
         locals_, accumulator, states, written, waiting = carry
         slot, step, start, end, active = (column[i] for column in table)
         start, end, active = start > 0, end > 0, active > 0
         # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both branches at every tick.
         locals_ = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_)
-        locals_, metrics = each(work)(slot, step, active, locals_)
+        locals_, metrics = each(work)(jnp.full_like(slot, i), jnp.arange(lanes.count), slot, step, active, locals_)
         total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0), accumulator.metrics[index], metrics)
         metrics = (*accumulator.metrics[:index], total, *accumulator.metrics[index + 1 :])
         accumulator = accumulator._replace(metrics=metrics)
@@ -425,14 +529,38 @@ def _sweep(program: Program, index, frozen, broadcast, accumulator, states, writ
             lambda: finish(slot, end, locals_, accumulator, states, written, waiting),
             lambda: (accumulator, states, written, waiting),
         )
-        return locals_, *rest
+        return Carry(locals_, *rest)
 
-    start = (_zeros(local, (lanes.count,)), accumulator, states, written, waiting)
     # The trip count is data, so one trace serves rounds of any length.
-    return jax.lax.fori_loop(0, chunk.ticks[index], tick, start)[1:]
+    return jax.lax.fori_loop(*ticks, tick, carry)
 
 
-def _row_order(phase: Phase, index: int, data, chunk: Chunk, key) -> Int[Array, "epochs rows"]:
+def _in_store(phase: Phase, chunk: Chunk, order, tick, lane, slot, step):
+    """The rows of a step in resident data, which holds all of them."""
+    del tick, lane
+    rows, mask = _batch_rows(phase, chunk, order, slot, step)
+    return rows, mask, rows
+
+
+def _in_window(rows, places, first, tick, lane, slot, step):
+    """The rows of a step in a window: their ids, -1 for padding, and their places, both [ticks, L, B] from tick `first`."""
+    del slot, step
+    mine = rows[tick - first, lane]
+    return mine, mine >= 0, places[tick - first, lane]
+
+
+def _rows_of_ticks(phase: Phase, index: int, lanes: Lanes, chunk: Chunk, key) -> Int[Array, "ticks lanes B"]:
+    """The row ids that every lane reads at every tick of a phase; -1 for padding."""
+    table, order = chunk.tables[index], _row_order(phase, index, chunk, key)
+
+    def cell(slot, step, active):
+        rows, mask = _batch_rows(phase, chunk, order, slot, step)
+        return jnp.where(mask & (active > 0), rows, -1)
+
+    return jax.vmap(jax.vmap(cell))(*map(jnp.asarray, (table.slot, table.step, table.active)))
+
+
+def _row_order(phase: Phase, index: int, chunk: Chunk, key) -> Int[Array, "epochs rows"]:
     """For every epoch, the positions in chunk.rows sorted by client and, within a client, by a uniform draw per training row.
 
     The draw belongs to the row (seed, task, round, phase, epoch, row), so a client's order does not depend on who else takes part.
@@ -459,10 +587,10 @@ def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Arra
     return chunk.rows[position], mask
 
 
-def _read(fetch: Fetch, phase: Phase, data, rows, mask, key) -> Batch:
+def _read(fetch: Fetch, phase: Phase, data, rows, place, mask, key) -> Batch:
     """A batch whose padding rows are zeros whatever the data holds there."""
     keys = jax.random.split(key, rows.shape[0])
-    image, label, query = fetch(data, jnp.where(mask, rows, 0), keys, phase.view.augment)
+    image, label, query = fetch(data, jnp.where(mask, place, 0), keys, phase.view.augment)
     clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
     return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query))
 

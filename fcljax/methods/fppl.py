@@ -154,7 +154,7 @@ def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, 
         server=serve,
         predict=predict,
         begin_task=_transfer_prompt,
-        query=lambda frozen, image: backbone.encode(frozen, image, None),
+        queries=True,
         trainable=lambda server, task: current_part(server, task)._asdict(),
     )
 

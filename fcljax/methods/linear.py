@@ -60,6 +60,6 @@ def linear(config: LinearConfig, setting: Setting, backbone: Backbone, epochs: i
         client=Program(start, (Phase(View(epochs, batch_size), train),), finish),
         server=lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
         predict=predict,
-        query=lambda frozen, image: backbone.encode(frozen, image, None),
+        queries=True,
         trainable=lambda server, task: {"head": server},
     )

@@ -1,111 +1,178 @@
-"""Pretrained backbones from files: our own safetensors, and npz or safetensors with timm's ViT names and torch's layouts.
+"""Pretrained backbones: from a file of any kind that researchers have to a network in our layout, and to a file of our own.
 
-The tensors are checked one by one against the network they are meant for; nothing is unpickled.
+`checkpoints` reads files, `naming` knows the names; here the image size, the compute type and the pixel constants are settled.
 """
 
 import dataclasses
-import zipfile
-import zlib
+import json
+import math
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
+from fcljax.data.augment import NORMALISE
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic
-from fcljax.models.vit import VITS, ViTConfig, parameter_shapes
+from fcljax.models import checkpoints, naming
+from fcljax.models.mae import DecoderConfig, sincos_positions
+from fcljax.models.vit import VITS, ViTConfig
 from fcljax.types import PyTree
 
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}
+FORMAT = "fcljax-1"
+
+_MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
+# Names that the authors' files have kept, of networks that were trained with ImageNet's constants.
+_IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
+
+Colour = tuple[float, float, float]
 
 
-def load_backbone(name: str, checkpoint: str | None, image_size: int | None, dtype: str = "float32") -> tuple[ViTConfig, PyTree]:
-    """A backbone's static shape and its parameters, float32 or the compute type.
+class Pretrained(NamedTuple):
+    """A network with what is needed to use it.
+
+    config: its static shape, at the image size that was asked for.
+    params: the encoder, for `apply_vit`.
+    head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class token.
+    decoder: static shape and parameters of a masked autoencoder's decoder, if the file has one.
+    mean, std: what the weights expect to be taken off pixels in [0, 1], and what to divide them by.
+    mapping: whose names the file has: fcljax, timm, huggingface, google or mae.
+    digest: the file's sha256.
+    notes: what a user should be told: what was assumed, left out, or changed.
+    """
+
+    config: ViTConfig
+    params: PyTree
+    head: PyTree | None
+    decoder: tuple[DecoderConfig, PyTree] | None
+    mean: Colour
+    std: Colour
+    mapping: str
+    digest: str
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `fcljax convert`."""
+
+    heads: int | None = None  # attention heads; default: as the file says, else width / 64
+    decoder_heads: int | None = None  # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
+    keep_head: bool = False  # keep the classification head, if there is one
+    part: Literal["teacher", "student"] = "teacher"  # which network to take from a checkpoint that holds both
+    image_size: int | None = None  # side in pixels; position embeddings are interpolated; default: the network's own
+    normalise: Literal["half", "unit", "imagenet"] | None = None  # pixel constants; default: as the file says or its kind suggests
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
+
+
+class _Loaded(NamedTuple):
+    """A file's network at the image size that was asked for, still in numpy, with pixel constants."""
+
+    source: checkpoints.Checkpoint
+    network: naming.Network
+    mean: Colour
+    std: Colour
+    notes: tuple[str, ...]
+
+
+def load_backbone(
+    name: str | None,
+    checkpoint: str | None,
+    image_size: int | None,
+    dtype: str = "float32",
+    *,
+    heads: int | None = None,
+    decoder_heads: int | None = None,
+    part: str = "teacher",
+) -> Pretrained:
+    """A pretrained network.
 
     Args:
-      name: one of VITS.
-      checkpoint: a .safetensors or .npz file; None takes the weights that ship with the package.
+      name: one of VITS, which the file must fit; None takes the architecture from the file, or vit_micro if there is none.
+      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes the weights that ship
+        with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
+      heads: attention heads, for files that do not tell them.
+      decoder_heads: the same for the decoder of a masked autoencoder.
+      part: "teacher" or "student", which network to take from a checkpoint that holds both.
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says which).
     """
-    native = VITS[choose("backbone", name, VITS)]
-    size = native.image_size if image_size is None else image_size
-    if size % native.patch:
-        fitting = max(native.patch, round(size / native.patch) * native.patch)
-        raise InputError(f"image_size: {size} is not a multiple of the patch size {native.patch} of {name}; nearest: {fitting}")
-    if checkpoint is None and name not in PACKAGED:
-        raise InputError(
-            f"checkpoint: {name} needs a file of weights (.safetensors or .npz); only {', '.join(PACKAGED)} has its own"
-        )
-    path = Path(checkpoint) if checkpoint else Path(str(resources.files("fcljax") / "assets" / PACKAGED[name]))
-    tensors = read_tensors(path)
-    params = from_timm(tensors, native, name) if "patch_embed.proj.weight" in tensors else from_native(tensors, native, name)
-    config = dataclasses.replace(native, image_size=size, dtype=dtype)
-    params["pos"] = interpolate_positions(jnp.asarray(params["pos"]), config.grid)
-    return config, jax.tree_util.tree_map_with_path(lambda path, x: _store(path, x, dtype), params)
-
-
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a .npz or .safetensors file.
-
-    Raises:
-      InputError: if the file is missing, of another kind, truncated, or holds Python objects.
-    """
-    if not path.is_file():
-        raise InputError(f"checkpoint: no file {str(path)!r}")
-    try:
-        if path.suffix == ".npz":
-            # Our own handle, since np.load leaves its open when the archive is damaged, and takes a bare .npy under this name.
-            with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
-        if path.suffix == ".safetensors":
-            return safetensors.numpy.load_file(path)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError) as error:
-        raise InputError(
-            f"checkpoint: {str(path)!r} is damaged or not what its name says: {' '.join(str(error).split())}"
-        ) from None
-    raise InputError(f"checkpoint: {str(path)!r} has suffix {path.suffix!r}; valid: .safetensors, .npz")
-
-
-def from_native(tensors: dict[str, np.ndarray], config: ViTConfig, name: str) -> PyTree:
-    """Parameters from dotted names of our own.
-
-    Raises:
-      InputError: listing missing, unexpected or misshaped tensors.
-    """
-    wanted = flatten_dict(parameter_shapes(config), sep=".")
-    _check(tensors, {key: value.shape for key, value in wanted.items()}, name)
-    return unflatten_dict({key: np.asarray(tensors[key], np.float32) for key in wanted}, sep=".")
-
-
-def from_timm(tensors: dict[str, np.ndarray], config: ViTConfig, name: str) -> PyTree:
-    """Parameters from timm's names and torch's layouts (linear weights [out, in], patch convolution [out, 3, p, p]). A classification
-    head is dropped.
-
-    Raises:
-      InputError: listing missing, unexpected or misshaped tensors.
-    """
-    names = _timm_names(config)
-    body = {key: value for key, value in tensors.items() if not key.startswith("head.")}
-    shapes = flatten_dict(parameter_shapes(config), sep=".")
-    _check(body, {theirs: _torch_shape(ours, shapes[ours].shape, config) for ours, theirs in names.items()}, name)
-    return unflatten_dict(
-        {ours: _from_torch(ours, np.asarray(body[theirs], np.float32)) for ours, theirs in names.items()}, sep="."
+    if name is None and checkpoint is None:
+        name = "vit_micro"
+    if name is not None:
+        _check_size(image_size, VITS[choose("backbone", name, VITS)], name)
+    if checkpoint is None:
+        if name not in PACKAGED:
+            raise InputError(
+                f"checkpoint: {name} needs a file of weights ({', '.join(checkpoints.SUFFIXES)}) or hf:OWNER/NAME; "
+                f"only {', '.join(PACKAGED)} has its own"
+            )
+        checkpoint = str(resources.files("fcljax") / "assets" / PACKAGED[name])
+    source, network, mean, std, notes = _load(name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part)
+    decoder = network.decoder and (dataclasses.replace(network.decoder[0], dtype=dtype), _stored(network.decoder[1], dtype))
+    return Pretrained(
+        config=dataclasses.replace(network.config, dtype=dtype),
+        params=_stored(network.params, dtype),
+        head=network.head and jax.tree.map(jnp.array, network.head),
+        decoder=decoder,
+        mean=mean,
+        std=std,
+        mapping=network.mapping,
+        digest=source.digest,
+        notes=notes,
     )
 
 
+def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
+    """Write any checkpoint as a file of our own, which keeps what is known of it: architecture, heads, pixel constants, provenance.
+
+    Args:
+      source: as `load_backbone`'s checkpoint.
+      target: the .safetensors file to write, a new one; None takes the source's name, in the current folder.
+      options: see there.
+
+    Returns:
+      What was found and written, as rows (property, value).
+
+    Raises:
+      InputError: as `load_backbone`, and if the target cannot be written or exists.
+    """
+    path = _target(source, target)
+    file, network, mean, std, notes = _load(
+        None, source, options.image_size, naming.Facts(options.heads, options.decoder_heads), options.part, options.normalise
+    )
+    tree = dict(network.params)
+    if network.head is not None and options.keep_head:
+        tree["head"] = network.head
+    if network.decoder is not None:
+        tree["decoder"] = network.decoder[1]
+    save_native(path, tree, _metadata(file, network, mean, std), options.dtype)
+    return [*_rows(network, options, file, mean, std), *(("note", note) for note in notes), ("written to", str(path))]
+
+
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
-    """Write parameters as safetensors under dotted names, atomically, with provenance in the metadata."""
-    flat = {name: np.asarray(x).astype(dtype) for name, x in flatten_dict(params, sep=".").items()}
+    """Write parameters as safetensors under dotted names, atomically, with provenance in the metadata.
+
+    Raises:
+      InputError: if a value is too large for the type.
+    """
+    flat = {}
+    for name, x in flatten_dict(params, sep=".").items():
+        with np.errstate(over="ignore"):
+            # safetensors writes memory as it lies, so a transposed view would be written scrambled.
+            flat[name] = np.asarray(x).astype(jnp.dtype(dtype), order="C")
+        if dtype == "float16" and not np.isfinite(flat[name]).all():
+            raise InputError(f"dtype: {name} has values beyond float16; choose 'bfloat16' or 'float32'")
     with atomic(path) as temporary:
         safetensors.numpy.save_file(flat, temporary, metadata)
 
@@ -121,55 +188,185 @@ def interpolate_positions(position: Float[Array, "tokens width"], grid: int) -> 
     return jnp.concatenate([cls, resized.reshape(grid * grid, -1)])
 
 
-def _store(path, x, dtype: str) -> Array:
-    """Kernels and biases of matrix products in the compute type, all else float32."""
-    matrix = any(getattr(part, "key", "") in ("patch", "qkv", "proj", "fc1", "fc2") for part in path)
-    return jnp.asarray(x, dtype if matrix else "float32")
+# ---- from a file to a network --------------------------------------------------------------------------------------------------------
 
 
-def _timm_names(config: ViTConfig) -> dict[str, str]:
-    names = {"cls": "cls_token", "pos": "pos_embed"}
-    pairs = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-    modules = {"patch": ("kernel", "patch_embed.proj"), "norm": ("scale", "norm")}
-    for i in range(config.depth):
-        ours, theirs = f"block_{i:02d}", f"blocks.{i}"
-        modules |= {f"{ours}.{part}": ("scale", f"{theirs}.{part}") for part in ("norm1", "norm2")}
-        modules |= {f"{ours}.attn.{part}": ("kernel", f"{theirs}.attn.{part}") for part in ("qkv", "proj")}
-        modules |= {f"{ours}.{part}": ("kernel", f"{theirs}.mlp.{part}") for part in ("fc1", "fc2")}
-    for ours, (first, theirs) in modules.items():
-        names |= {f"{ours}.{leaf}": f"{theirs}.{pairs[leaf]}" for leaf in (first, "bias")}
-    return names
+def _load(
+    name: str | None, checkpoint: str, image_size: int | None, facts: naming.Facts, part: str, normalise: str | None = None
+) -> _Loaded:
+    file = checkpoints.read(checkpoint)
+    network = _with_epsilon(file, naming.interpret(file.tensors, name, _joined(facts, _told(file)), part))
+    _check_size(image_size, network.config, name or "the checkpoint")
+    network, resized = _resized(network, image_size)
+    mean, std, assumed = _constants(file, network, normalise)
+    return _Loaded(file, network, mean, std, (*network.notes, *resized, *assumed))
 
 
-def _torch_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
-    if name == "patch.kernel":
-        return (config.width, 3, config.patch, config.patch)
-    if name in ("cls", "pos"):
-        return (1, 1, *shape) if name == "cls" else (1, *shape)
-    return shape[::-1]
+def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
+    if image_size is not None and (image_size % vit.patch or image_size < vit.patch):
+        fitting = max(vit.patch, round(image_size / vit.patch) * vit.patch)
+        raise InputError(f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; nearest: {fitting}")
 
 
-def _from_torch(name: str, x: np.ndarray) -> np.ndarray:
-    if name == "patch.kernel":
-        return x.transpose(2, 3, 1, 0).reshape(-1, x.shape[0])
-    if name in ("cls", "pos"):
-        return x.reshape(x.shape[-1]) if name == "cls" else x[0]
-    return x.T
+def _told(file: checkpoints.Checkpoint) -> naming.Facts:
+    """What metadata or a config.json say of the network."""
+    kind = file.metadata.get("format", "")
+    if kind.startswith("fcljax") and kind != FORMAT:
+        raise InputError(f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}")
+    ours, decoder = (_object(file, key) for key in ("config", "decoder"))
+    config = file.config
+    if config.get("hidden_act", "gelu") != "gelu":
+        raise InputError(f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, and the network here has 'gelu'")
+    heads = ours.get("heads", config.get("num_attention_heads"))
+    return naming.Facts(
+        _whole(file, "heads", heads), _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads")))
+    )
 
 
-def _check(tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]], name: str) -> None:
-    wrong = [
-        f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
-        for key, shape in wanted.items()
-        if key in tensors and tuple(tensors[key].shape) != shape
+def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
+    """The network with the epsilon that its LayerNorms were trained with: 1e-12 is the default of Hugging Face's ViTs, 1e-6 of all others."""
+    usual = 1e-12 if network.mapping == "huggingface" else 1e-6
+    epsilon = _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual))
+    if not isinstance(epsilon, float) or not 0 < epsilon <= 1e-3:
+        raise InputError(f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {epsilon!r}")
+    decoder = network.decoder and (dataclasses.replace(network.decoder[0], epsilon=epsilon), network.decoder[1])
+    return network._replace(config=dataclasses.replace(network.config, epsilon=epsilon), decoder=decoder)
+
+
+def _object(file: checkpoints.Checkpoint, key: str) -> dict[str, Any]:
+    """A JSON object in our own metadata; {} if the file is not ours or has none."""
+    if file.metadata.get("format") != FORMAT or key not in file.metadata:
+        return {}
+    value = _decoded(file, key)
+    if not isinstance(value, dict):
+        raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}")
+    return value
+
+
+def _decoded(file: checkpoints.Checkpoint, key: str) -> Any:
+    try:
+        return json.loads(file.metadata[key])
+    except (ValueError, RecursionError):
+        raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}") from None
+
+
+def _whole(file: checkpoints.Checkpoint, what: str, value: Any) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(f"checkpoint: {file.source!r} says of itself that it has {value!r} {what}")
+    return value
+
+
+def _joined(asked: naming.Facts, told: naming.Facts) -> naming.Facts:
+    for field, ours, theirs in zip(naming.Facts._fields, asked, told, strict=True):
+        if ours is not None and ours < 1:
+            raise InputError(f"{field}: {ours} is not positive")
+        if None not in (ours, theirs) and ours != theirs:
+            raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
+    return naming.Facts(*(theirs if ours is None else ours for ours, theirs in zip(asked, told, strict=True)))
+
+
+def _resized(network: naming.Network, image_size: int | None) -> tuple[naming.Network, list[str]]:
+    """The network at another image size."""
+    if image_size is None or image_size == network.config.image_size:
+        return network, []
+    old, config = network.config.grid, dataclasses.replace(network.config, image_size=image_size)
+    params = network.params | {"pos": np.asarray(interpolate_positions(jnp.asarray(network.params["pos"]), config.grid))}
+    decoder = network.decoder
+    if decoder is not None:
+        decoder = dataclasses.replace(decoder[0], image_size=image_size), _resized_decoder(*decoder, config.grid)
+    note = f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches"
+    return network._replace(config=config, params=params, decoder=decoder), [note]
+
+
+def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int) -> PyTree:
+    """Positions that follow the sin-cos formula follow it on the other grid too."""
+    position = params["pos"]
+    if config.width % 4 == 0 and np.allclose(position, sincos_positions(config.grid, config.width), atol=1e-5):
+        return params | {"pos": np.asarray(sincos_positions(grid, config.width))}
+    return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid))}
+
+
+def _constants(file: checkpoints.Checkpoint, network: naming.Network, normalise: str | None) -> tuple[Colour, Colour, list[str]]:
+    """Mean and standard deviation of pixels: what the user says, what the file says, or what its kind suggests."""
+    if normalise is not None:
+        return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
+    if "mean" in file.metadata and "std" in file.metadata:
+        return _colour(file, "mean", _decoded(file, "mean")), _colour(file, "std", _decoded(file, "std")), []
+    timm = file.config.get("pretrained_cfg")
+    for beside, names in ((file.preprocessor, ("image_mean", "image_std")), (timm, ("mean", "std"))):
+        if isinstance(beside, dict) and all(name in beside for name in names):
+            return _colour(file, names[0], beside[names[0]]), _colour(file, names[1], beside[names[1]]), []
+    named = network.mapping != "google" and any(word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES)
+    kind = "imagenet" if network.torch_training or named else "half"
+    mean, std = NORMALISE[kind]
+    return mean, std, [f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind}): the checkpoint does not tell them"]
+
+
+def _colour(file: checkpoints.Checkpoint, what: str, value: Any) -> Colour:
+    values = value if isinstance(value, list) else [value] * 3
+    good = len(values) == 3 and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+    if not good or ("std" in what and min(values) <= 0):
+        raise InputError(f"checkpoint: {file.source!r} has a {what} that is not three numbers: {value!r}")
+    return tuple(float(x) for x in values)
+
+
+def _stored(tree: PyTree, dtype: str) -> PyTree:
+    """Arrays of our own: kernels and biases of matrix products in the compute type, all else float32."""
+
+    def store(path, x):
+        matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
+        return jnp.array(x, dtype if matrix else "float32")
+
+    return jax.tree_util.tree_map_with_path(store, tree)
+
+
+# ---- from a network to a file of our own ---------------------------------------------------------------------------------------------
+
+
+def _target(source: str, target: str | None) -> Path:
+    """Where to write, found out before the work is done."""
+    name = source.removeprefix("hf:").partition(":")[0].partition("@")[0] if source.startswith("hf:") else Path(source).stem
+    path = Path(target if target is not None else f"{PurePosixPath(name).name}.safetensors")
+    if path.suffix != ".safetensors":
+        raise InputError(f"target: {str(path)!r} must end in .safetensors")
+    if path.exists() or path.is_symlink():
+        raise InputError(f"target: {str(path)!r} exists; give another name")
+    if not path.parent.is_dir():
+        raise InputError(f"target: there is no folder {str(path.parent)!r}")
+    return path
+
+
+def _metadata(file: checkpoints.Checkpoint, network: naming.Network, mean: Colour, std: Colour) -> dict[str, str]:
+    def shape(config: ViTConfig | DecoderConfig) -> str:
+        return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
+
+    metadata = {"format": FORMAT, "source": file.source, "sha256": file.digest, "mapping": network.mapping}
+    metadata |= {"config": shape(network.config), "mean": json.dumps(mean), "std": json.dumps(std)}
+    metadata |= {"decoder": shape(network.decoder[0])} if network.decoder else {}
+    return metadata | ({"part": network.part} if network.part else {})
+
+
+def _rows(
+    network: naming.Network, options: ConvertOptions, file: checkpoints.Checkpoint, mean: Colour, std: Colour
+) -> list[tuple[str, str]]:
+    c, decoder = network.config, network.decoder and network.decoder[0]
+    size = sum(x.size for x in jax.tree.leaves(network.params))
+    classes = network.head and network.head["bias"].size
+    return [
+        ("mapping", network.mapping + (f" ({network.part})" if network.part else "")),
+        *((field, str(getattr(c, field))) for field in ("width", "depth", "heads", "mlp", "patch")),
+        ("image size", str(c.image_size)),
+        ("class token", "yes"),
+        ("final norm", "yes" if c.final_norm else "no"),
+        ("qkv", "fused" if network.fused else "split"),
+        ("parameters", f"{size:,}"),
+        ("head", f"{classes} classes, {'kept' if options.keep_head else 'dropped'}" if classes else "none"),
+        ("decoder", f"width {decoder.width}, depth {decoder.depth}, heads {decoder.heads}" if decoder else "none"),
+        ("mean", _listed(mean)),
+        ("std", _listed(std)),
+        ("sha256", file.digest),
     ]
-    missing = [key for key in wanted if key not in tensors]
-    unexpected = [key for key in tensors if key not in wanted]
-    found = {"misshaped": wrong, "missing": missing, "unexpected": unexpected}
-    problems = [
-        f"{kind}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
-        for kind, keys in found.items()
-        if keys
-    ]
-    if problems:
-        raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")
+
+
+def _listed(colour: Colour) -> str:
+    return ", ".join(f"{x:g}" for x in colour)

@@ -20,7 +20,8 @@ from fcljax.types import Backbone
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32."""
+    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32. Without
+    `final_norm` the features are what the last block gives, and the parameters have no `norm`."""
 
     image_size: int = 224
     patch: int = 16
@@ -29,6 +30,8 @@ class ViTConfig:
     heads: int = 12
     mlp: int = 3072
     dtype: str = "float32"
+    epsilon: float = 1e-6  # of the LayerNorms
+    final_norm: bool = True
 
     @property
     def grid(self) -> int:
@@ -78,15 +81,15 @@ class Injection(NamedTuple):
 
 
 class Features(NamedTuple):
-    """cls: class token after the final norm. tokens: all tokens after the final norm, if asked for. taps: named intermediates."""
+    """cls: class token after the final norm, if there is one. tokens: all tokens likewise, if asked for. taps: named intermediates."""
 
     cls: Float[Array, "batch width"]
     tokens: Float[Array, "batch tokens width"] | None
     taps: dict[str, Array]
 
 
-def _norm(name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name=name)
+def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name=name)
 
 
 class Attention(nn.Module):
@@ -134,12 +137,12 @@ class Block(nn.Module):
     def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None):
         c = self.config
         queries = x.shape[1] if queries is None else queries
-        norm1 = _norm("norm1")
+        norm1 = _norm(c, "norm1")
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
         x = x[:, :queries] + attended.astype(x.dtype)
-        hidden = nn.gelu(nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm("norm2")(x).astype(c.dtype)), approximate=False)
+        hidden = nn.gelu(nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm(c, "norm2")(x).astype(c.dtype)), approximate=False)
         return x + nn.Dense(c.width, dtype=c.dtype, name="fc2")(hidden).astype(x.dtype)
 
 
@@ -165,7 +168,7 @@ class ViT(nn.Module):
             queries = 1 if i == c.depth - 1 and not full else None
             x = Block(c, name=f"block_{i:02d}")(x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries)
             taps[f"block_{i:02d}"] = x
-        x = _norm("norm")(x)
+        x = _norm(c, "norm")(x) if c.final_norm else x
         return Features(x[:, 0], x if full else None, taps)
 
 

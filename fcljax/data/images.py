@@ -1,0 +1,144 @@
+"""One image: from a file that nobody vouches for to RGB pixels of the size in which they are stored.
+
+The header is read first, and what it promises is refused before a pixel is decoded where it is too small, too large or not of 8 bits.
+Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so that stored test images equal theirs bit by bit.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, UnidentifiedImageError
+
+from fcljax.data.augment import Geometry
+from fcljax.errors import InputError
+
+Picture = Path | bytes | UInt8[np.ndarray, "H W C"]  # a file, its content, or its pixels: grey (C = 1) or RGB
+Fit = Callable[[Image.Image], Image.Image]
+
+T = TypeVar("T")
+
+MAX_PIXELS = 40_000_000  # an image of as many or more is refused
+
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # by content; some of Pillow's others start programs or print by themselves
+_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits or less a channel
+_KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_SLIVER = 20  # long side / short side from which the long side is never resized as a whole
+
+
+class Decoded(NamedTuple):
+    """One image as it is stored, and how large it was."""
+
+    pixels: UInt8[np.ndarray, "h w 3"]
+    height: int  # in pixels, before `fit`
+    width: int
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings from Pillow inside the block: what matters is refused, and the rest is about metadata that nobody reads.
+
+    Filters belong to the process, not to a thread: wrap the loop, not the decoding of one image.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")
+        yield
+
+
+def fits(geometry: Geometry) -> tuple[Fit, Fit]:
+    """How training and test images are brought to the size of `geometry`."""
+    kernel = _KERNELS[geometry.kernel]
+    test = squeeze if geometry.squash else centre
+    return partial(squeeze, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
+
+
+def squeeze(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
+    """The whole image resized to side x side, whatever its shape."""
+    return image.resize((side, side), kernel)
+
+
+def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
+    """The short side resized to `side`, then the central square: torchvision's Resize(side) and CenterCrop(side) on PIL images.
+
+    Of slivers (more than 20:1) only the square is ever computed, which can differ from that by the last bit of a kernel's weight: a
+    long side of millions of pixels would fill the memory.
+    """
+    short, long = sorted(image.size)
+    length = int(side * long / short)
+    columns, rows = (side, length) if image.width <= image.height else (length, side)
+    left, top = int(round((columns - side) / 2.0)), int(round((rows - side) / 2.0))
+    if long <= _SLIVER * short:
+        return image.resize((columns, rows), kernel).crop((left, top, left + side, top + side))
+    x, y = image.width / columns, image.height / rows
+    right, bottom = min((left + side) * x, image.width), min((top + side) * y, image.height)
+    return image.resize((side, side), kernel, box=(left * x, top * y, right, bottom))
+
+
+def size_of(picture: Picture, name: str) -> tuple[int, int]:
+    """Height and width in pixels, from the header alone.
+
+    Raises:
+      InputError: for what is no image or not to be decoded, naming `name`.
+      OSError: for a file that cannot be opened.
+    """
+    if isinstance(picture, np.ndarray):
+        return picture.shape[0], picture.shape[1]
+    return _open(picture, name, lambda image: (image.height, image.width))
+
+
+def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
+    """The pixels in RGB, after `fit`; as they are without it. Transparency is dropped, orientation tags are not heeded.
+
+    Raises:
+      InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more, and more than 8 bits per
+        channel, naming `name`.
+      OSError: for a file that cannot be opened.
+    """
+    if isinstance(picture, np.ndarray):
+        height, width, _ = picture.shape
+        pixels = np.ascontiguousarray(np.broadcast_to(picture, (height, width, 3)))
+        return Decoded(pixels if fit is None else np.asarray(fit(Image.fromarray(pixels))), height, width)
+    return _open(picture, name, partial(_decoded, fit=fit))
+
+
+def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
+    # Pillow warns about palettes with transparent entries unless they pass through RGBA.
+    rgb = (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), image.height, image.width)
+
+
+def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:
+    with io.BytesIO(picture) if isinstance(picture, bytes) else picture.open("rb") as stream:
+        try:
+            with Image.open(stream, formats=_FORMATS) as image:
+                _check_header(image, name)
+                return read(image)
+        except (InputError, MemoryError):
+            raise
+        except Image.DecompressionBombError as error:
+            raise InputError(f"dataset: {name!r} is too large, far more than {MAX_PIXELS // 10**6} megapixels") from error
+        except UnidentifiedImageError as error:
+            raise InputError(f"dataset: {name!r} is not a readable image (no JPEG, PNG, GIF, BMP or WebP)") from error
+        except Exception as error:  # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
+            raise InputError(f"dataset: {name!r} is not a readable image ({one_line(error)})") from error
+
+
+def _check_header(image: Image.Image, name: str) -> None:
+    size = f"{image.width}x{image.height} pixels"
+    if min(image.size) < 2:
+        raise InputError(f"dataset: {name!r} is too small, {size}; the file must be corrupt")
+    if image.width * image.height >= MAX_PIXELS:
+        raise InputError(f"dataset: {name!r} is too large, {size}; images must have less than {MAX_PIXELS // 10**6} megapixels")
+    if image.mode not in _MODES:
+        raise InputError(f"dataset: {name!r} has pixels of mode {image.mode!r}; convert it to 8 bits per channel")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and message of an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

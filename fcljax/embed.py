@@ -1,0 +1,95 @@
+"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the cache that runs query."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fcljax.config import InputConfig
+from fcljax.errors import InputError
+from fcljax.files import atomic
+from fcljax.inputs import Inputs, backbone_name, frozen_features, load_inputs, make_splits, save_features, tell
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedConfig(InputConfig):
+    """Options of `fcljax embed`, beside those that it shares with `fcljax run`."""
+
+    out: str | None = None  # .npz file, a new one; default: DATASET-BACKBONE.npz
+    keep_head: bool = False  # also write the logits of the checkpoint's classification head
+
+
+def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:
+    """Write `features` float32 [N, D], `labels` [N] and `is_test` [N] of both splits, training images first, to one .npz file, with
+    `class_names` and, if asked for, `logits` float32 [N, classes of the head]. Fills the cache of query features.
+
+    Args:
+      cfg: which images and which backbone; `normalise` must be resolved.
+      out: the file; a new one.
+      console: where the progress bar and notes go.
+
+    Returns:
+      What was done, by name: counts, width, speed, and how well the nearest class mean of the training features does on the test images.
+
+    Raises:
+      InputError: for bad settings or files, or if `out` exists.
+    """
+    out, console = Path(out), console or Console(stderr=True)
+    if out.exists():
+        raise InputError(f"out: {str(out)!r} exists already; give the name of a new file")
+    inputs = load_inputs(cfg)
+    if cfg.keep_head and inputs.backbone.head is None:
+        raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")
+    tell(inputs, console)
+    dataset, start = inputs.dataset, time.perf_counter()
+    labels = [label.astype(np.int64) for label in (dataset.y_train, dataset.y_test)]
+    with _progress(console) as progress:
+        bar = progress.add_task("images", total=sum(map(len, labels)))
+        features = _features(cfg, inputs, labels, lambda rows: progress.update(bar, advance=rows))
+    seconds = time.perf_counter() - start
+    arrays = {
+        "features": np.concatenate(features), "labels": np.concatenate(labels),
+        "is_test": np.repeat([False, True], [len(label) for label in labels]), "class_names": np.array(dataset.class_names),
+    }  # fmt: skip
+    head = inputs.backbone.head
+    if cfg.keep_head:
+        arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
+    with atomic(out) as temporary:
+        np.savez(temporary, **arrays)
+    for part, found in zip(("train", "test"), features, strict=True):
+        save_features(cfg, inputs, part, found)
+    return {
+        "backbone": backbone_name(inputs.backbone.config), "features": list(arrays["features"].shape),
+        "training images": len(labels[0]), "test images": len(labels[1]), "images/s": round(sum(map(len, labels)) / seconds, 1),
+        "nearest class mean, test accuracy": round(nearest_class_mean(features[0], labels[0], features[1], labels[1]), 4),
+        "written to": str(out),
+    }  # fmt: skip
+
+
+def nearest_class_mean(
+    train: Float[np.ndarray, "N D"], train_label: Int[np.ndarray, " N"], test: Float[np.ndarray, "M D"], test_label: Int[np.ndarray, " M"]
+) -> float:
+    """Share of test features that are nearest (Euclidean) to the mean training feature of their own class."""
+    classes = np.unique(train_label)
+    means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
+    distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T
+    return float(np.mean(classes[np.argmin(distance, -1)] == test_label))
+
+
+def _features(cfg: EmbedConfig, inputs: Inputs, labels: list[np.ndarray], advance: Callable[[int], None]) -> list[np.ndarray]:
+    compute = frozen_features(inputs, cfg.eval_batch_size, advance)
+    splits = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
+    return [np.asarray(compute(inputs.backbone.params, split), np.float32) for split in splits]
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip

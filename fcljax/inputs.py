@@ -1,0 +1,207 @@
+"""What every command starts from: a backbone with its weights, and the images of a data set in the range that it expects.
+
+Reads files; all that comes after works on what is loaded here.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from rich.console import Console
+
+from fcljax.config import DealConfig, InputConfig
+from fcljax.data.augment import NORMALISE, Preprocess, clean_view, preset, train_view
+from fcljax.data.partition import dirichlet, iid
+from fcljax.data.sources import Dataset, data_folder, load_dataset
+from fcljax.data.store import Split
+from fcljax.data.tasks import class_order, relabel
+from fcljax.errors import InputError
+from fcljax.evaluation import make_features
+from fcljax.files import atomic
+from fcljax.models.pretrained import Pretrained, load_backbone
+from fcljax.models.vit import VITS, ViTConfig, apply_vit
+from fcljax.streaming import Host
+from fcljax.types import PyTree
+
+RESIDENT_SHARE = 0.5  # of a device's memory that images may take when no budget is given: the rest is for the network at work
+
+
+class Inputs(NamedTuple):
+    """A backbone, a data set, and how the images become its input."""
+
+    backbone: Pretrained
+    dataset: Dataset
+    preprocess: Preprocess
+    augments: bool  # does the training view differ from the clean one?
+
+
+def load_inputs(cfg: InputConfig) -> Inputs:
+    """Load the backbone and the data set that the settings name.
+
+    Raises:
+      InputError: for anything in the settings or files that cannot work.
+    """
+    backbone = load_backbone(
+        None if cfg.backbone == "auto" else cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype, heads=cfg.heads
+    )
+    size = backbone.config.image_size
+    dataset = load_dataset(cfg.dataset, **image_options(cfg, size))
+    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without the margin.
+    preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
+    if cfg.normalise == "checkpoint":
+        preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
+    elif cfg.normalise != "release":
+        preprocess = preprocess.with_pixels(*NORMALISE[cfg.normalise])
+    return Inputs(backbone, dataset, preprocess, dataset.augment if cfg.augment is None else cfg.augment)
+
+
+def tell(inputs: Inputs, console: Console) -> None:
+    """What a user should know of the weights."""
+    for note in inputs.backbone.notes:
+        console.print(f"checkpoint: {note}", soft_wrap=True, highlight=False)
+
+
+def image_options(cfg: InputConfig, image_size: int) -> dict[str, Any]:
+    """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size pixels."""
+    geometry = preset(cfg.preprocess, image_size).geometry
+    return dict(
+        geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir, class_list=cfg.class_list,
+        skip_corrupt=cfg.skip_corrupt, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed,
+    )  # fmt: skip
+
+
+def backbone_name(config: ViTConfig) -> str:
+    """The name of a network of this shape, whatever its image size; its shape in words if it has none."""
+    body = lambda c: (c.patch, c.width, c.depth, c.heads, c.mlp)
+    shape = f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
+    return next((name for name, known in VITS.items() if body(known) == body(config)), shape)
+
+
+def read_clean(preprocess: Preprocess, split: Split, rows: Array) -> Float[Array, "B S S 3"]:
+    """These rows of a split as network input, under the clean view."""
+    mine = _take(split, rows)
+    return clean_view(preprocess, mine.image, mine.size)
+
+
+def fetch(preprocess: Preprocess, augments: bool, split: Split, rows: Array, keys: Array, augment: bool):
+    """What the engine reads: rows of a split as network input, with the query features where they are cached and still hold."""
+    mine = _take(split, rows)
+    if augment and augments:
+        return train_view(preprocess, mine.image, keys, mine.size), mine.label, None
+    return clean_view(preprocess, mine.image, mine.size), mine.label, mine.query
+
+
+def _take(split: Split, rows: Array) -> Split:
+    # The barrier keeps XLA from fusing the gather with what follows. Without it the arithmetic after it would be compiled another way
+    # for arrays of another length, and images on the host would not give the bits of resident ones.
+    return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[rows], split))
+
+
+def deal(dataset: Dataset, cfg: DealConfig) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Labels as positions in the shuffled class order, for both splits, and the training rows of each client.
+
+    Class order and partition come from one legacy numpy stream, in this order, as in FPPL's release (specification section 6).
+    """
+    stream = np.random.RandomState(cfg.seed)
+    order = class_order(len(dataset.class_names), stream)
+    if cfg.partition == "iid":
+        parts = iid(dataset.y_train, cfg.clients, stream, cfg.min_rows)
+    else:
+        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream, cfg.min_rows)
+    return relabel(dataset.y_train, order), relabel(dataset.y_test, order), parts
+
+
+# ---- where the images lie ----------------------------------------------------------------------------------------------------------
+
+
+def make_splits(
+    dataset: Dataset, train_label: np.ndarray, test_label: np.ndarray, budget: int | None, eval_batch_size: int
+) -> tuple[Split | Host, Split | Host]:
+    """Training and test split: on the device if both fit into the budget, else the larger one, or both, on the host.
+
+    Args:
+      dataset: the images.
+      train_label: labels that go with the training images, in whatever numbering the caller uses.
+      test_label: labels that go with the test images.
+      budget: MiB of device memory for images; None takes a share of what the device has.
+      eval_batch_size: images per evaluation step, the least that a window of test images holds.
+
+    Raises:
+      InputError: for a budget that does not hold two windows of two evaluation steps for either split.
+    """
+    train = Split(dataset.x_train, train_label.astype(np.int32), dataset.size_train)
+    test = Split(dataset.x_test, test_label.astype(np.int32), dataset.size_test)
+    room = device_memory() * RESIDENT_SHARE if budget is None else budget * 2**20
+    one = max(split.image.nbytes // len(split.label) for split in (train, test))
+    if budget is not None and room < 8 * eval_batch_size * one:
+        least = -(-8 * eval_batch_size * one // 2**20)
+        raise InputError(f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid value: {least}")
+    if train.image.nbytes + test.image.nbytes <= room:
+        return _resident(train), _resident(test)
+    if test.image.nbytes <= room / 2:  # the training split has two windows, each a quarter of the room
+        return _host(train, room / 4), _resident(test)
+    return _host(train, room / 4), _host(test, room / 4)
+
+
+def device_memory() -> int:
+    """Bytes of memory of the first device; of the machine for a CPU."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _resident(split: Split) -> Split:
+    return jax.tree.map(jnp.asarray, split)
+
+
+def _host(split: Split, window: float) -> Host:
+    return Host(split, int(window // (split.image.nbytes // len(split.label))))
+
+
+# ---- frozen features ----------------------------------------------------------------------------------------------------------------
+
+
+def frozen_features(
+    inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None
+) -> Callable[[PyTree, Split | Host], Array | np.ndarray]:
+    """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what prompt methods query.
+    `advance` is told how many images more are done."""
+    config, preprocess = inputs.backbone.config, inputs.preprocess
+    features = lambda params, image: apply_vit(config, params, image).cls
+    return make_features(features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance)
+
+
+def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
+    """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for everything that decides
+    their bits: weights, images, view, batches, and what computes them."""
+    facts = {
+        "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config), "view": repr(inputs.preprocess),
+        "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,
+        "computed by": [jax.__version__, jax.devices()[0].device_kind],
+    }  # fmt: skip
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return data_folder(cfg.data_dir) / "features" / f"{name}.npy"
+
+
+def saved_features(cfg: InputConfig, inputs: Inputs, part: str) -> Float[np.ndarray, "N D"] | None:
+    """The features that `fcljax embed` has left for these settings, if they are there and whole."""
+    rows = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
+    try:
+        features = np.load(feature_file(cfg, inputs, part), allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return features if features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32 else None
+
+
+def save_features(cfg: InputConfig, inputs: Inputs, part: str, features: Float[np.ndarray, "N D"]) -> None:
+    """Keep the features of a split for the runs to come."""
+    path = feature_file(cfg, inputs, part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        np.save(temporary, features)

@@ -1,0 +1,194 @@
+"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss (He et al. 2022; pMAE, arXiv 2411.01916).
+
+The encoder is `apply_vit(config, params, image, Injection(keep=masking.keep), full=True)`, whose tokens are the latent that `decode` takes.
+The decoder predicts all patches; what it says of the visible ones is kept, not replaced by the pixels that are known.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
+
+from fcljax.errors import InputError
+from fcljax.models.vit import Block, ViTConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Static shape of a decoder; the defaults are those of MAE for a ViT-B/16. `dtype` is the compute type of the matrix products."""
+
+    image_size: int = 224
+    patch: int = 16
+    encoder_width: int = 768
+    width: int = 512
+    depth: int = 8
+    heads: int = 16
+    mlp: int = 2048
+    dtype: str = "float32"
+    epsilon: float = 1e-6  # of the LayerNorms
+
+    @property
+    def grid(self) -> int:
+        """Patches per side."""
+        return self.image_size // self.patch
+
+
+class Masking(NamedTuple):
+    """Which patches an encoder sees. keep: indices of the visible patches, in their random order. restore: for every patch its place
+    in the sequence [visible, masked]. masked: True for patches that are hidden."""
+
+    keep: Int[Array, "batch kept"]
+    restore: Int[Array, "batch patches"]
+    masked: Bool[Array, "batch patches"]
+
+
+def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) -> Masking:
+    """Hide a random share of the patches, anew for every sample (MAE, section 3).
+
+    Args:
+      key: one key, from which sample i gets fold_in(key, i), or one key per sample, [batch]: a sample's mask depends on its key alone.
+      batch: samples.
+      patches: patches per sample.
+      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay. With 0 all stay, in random order.
+
+    Raises:
+      InputError: for a ratio outside [0, 1].
+    """
+    keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    return mask_by_noise(jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys), ratio)
+
+
+def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking:
+    """The patches with the least noise stay, in order of their noise.
+
+    Raises:
+      InputError: for a ratio outside [0, 1].
+    """
+    if not 0 <= ratio <= 1:
+        raise InputError(f"mask_ratio: {ratio} is not in [0, 1]; nearest: {min(max(ratio, 0), 1)}")
+    kept = int(noise.shape[1] * (1 - ratio))
+    shuffle = jnp.argsort(noise, axis=1)
+    restore = jnp.argsort(shuffle, axis=1)
+    return Masking(shuffle[:, :kept], restore, restore >= kept)
+
+
+def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
+    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token; else the column index in the
+    first half and the row index in the second, each p as [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
+
+    Raises:
+      InputError: if width is not a multiple of 4.
+    """
+    if width % 4:
+        raise InputError(f"decoder width: {width} is not a multiple of 4; nearest: {max(4, round(width / 4) * 4)}")
+    frequency = 10000.0 ** (-np.arange(width // 4) / (width // 4))
+    row, column = np.divmod(np.arange(grid * grid), grid)
+    angles = [np.outer(index, frequency) for index in (column, row)]
+    patches = np.concatenate([f(angle) for angle in angles for f in (np.sin, np.cos)], axis=1)
+    return jnp.asarray(np.concatenate([np.zeros((1, width)), patches]), jnp.float32)
+
+
+class Decoder(nn.Module):
+    """The whole decoder; see `decode`."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, latent, restore, prompt=None):
+        c = self.config
+        position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
+        mask = self.param("mask", nn.initializers.zeros, (c.width,))
+        x = nn.Dense(c.width, dtype=c.dtype, name="embed")(latent.astype(c.dtype)).astype(jnp.float32)
+        hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
+        patches = jnp.take_along_axis(jnp.concatenate([x[:, 1:], hidden], axis=1), restore[..., None], axis=1)
+        x = jnp.concatenate([x[:, :1], patches], axis=1) + position
+        for i in range(c.depth):
+            x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
+        x = nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name="norm")(x)
+        return nn.Dense(3 * c.patch**2, dtype=c.dtype, name="predict")(x[:, 1:].astype(c.dtype)).astype(jnp.float32)
+
+
+def _block_config(c: DecoderConfig) -> ViTConfig:
+    return ViTConfig(c.image_size, c.patch, c.width, c.depth, c.heads, c.mlp, c.dtype, c.epsilon)
+
+
+def decode(
+    config: DecoderConfig,
+    params: PyTree,
+    latent: Float[Array, "batch seen encoder_width"],
+    restore: Int[Array, "batch patches"],
+    prompt: Float[Array, "..."] | None = None,
+) -> Float[Array, "batch patches pixels"]:
+    """Pixels of every patch, [batch, patches, patch * patch * 3], visible patches included, in the range that the decoder learned.
+
+    Args:
+      config: the static shape.
+      params: as from `init_decoder` or `models.pretrained`; an argument, never closed over. `pos` is fixed: no gradient reaches it.
+      latent: the encoder's tokens after its final norm, class token first, then the visible patches.
+      restore: from the `Masking` with which they were encoded.
+      prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch, length, width]
+        (pMAE's reconstructive prompt).
+    """
+    return Decoder(config).apply({"params": params}, latent, restore, prompt)
+
+
+def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
+    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}. MAE's: xavier-uniform kernels, zero biases,
+    a mask token from N(0, 0.02^2), sin-cos positions."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
+    keys = jax.random.split(key, len(leaves))
+    return structure.unflatten([_draw(key, path[-1].key, x.shape, config) for key, (path, x) in zip(keys, leaves, strict=True)])
+
+
+def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderConfig) -> Array:
+    if name == "pos":
+        return sincos_positions(config.grid, config.width)
+    zeros, ones, normal = nn.initializers.zeros, nn.initializers.ones, nn.initializers.normal
+    rules = {"kernel": nn.initializers.xavier_uniform(), "bias": zeros, "scale": ones, "mask": normal(0.02)}
+    return rules[name](key, shape, jnp.float32)
+
+
+def decoder_shapes(config: DecoderConfig) -> PyTree:
+    """Shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
+    latent = jax.ShapeDtypeStruct((1, 1 + config.grid**2, config.encoder_width), jnp.float32)
+    restore = jax.ShapeDtypeStruct((1, config.grid**2), jnp.int32)
+    return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
+
+
+def patchify(image: Float[Array, "batch height width_px 3"], patch: int) -> Float[Array, "batch patches pixels"]:
+    """Patches row by row; the pixels of one in order row, column, channel, channel fastest."""
+    return rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=patch, q=patch)
+
+
+def unpatchify(patches: Float[Array, "batch patches pixels"], patch: int) -> Float[Array, "batch height width_px 3"]:
+    """The square images that `patchify` took apart."""
+    side = math.isqrt(patches.shape[1])
+    return rearrange(patches, "b (h w) (p q c) -> b (h p) (w q) c", h=side, p=patch, q=patch, c=3)
+
+
+def reconstruction_loss(
+    prediction: Float[Array, "batch patches pixels"],
+    image: Float[Array, "batch height width_px 3"],
+    masked: Bool[Array, "batch patches"],
+    row: Bool[Array, " batch"] | None = None,
+) -> Float[Array, ""]:
+    """Mean squared error over the hidden patches of the whole batch, sum(masked * error) / sum(masked) with error the mean over a
+    patch's pixels; 0 if none is hidden (MAE, section 3, without per-patch normalisation of the pixels).
+
+    Args:
+      prediction: from `decode`.
+      image: what should come out, in the same range.
+      masked: from the `Masking`.
+      row: False for rows of padding, which are inert whatever they hold; None takes all.
+    """
+    counted = masked if row is None else masked & row[:, None]
+    target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
+    # Chosen before the square, so that padding that is not finite has no gradient either.
+    difference = jnp.where(counted[..., None], prediction - target, 0.0)
+    return jnp.square(difference).mean(axis=-1).sum() / jnp.maximum(counted.sum(), 1)

@@ -1,0 +1,494 @@
+"""Whose names a set of tensors carries, the architecture that their shapes tell, and the way to our own names and layouts.
+
+A network is a stack: something that embeds, a learned token, positions, blocks, a norm and something that comes out. That holds for the
+encoder (patches, class token, head) and for the decoder of a masked autoencoder (latents, mask token, pixels), so one table of names
+describes either. Linear weights are [in, out] here, [out, in] in torch, and split by heads in Google's files.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from fcljax.errors import InputError, choose
+from fcljax.models.mae import DecoderConfig
+from fcljax.models.vit import VITS, ViTConfig
+from fcljax.types import PyTree
+
+Tensors = dict[str, np.ndarray]
+
+
+class Naming(NamedTuple):
+    """How one kind of file names a stack. Names of modules lack the leaf (kernel or scale, and bias); token and pos are whole names."""
+
+    mapping: str
+    layout: Literal["ours", "torch", "google"]
+    embed: str
+    token: str
+    pos: str
+    norm: str
+    out: str
+    block: str  # prefix of block %d
+    modules: dict[str, tuple[str, ...]]  # ours -> theirs; several are joined into one of ours
+
+
+class Facts(NamedTuple):
+    """What is known of a network from elsewhere than its tensors: the caller, metadata, a config.json."""
+
+    heads: int | None = None
+    decoder_heads: int | None = None
+
+
+class Network(NamedTuple):
+    """A network under our names and in our layouts, float32 numpy arrays, some of them views. The config's image size is the file's.
+
+    fused: whether q, k and v were one tensor. part: "teacher", "student" or None. torch_training: whether the file looks as DINO, iBOT,
+    MAE and DeiT write theirs, which normalise pixels by ImageNet's constants.
+    """
+
+    config: ViTConfig
+    params: PyTree
+    head: PyTree | None
+    decoder: tuple[DecoderConfig, PyTree] | None
+    mapping: str
+    fused: bool
+    part: str | None
+    torch_training: bool
+    notes: tuple[str, ...]
+
+
+def _modules(norm1: str, qkv: str, proj: str, norm2: str, fc1: str, fc2: str) -> dict[str, tuple[str, ...]]:
+    theirs = (norm1, qkv, proj, norm2, fc1, fc2)
+    return dict(zip(("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2"), (tuple(x.split()) for x in theirs), strict=True))
+
+
+_OURS = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
+_TIMM = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+_QKV = " ".join(f"attention.attention.{part}" for part in ("query", "key", "value"))
+_HF4 = _modules("layernorm_before", _QKV, "attention.output.dense", "layernorm_after", "intermediate.dense", "output.dense")
+_QKV = "attention.q_proj attention.k_proj attention.v_proj"
+_HF5 = _modules("layernorm_before", _QKV, "attention.o_proj", "layernorm_after", "mlp.fc1", "mlp.fc2")
+_MHA = "MultiHeadDotProductAttention_1/"
+_QKV = " ".join(f"{_MHA}{part}" for part in ("query", "key", "value"))
+_GOOGLE = _modules("LayerNorm_0", _QKV, f"{_MHA}out", "LayerNorm_2", "MlpBlock_3/Dense_0", "MlpBlock_3/Dense_1")
+
+_HF = (
+    "embeddings.patch_embeddings.projection",
+    "embeddings.cls_token",
+    "embeddings.position_embeddings",
+    "layernorm",
+    "classifier",
+)
+_BIG = ("embedding", "cls", "Transformer/posembed_input/pos_embedding", "Transformer/encoder_norm", "head")
+_MAE = ("decoder_embed", "mask_token", "decoder_pos_embed", "decoder_norm", "decoder_pred")
+ENCODERS = (
+    Naming("fcljax", "ours", "patch", "cls", "pos", "norm", "head", "block_%02d.", _OURS),
+    Naming("timm", "torch", "patch_embed.proj", "cls_token", "pos_embed", "norm", "head", "blocks.%d.", _TIMM),
+    Naming("huggingface", "torch", *_HF, "encoder.layer.%d.", _HF4),
+    Naming("huggingface", "torch", *_HF, "layers.%d.", _HF5),
+    Naming("google", "google", *_BIG, "Transformer/encoderblock_%d/", _GOOGLE),
+)
+DECODERS = (
+    Naming("fcljax", "ours", *(f"decoder.{x}" for x in ("embed", "mask", "pos", "norm", "predict", "block_%02d.")), _OURS),
+    Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", _TIMM),
+    Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF4),
+    Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF5),
+    Naming("huggingface", "torch", *_MAE, "decoder_encoder.layer.%d.", _HF4),  # what transformers 5 writes
+)
+_OUR_ENCODER = ENCODERS[0]
+_OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
+
+_WRAPPERS = {"model", "state_dict", "teacher", "student", "module", "backbone", "encoder", "vit", "_orig_mod"}
+_NETWORK = {"backbone", "encoder", "vit"}  # wrappers beside which heads and decoders lie
+_ROLES = {"teacher", "student"}
+# What lies beside a backbone in the checkpoint of a training, by how a note calls it.
+_IGNORED = {
+    "teacher": r"teacher\..*",
+    "student": r"student\..*",
+    "optimizer and schedule": r"(optimizer|scaler|fp16_scaler|loss_scaler|lr_scheduler|scheduler|epoch|args)(\..*)?",
+    "centers of the loss": r"(dino|ibot)_loss\..*",
+    "projection head": r"head\.(mlp|last_).*|head2\..*",
+    "averaged copy": r"model_ema\..*",
+    "masked_embed": r"masked_embed",
+    "mask_token": r"(embeddings\.)?mask_token",
+    "pooler": r"pooler\..*",
+    "pre_logits": r"pre_logits[./].*",
+}
+
+
+class _Found(NamedTuple):
+    """tensors: by names without wrappers, without what is ignored. wrappers: those of the network. ignored: keys of _IGNORED."""
+
+    naming: Naming
+    tensors: Tensors
+    wrappers: frozenset[str]
+    ignored: tuple[str, ...]
+
+
+class _Stack(NamedTuple):
+    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, None without such a module."""
+
+    inputs: int
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    tokens: int
+    outputs: int | None
+    final_norm: bool
+    patch: int | None  # side of the patches where the embedding is a convolution over them
+
+
+class _Recipe(NamedTuple):
+    """How one tensor of ours comes about: these of theirs, each of this shape, its axes reversed as torch has them or not, then
+    reshaped to `ours` and joined on the last axis."""
+
+    names: tuple[str, ...]
+    theirs: tuple[int, ...]
+    ours: tuple[int, ...]
+    reverse: bool
+
+
+def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Network:
+    """Find the network in `tensors`, check it tensor by tensor, and bring it to our names and layouts.
+
+    Args:
+      tensors: by name, as `checkpoints.read` gives them.
+      name: one of VITS, which the tensors must fit; None takes the architecture from the tensors.
+      facts: what is known already; it must not contradict the tensors.
+      part: "teacher" or "student", for files that hold both.
+
+    Raises:
+      InputError: if there is no ViT, or one of a kind that we do not model, or tensors are missing, unexpected, misshaped or not finite.
+    """
+    found = _find(tensors, choose("part", part, sorted(_ROLES)))
+    naming = found.naming
+    _refuse_other_networks(naming, found.tensors)
+    config, assumed = _architecture(naming, found.tensors, name, facts)
+    encoder = _recipes(naming, _OUR_ENCODER, _encoder_stack(config, _outputs(naming, found.tensors)))
+    decoder = _decoder(found, config, facts)
+    wanted = [recipe for recipes in (encoder, decoder[2] if decoder else {}) for recipe in recipes.values()]
+    _check(found.tensors, {theirs: recipe.theirs for recipe in wanted for theirs in recipe.names}, name or _describe(config))
+    params = _build(found.tensors, encoder)
+    head = params.pop("head", None)
+    training = decoder is not None or bool(found.wrappers & {"teacher", "student", "model", "state_dict", "backbone"})
+    training = training or not {"mask_token", "masked_embed", "centers of the loss"}.isdisjoint(found.ignored)
+    return Network(
+        config,
+        params,
+        head,
+        decoder and (decoder[0], _build(found.tensors, decoder[2])),
+        "mae" if decoder and naming.mapping == "timm" else naming.mapping,
+        fused=len(naming.modules["attn.qkv"]) == 1,
+        part=next(iter(_ROLES & found.wrappers), None),
+        torch_training=naming.layout == "torch" and training,
+        notes=(*_notes(found, config, head), *assumed, *(decoder[1] if decoder else ())),
+    )
+
+
+def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
+    notes = [f"the {role}'s weights were taken" for role in sorted(_ROLES & found.wrappers)]
+    if head is not None:
+        notes.append(f"the classification head of {head['bias'].size} classes is no part of the backbone")
+    if found.ignored:
+        notes.append(f"left out, being no part of the backbone: {', '.join(found.ignored)}")
+    if "pre_logits" in found.ignored:
+        notes.append("a classification head behind pre_logits is left out too: it does not read the class token")
+    if not config.final_norm:
+        notes.append("the network has no final norm")
+    return notes
+
+
+# ---- which network it is -------------------------------------------------------------------------------------------------------------
+
+
+def _find(tensors: Tensors, part: str) -> _Found:
+    """The network's tensors without the wrappers around their names, and what lies beside them."""
+    prefix, naming = _prefix(tensors, part)
+    wrappers = prefix.split(".")[:-1]
+    outer = ".".join([*wrappers[:-1], ""]) if wrappers and wrappers[-1] in _NETWORK else prefix
+    named: Tensors = {}
+    for key, value in tensors.items():
+        short = next((key.removeprefix(start) for start in (prefix, outer) if key.startswith(start)), key)
+        if naming.layout == "torch":
+            short = re.sub(r"^decoder\.(?=decoder_|mask_token$)", "", short)
+        named[key if short in named else short] = value
+    ignored = {key: label for key in named for label, names in _IGNORED.items() if re.fullmatch(names, key)}
+    if naming.layout == "ours":
+        ignored = {}
+    if _has_decoder(named):
+        ignored.pop("mask_token", None)
+    if "pre_logits" in ignored.values():
+        ignored |= {key: "classification head" for key in named if key.startswith(f"{naming.out}{_dot(naming)}")}
+    kept = {key: value for key, value in named.items() if key not in ignored}
+    labels = tuple(label for label in [*_IGNORED, "classification head"] if label in ignored.values())
+    return _Found(_variant(ENCODERS, naming, kept), kept, frozenset(wrappers), labels)
+
+
+def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
+    """What stands before the names of the one network to take, and how that is named."""
+    anchors = {_leaf(naming, naming.embed, "kernel"): naming for naming in reversed(ENCODERS)}
+    at = {
+        key.removesuffix(anchor): naming
+        for key in tensors
+        for anchor, naming in anchors.items()
+        if key == anchor or key.endswith(f".{anchor}")
+    }
+    if not at:
+        wanted = ", ".join(f"{anchor} ({naming.mapping})" for anchor, naming in reversed(anchors.items()))
+        held = ", ".join(list(tensors)[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        raise InputError(f"checkpoint: no Vision Transformer in it: none of {wanted}; it holds: {held or 'no tensors'}")
+    known = {prefix: naming for prefix, naming in at.items() if set(prefix.split(".")[:-1]) <= _WRAPPERS}
+    roles = {role: [prefix for prefix in known if role in prefix.split(".")] for role in sorted(_ROLES)}
+    if any(roles.values()):
+        if not roles[part]:
+            raise InputError(f"part: the checkpoint has no {part}; choose {next(role for role in roles if roles[role])!r}")
+        known = {prefix: known[prefix] for prefix in roles[part]}
+    if len(known) != 1:
+        places = ", ".join(repr(prefix) for prefix in known or at)
+        problem = "several networks, under" if known else "a network under a wrapper of another kind:"
+        raise InputError(
+            f"checkpoint: it holds {problem} {places}; give a file of one network, bare or under {', '.join(sorted(_WRAPPERS))}"
+        )
+    return next(iter(known.items()))
+
+
+def _variant(namings: tuple[Naming, ...], like: Naming, tensors: Tensors) -> Naming:
+    """Of the namings of one mapping, that which names most of the first block's tensors."""
+
+    def named(naming: Naming) -> int:
+        modules = [f"{naming.block % 0}{module}" for modules in naming.modules.values() for module in modules]
+        return sum(_leaf(naming, module, "bias") in tensors for module in modules)
+
+    return max((naming for naming in namings if naming.mapping == like.mapping), key=named)
+
+
+def _has_decoder(tensors: Tensors) -> bool:
+    return any(key.startswith(("decoder_", "decoder.")) for key in tensors)
+
+
+def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
+    """What would load tensor by tensor, or nearly, and yet be another network."""
+    if any(re.match(r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier", key) for key in tensors):
+        raise InputError("checkpoint: a distilled network has a second token beside the class token, which is not modelled here")
+    if any(key.startswith("fc_norm") for key in tensors):
+        raise InputError(
+            "checkpoint: fc_norm says that the features are means over patches, and the class token was not trained for them"
+        )
+    if naming.token not in tensors:
+        raise InputError(f"checkpoint: it has no class token ({naming.token}), and the features here are the class token's")
+
+
+# ---- its architecture ----------------------------------------------------------------------------------------------------------------
+
+
+def _architecture(naming: Naming, tensors: Tensors, name: str | None, facts: Facts) -> tuple[ViTConfig, list[str]]:
+    """The static shape that the tensors tell, or that of `name`, and what had to be assumed."""
+    patch, width = _patches(naming, tensors)
+    grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
+    depth, mlp = _blocks(naming, tensors) or 1, _mlp(naming, tensors, width)
+    config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
+    told = _extent(tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['attn.qkv'][0]}", "kernel"), 1, None)
+    told = told if naming.layout == "google" else None
+    if told and facts.heads and told != facts.heads:
+        raise InputError(f"heads: {facts.heads} asked for, but the checkpoint has {told}")
+    heads = facts.heads or told
+    if name is not None:
+        if heads not in (None, VITS[name].heads):
+            raise InputError(f"checkpoint: does not fit {name}: it has {heads} heads, needs {VITS[name].heads}")
+        return VITS[name], []
+    heads, notes = (heads, []) if heads else _assumed_heads(config, naming)
+    if width % heads:
+        raise InputError(f"heads: {heads} does not divide the width {width}")
+    return dataclasses.replace(config, heads=heads), notes
+
+
+def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
+    """Heads leave no trace in fused or split matrices."""
+    if naming.layout == "ours":
+        for vit in VITS.values():
+            if dataclasses.replace(vit, heads=1) == config:
+                return vit.heads, []
+    huge = config.width in (1280, 1408, 1664)  # from "huge" on, ViTs have 16 heads of more than 64 channels
+    if config.width % 64 and not huge:
+        raise InputError(f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; give heads")
+    heads = 16 if huge else config.width // 64
+    return heads, [f"{heads} attention heads are assumed, {config.width // heads} channels each: the checkpoint does not tell them"]
+
+
+def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
+    """Side of the patches and width, from the patch embedding."""
+    shape = tensors[_leaf(naming, naming.embed, "kernel")].shape
+    if naming.layout == "ours" and len(shape) == 2:
+        side = math.isqrt(shape[0] // 3)
+        channels, square = (3, (side, side)) if shape[0] == 3 * side**2 else (None, (side, side))
+    elif len(shape) == 4:
+        channels, square = (shape[1], shape[2:]) if naming.layout == "torch" else (shape[2], shape[:2])
+    else:
+        channels, square = None, (0, 0)
+    if channels != 3 or square[0] != square[1] or not math.prod(shape):
+        raise InputError(f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: it has shape {shape}")
+    return square[0], shape[0 if naming.layout == "torch" else -1]
+
+
+def _grid(naming: Naming, tensors: Tensors) -> int:
+    """Patches per side, from the position embeddings; 1 if they are missing, which is found later."""
+    tokens = _extent(tensors, naming.pos, -2, 2)
+    grid = math.isqrt(max(tokens - 1, 1))
+    if tokens != 1 + grid**2:
+        raise InputError(f"checkpoint: {tokens} position embeddings are not those of a class token and a square grid of patches")
+    return grid
+
+
+def _blocks(naming: Naming, tensors: Tensors) -> int:
+    """One more than the highest index of a block; a wild index counts no further than there are tensors."""
+    pattern = re.compile(re.sub("%(02)?d", r"(\\d{1,9})", re.escape(naming.block)))
+    return min(max((int(match[1]) + 1 for key in tensors if (match := pattern.match(key))), default=0), len(tensors))
+
+
+def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
+    return _extent(tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['fc1'][0]}", "bias"), 0, 4 * width)
+
+
+def _outputs(naming: Naming, tensors: Tensors) -> int | None:
+    bias = _extent(tensors, _leaf(naming, naming.out, "bias"), 0, None)
+    return bias or _extent(tensors, _leaf(naming, naming.out, "kernel"), 0 if naming.layout == "torch" else -1, None)
+
+
+def _extent(tensors: Tensors, name: str, axis: int, default):
+    """Length of an axis, or the default if there is no such tensor or axis: the check that follows says so better."""
+    shape = tensors[name].shape if name in tensors else ()
+    return shape[axis] if -len(shape) <= axis < len(shape) else default
+
+
+def _decoder(found: _Found, config: ViTConfig, facts: Facts) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]] | None:
+    """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
+    if not _has_decoder(found.tensors):
+        return None
+    naming, notes = _variant(DECODERS, found.naming, found.tensors), []
+    width, heads = _extent(found.tensors, naming.token, -1, 512), facts.decoder_heads
+    if heads is None:
+        heads = 16 if width % 16 == 0 else config.heads  # MAE's are 16, whatever the encoder has
+        notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
+    if heads < 1 or width % heads:
+        raise InputError(f"decoder_heads: {heads} does not divide the decoder's width {width}; give decoder_heads")
+    depth, mlp = _blocks(naming, found.tensors) or 1, _mlp(naming, found.tensors, width)
+    decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)
+    stack = _Stack(config.width, width, depth, heads, mlp, 1 + config.grid**2, 3 * config.patch**2, True, None)
+    return decoder, notes, _recipes(naming, _OUR_DECODER, stack)
+
+
+def _encoder_stack(c: ViTConfig, outputs: int | None) -> _Stack:
+    return _Stack(3 * c.patch**2, c.width, c.depth, c.heads, c.mlp, 1 + c.grid**2, outputs, c.final_norm, c.patch)
+
+
+def _describe(config: ViTConfig) -> str:
+    return f"a ViT of {config.depth} blocks, width {config.width} and {config.grid} x {config.grid} patches"
+
+
+# ---- its tensors ---------------------------------------------------------------------------------------------------------------------
+
+
+def _dot(naming: Naming) -> str:
+    return "/" if naming.layout == "google" else "."
+
+
+def _leaf(naming: Naming, module: str, leaf: str) -> str:
+    return f"{module}{_dot(naming)}{'weight' if naming.layout == 'torch' and leaf != 'bias' else leaf}"
+
+
+def _recipes(theirs: Naming, ours: Naming, stack: _Stack) -> dict[str, _Recipe]:
+    """For every tensor of ours, by name and in order, where it comes from."""
+    width, lead = stack.width, () if theirs.layout == "ours" else (1,)
+    recipes = {
+        ours.token: _Recipe((theirs.token,), (*lead, *lead, width), (width,), False),
+        ours.pos: _Recipe((theirs.pos,), (*lead, stack.tokens, width), (stack.tokens, width), False),
+    }
+    for ours_, theirs_, leaves in _layers(theirs, ours, stack):
+        for leaf, shape in leaves.items():
+            part = (*shape[:-1], shape[-1] // len(theirs_))
+            names = tuple(_leaf(theirs, module, leaf) for module in theirs_)
+            recipes[f"{ours_}.{leaf}"] = _Recipe(
+                names, _their_shape(theirs.layout, ours_, part, stack), part, theirs.layout == "torch"
+            )
+    return dict(sorted(recipes.items()))
+
+
+def _layers(theirs: Naming, ours: Naming, stack: _Stack) -> list[tuple[str, tuple[str, ...], dict[str, tuple[int, ...]]]]:
+    """Modules: our name, their names, and the shapes of our leaves."""
+    width, mlp = stack.width, stack.mlp
+    norm = {"scale": (width,), "bias": (width,)}
+
+    def matrix(inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"kernel": (inputs, outputs), "bias": (outputs,)}
+
+    inside = {"norm1": norm, "attn.qkv": matrix(width, 3 * width), "attn.proj": matrix(width, width)}
+    inside |= {"norm2": norm, "fc1": matrix(width, mlp), "fc2": matrix(mlp, width)}
+    layers = [(ours.embed, (theirs.embed,), matrix(stack.inputs, width))]
+    layers += [(ours.norm, (theirs.norm,), norm)] if stack.final_norm else []
+    layers += [(ours.out, (theirs.out,), matrix(width, stack.outputs))] if stack.outputs is not None else []
+    for i in range(stack.depth):
+        for module, names in theirs.modules.items():
+            layers.append((f"{ours.block % i}{module}", tuple(f"{theirs.block % i}{name}" for name in names), inside[module]))
+    return layers
+
+
+def _their_shape(layout: str, module: str, shape: tuple[int, ...], stack: _Stack) -> tuple[int, ...]:
+    """The shape, in their layout, of what has `shape` in ours."""
+    patch, width, heads = stack.patch, stack.width, stack.heads
+    if layout == "ours":
+        return shape
+    if module == _OUR_ENCODER.embed and len(shape) == 2:
+        return (width, 3, patch, patch) if layout == "torch" else (patch, patch, 3, width)
+    if layout == "torch":
+        return shape[::-1]
+    if module.endswith("attn.qkv"):
+        return (*shape[:-1], heads, width // heads)
+    return (heads, width // heads, width) if module.endswith("attn.proj") and len(shape) == 2 else shape
+
+
+def _check(tensors: Tensors, wanted: dict[str, tuple[int, ...]], name: str) -> None:
+    wrong = [
+        f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
+        for key, shape in wanted.items()
+        if key in tensors and tuple(tensors[key].shape) != shape
+    ]
+    missing = [key for key in wanted if key not in tensors]
+    unexpected = [key for key in tensors if key not in wanted]
+    found = {"misshaped": wrong, "missing": missing, "unexpected": unexpected}
+    problems = [
+        f"{kind}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
+        for kind, keys in found.items()
+        if keys
+    ]
+    if problems:
+        raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")
+
+
+def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
+    """Our parameters; float32 tensors that need no joining stay views."""
+    flat = {}
+    for ours, recipe in recipes.items():
+        parts = [_ours(_float32(name, tensors[name]), recipe) for name in recipe.names]
+        flat[ours] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return unflatten_dict(flat, sep=".")
+
+
+def _float32(name: str, x: np.ndarray) -> np.ndarray:
+    if not (np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16):
+        raise InputError(f"checkpoint: {name} holds {x.dtype}, and weights are floating-point numbers")
+    with np.errstate(over="ignore"):
+        x = np.asarray(x, np.float32)
+    if not np.isfinite(x).all():
+        raise InputError(f"checkpoint: {name} has values that are not finite")
+    return x
+
+
+def _ours(x: np.ndarray, recipe: _Recipe) -> np.ndarray:
+    if recipe.reverse:  # [out, in], or [out, in, row, column] of the patch embedding
+        x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
+    return x.reshape(recipe.ours)

@@ -1,0 +1,58 @@
+"""`fcljax data show`: what a data set looks like, and who would hold it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fcljax import report
+from fcljax.config import DealConfig
+from fcljax.data.partition import count_matrix
+from fcljax.data.sources import load_dataset
+from fcljax.data.tasks import make_tasks
+from fcljax.errors import InputError
+from fcljax.inputs import deal, image_options
+
+SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowConfig(DealConfig):
+    """Options of `fcljax data show`, beside those of the data and of the partition that it shares with `fcljax run`."""
+
+    out: str | None = None  # folder for the two PNG files; default: the current one
+
+
+def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
+    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to classes.png.
+
+    Returns:
+      Rows (property, value) of a table.
+
+    Raises:
+      InputError: for bad settings or files, or if one of the files exists.
+    """
+    files = [Path(out) / name for name in ("images.png", "classes.png")]
+    for file in files:
+        if file.exists():
+            raise InputError(f"out: {str(file)!r} exists already; give another folder")
+    dataset = load_dataset(cfg.dataset, **image_options(cfg, cfg.image_size or 224))
+    classes = len(dataset.class_names)
+    label, _, parts = deal(dataset, cfg)
+    counts = count_matrix(label, parts, classes)
+    tasks = make_tasks(classes, cfg.tasks)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    chosen = range(min(classes, SHEET_CLASSES))
+    sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
+    report.contact_sheet(files[0], sheet, [dataset.class_names[label] for label in chosen])
+    report.class_holdings(files[1], counts, [task.classes for task in tasks])
+    rows = counts.sum(1)
+    return [
+        ("data set", dataset.name), ("classes", classes), ("training images", len(dataset.y_train)),
+        ("test images", len(dataset.y_test)), ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
+        ("training images per class", f"{np.bincount(dataset.y_train).min()} to {np.bincount(dataset.y_train).max()}"),
+        ("training images per client", f"{rows.min()} to {rows.max()}"),
+        ("classes per client", f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()}"),
+        ("images", str(files[0])), ("who holds what", str(files[1])),
+    ]  # fmt: skip

@@ -1,0 +1,53 @@
+"""Data that stays on the host: windows of rows that are copied to the device while it computes."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from fcljax.types import PyTree
+
+Carry = TypeVar("Carry")
+
+
+class Host(NamedTuple):
+    """Data for which the device has no room: numpy arrays in memory or mapped from files, one row per image.
+
+    What the coming steps read is copied to the device in windows of at most `rows` rows (one step's at the least). Two of them are
+    there at a time: the device works on one while the next is copied. Without `overlap` it waits, which is for measuring only.
+    """
+
+    tree: PyTree
+    rows: int
+    overlap: bool = True
+
+    def take(self, rows: Int[np.ndarray, " n"]) -> PyTree:
+        """These rows of every array, on the device."""
+        return jax.device_put(jax.tree.map(lambda array: np.asarray(array[rows]), self.tree))
+
+
+def over_windows(
+    step: Callable[[Carry, Any, Any], Carry], carry: Carry, items: Sequence[Any], load: Callable[[Any], Any], overlap: bool = True
+) -> Carry:
+    """carry = step(carry, item, load(item)) over all items, where the next item is loaded in a thread while the device computes.
+
+    Args:
+      step: dispatches the device's work and returns at once.
+      carry: what goes from step to step.
+      items: what to load, in order.
+      load: reads an item's window and copies it to the device.
+      overlap: False loads an item after the step before it has ended.
+    """
+    with ThreadPoolExecutor(1) as loader:
+        coming = [loader.submit(load, item) for item in items[:1]]
+        for position, item in enumerate(items):
+            window = coming.pop().result()
+            jax.block_until_ready(carry)  # the step before has ended and its window is free: never more than two
+            carry = step(carry, item, window)
+            if not overlap:
+                jax.block_until_ready(carry)
+            coming = [loader.submit(load, later) for later in items[position + 1 : position + 2]]
+    return carry

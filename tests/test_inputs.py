@@ -1,0 +1,197 @@
+"""What commands start from: which pixels the backbone gets, where the images lie, and the frozen features that are kept between runs."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_runs
+from small_runs import OPTIONS, assert_same_run
+
+from fcljax import cli, experiment
+from fcljax.config import InputConfig
+from fcljax.data.sources import Dataset
+from fcljax.errors import InputError
+from fcljax.inputs import (
+    backbone_name,
+    feature_file,
+    frozen_features,
+    load_inputs,
+    make_splits,
+    save_features,
+    saved_features,
+)
+from fcljax.models.pretrained import save_native
+from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.streaming import Host
+
+SMALL = InputConfig(image_size=8, normalise="checkpoint")  # 8 pixels are one patch of vit_micro
+
+
+def mib(count):
+    """A data set whose images take so many MiB, a quarter of them test images."""
+    images = np.zeros((count * 4, 512, 512, 1), np.uint8)
+    return Dataset("zeros", images[count:], np.zeros(3 * count, np.int64), images[:count], np.zeros(count, np.int64), ("a",))
+
+
+def where(budget, eval_batch_size=1):
+    dataset = mib(8)
+    return make_splits(dataset, dataset.y_train, dataset.y_test, budget, eval_batch_size)
+
+
+# ---- pixels --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return load_inputs(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("normalise", "mean", "std"),
+    [
+        ("checkpoint", 0.5, 0.5),  # what the packaged weights were trained with
+        ("release", 0.5071, 0.2675),  # PILoRA's release has CIFAR-100's constants
+        ("imagenet", 0.485, 0.229),
+        ("unit", 0.0, 1.0),
+    ],
+)
+def test_pixels_are_in_the_range_that_is_asked_for(normalise, mean, std):
+    found = load_inputs(dataclasses.replace(SMALL, normalise=normalise, preprocess="pilora"))
+    assert (found.preprocess.mean[0], found.preprocess.std[0]) == (mean, std)
+    assert found.preprocess.kernel == "bilinear"
+
+
+def test_digits_fill_their_frame_and_lose_no_margin(inputs):
+    assert inputs.preprocess.resized == 8
+    assert not inputs.augments
+    assert load_inputs(dataclasses.replace(SMALL, augment=True)).augments
+
+
+def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
+    tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
+    save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
+    found = load_inputs(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"), normalise="checkpoint"))
+    assert found.backbone.config == tiny
+    assert backbone_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
+
+
+def test_known_shapes_have_names_at_any_image_size():
+    for name, config in VITS.items():
+        assert backbone_name(dataclasses.replace(config, image_size=96, dtype="bfloat16")) == name
+
+
+# ---- where the images lie ------------------------------------------------------------------------------------------------------------
+
+
+def test_images_that_fit_into_the_budget_lie_on_the_device():
+    for budget in (None, 8):
+        assert not any(isinstance(split, Host) for split in where(budget))
+
+
+def test_the_training_images_are_the_first_to_stay_on_the_host():
+    train, test = where(7)
+    assert isinstance(train, Host) and not isinstance(test, Host)
+    assert train.rows == 7  # a quarter of 7 MiB, at 0.25 MiB each: two windows beside the test images
+
+
+def test_a_small_budget_keeps_both_splits_on_the_host():
+    train, test = where(2)
+    assert isinstance(train, Host) and isinstance(test, Host)
+    assert train.rows == test.rows == 2
+
+
+def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
+    with pytest.raises(InputError, match=r"^data_budget: 1 MiB hold no windows of 32 images; nearest valid value: 32$"):
+        where(1, eval_batch_size=16)
+
+
+@pytest.mark.parametrize("method", ["fppl", "linear"])
+def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_images(method, tmp_path):
+    """In a process of its own, with XLA as users have it: the older emitters that these tests compile with round some sums by the
+    shapes of the arrays that they gather from."""
+    script = "import json, sys; from fcljax import cli; sys.exit(max(cli.main(run) for run in json.loads(sys.argv[1])))"
+    resident, streamed = str(tmp_path / "resident"), str(tmp_path / "streamed")
+    common = ["run", method, *OPTIONS[method]]
+    runs = [[*common, "--out", resident], [*common, "--data-budget", "2", "--out", streamed]]
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(small_runs.ROOT)}
+    subprocess.run([sys.executable, "-c", script, json.dumps(runs)], env=environment, check=True, timeout=300, capture_output=True)
+    assert_same_run(Path(streamed), Path(resident), but=("config",))
+
+
+def test_several_devices_and_images_on_the_host_are_refused(tmp_path, capsys):
+    arguments = ["run", "linear", *OPTIONS["linear"], "--data-budget", "2", "--devices", "2", "--lanes", "2"]
+    assert cli.main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith("fcljax: devices: 2 devices need all images on each of them; nearest: 1")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- frozen features -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def splits(inputs):
+    dataset = inputs.dataset
+    return make_splits(dataset, dataset.y_train, dataset.y_test, None, 64)
+
+
+@pytest.fixture(scope="module")
+def features(inputs, splits):
+    told = []
+    found = frozen_features(inputs, 64, told.append)(inputs.backbone.params, splits[1])
+    assert sum(told) == len(splits[1].label)
+    return np.asarray(found)
+
+
+def test_features_are_the_class_tokens_of_the_clean_view(inputs, splits, features):
+    rows = jnp.array([0, 63, 64, 358])
+    image = experiment.read_clean(inputs.preprocess, splits[1], rows)
+    expected = apply_vit(inputs.backbone.config, inputs.backbone.params, image).cls
+    np.testing.assert_allclose(features[rows], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 359])
+def test_features_of_images_on_the_host_have_the_same_bits(rows, inputs, splits, features):
+    host = Host(jax.tree.map(np.asarray, splits[1]), rows)
+    found = frozen_features(inputs, 64)(inputs.backbone.params, host)
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, features)
+
+
+def test_features_are_kept_under_all_that_decides_them(inputs, features, tmp_path):
+    cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
+    assert saved_features(cfg, inputs, "test") is None
+    save_features(cfg, inputs, "test", features)
+    np.testing.assert_array_equal(saved_features(cfg, inputs, "test"), features)
+    assert saved_features(cfg, inputs, "train") is None
+    assert saved_features(dataclasses.replace(cfg, eval_batch_size=32), inputs, "test") is None
+    other = inputs._replace(preprocess=dataclasses.replace(inputs.preprocess, mean=(0.0, 0.0, 0.0)))
+    assert saved_features(cfg, other, "test") is None
+    assert saved_features(cfg, inputs._replace(backbone=inputs.backbone._replace(digest="other")), "test") is None
+    assert saved_features(cfg, inputs._replace(dataset=inputs.dataset._replace(digest="other")), "test") is None
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"text"])
+def test_damaged_features_are_computed_again(damage, inputs, features, tmp_path):
+    cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
+    save_features(cfg, inputs, "test", features)
+    file = feature_file(cfg, inputs, "test")
+    file.write_bytes(damage(file.read_bytes()))
+    assert saved_features(cfg, inputs, "test") is None
+
+
+def test_a_run_takes_the_features_that_embed_has_left(tmp_path, tmp_path_factory, monkeypatch, capsys):
+    reference = small_runs.finished("fppl", tmp_path_factory)
+    common = ["--data-dir", str(tmp_path / "data")]
+    with small_runs.compile_cache(tmp_path_factory):
+        assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
+        monkeypatch.setattr(experiment, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again"))
+        assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
+    assert_same_run(tmp_path / "run", reference, but=("config",))
+    capsys.readouterr()

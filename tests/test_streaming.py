@@ -1,0 +1,140 @@
+"""Data that stays on the host gives the bits of resident data, whatever the size of the windows, and never fills more than two."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import toys
+from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
+
+from fcljax.errors import InputError
+from fcljax.federated.engine import init_clients, run_round
+from fcljax.streaming import Host, over_windows
+
+
+@pytest.fixture(scope="module")
+def data():
+    return toys.rows()
+
+
+@pytest.fixture(scope="module")
+def deals(data):
+    return toys.rosters(data)
+
+
+def on_host(data, rows, overlap=True):
+    return Host(jax.tree.map(np.asarray, data), rows, overlap)
+
+
+def drive(engine, name, data, deals):
+    server, states, reports = drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0))
+    return server, states, [report.metrics for report in reports]
+
+
+@pytest.mark.parametrize("way", ["loop1", "vmap3", "unroll2"])
+@pytest.mark.parametrize("name", TOYS)
+def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, deals):
+    engine = engine_of(name, way)
+    resident = drive(engine, name, data, deals)
+    same(drive(engine, name, on_host(data, 30), deals), resident)
+    assert set(engine.traces.values()) <= {1, 2}  # one trace for resident data and one for all windows
+
+
+@pytest.mark.parametrize("rows", [1, 13, 10_000])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, deals):
+    """From one step's rows, which is the least, to all of them at once."""
+    engine = toys.build(TOYS["two_pass"](), deals, *toys.WAYS["vmap3"])
+    same(drive(engine, "two_pass", on_host(data, rows, overlap), deals), drive(engine, "two_pass", data, deals))
+
+
+def test_only_the_rows_that_a_window_needs_are_read(data, deals):
+    read = []
+
+    class Watched:
+        """An array that notes which rows are asked of it."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __getitem__(self, rows):
+            read.append(np.array(rows))
+            return self.array[rows]
+
+    engine = engine_of("two_pass", "vmap3")
+    server = jax.jit(engine.method.init)(KEY, FROZEN)
+    states = init_clients(engine.method, server, toys.CLIENTS, KEY)
+    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), rows=24)
+    ids = np.array([1, 3])
+    run_round(engine, FROZEN, server, states, host, deals[1], ids, toys.tasks()[1], 0, KEY)
+    theirs = np.concatenate([deals[1].rows[deals[1].offset[i] : deals[1].offset[i + 1]] for i in ids])
+    assert max(map(len, read)) <= 24
+    assert set(np.concatenate(read).tolist()) == {0, *theirs.tolist()}  # row 0 stands for padding
+
+
+def test_several_devices_refuse_data_on_the_host_in_one_line(data, deals):
+    mesh = jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    engine = toys.build(TOYS["two_pass"](), deals, toys.Lanes(2, "vmap"), 128, mesh=mesh)
+    server = jax.jit(engine.method.init)(KEY, FROZEN)
+    states = init_clients(engine.method, server, toys.CLIENTS, KEY)
+    with pytest.raises(InputError, match="devices: 2 .* nearest: 1") as error:
+        run_round(engine, FROZEN, server, states, on_host(data, 9), deals[0], np.arange(3), toys.tasks()[0], 0, KEY)
+    assert "\n" not in str(error.value)
+
+
+# ---- the loop over windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_window_is_loaded_while_the_step_runs_and_at_most_two_exist():
+    """The step of an item ends only when the next item has been loaded, so without overlap this would never end."""
+    loaded, alive, most = [threading.Event() for _ in range(6)], set(), []
+
+    class Running:
+        """What the device is computing for an item."""
+
+        def __init__(self, item):
+            self.item = item
+
+        def block_until_ready(self):
+            assert self.item == 5 or loaded[self.item + 1].wait(20)
+            alive.discard(self.item)
+
+    def load(item):
+        alive.add(item)
+        most.append(len(alive))
+        loaded[item].set()
+        return item
+
+    last = over_windows(lambda carry, item, window: Running(item), 0, range(6), load)
+    assert last.item == 5
+    assert most == [1, 2, 2, 2, 2, 2]
+
+
+def test_without_overlap_a_window_is_loaded_after_the_step_before_it():
+    events = []
+
+    def step(carry, item, window):
+        time.sleep(0.01)
+        events.append(("step", item))
+        return carry + window
+
+    def load(item):
+        events.append(("load", item))
+        return item
+
+    assert over_windows(step, 0, [1, 2, 3], load, overlap=False) == 6
+    assert events == [(what, item) for item in (1, 2, 3) for what in ("load", "step")]
+
+
+def test_no_windows_leave_the_carry_as_it_is():
+    assert over_windows(lambda *args: pytest.fail("nothing to do"), 7, [], lambda item: pytest.fail("nothing to load")) == 7
+
+
+def test_an_error_while_loading_reaches_the_caller():
+    def load(item):
+        raise OSError(5, "Input/output error", "x_train.npy")
+
+    with pytest.raises(OSError, match="x_train.npy"):
+        over_windows(lambda carry, item, window: carry, 0, [1], load)
