@@ -179,6 +179,7 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
 
 def list_(arguments: list[str]) -> int:
     """`fcljax list`: what can be named on the command line."""
+    from fcljax.data.augment import PRESETS
     from fcljax.data.sources import DATASETS
     from fcljax.methods import METHODS
     from fcljax.models.pretrained import PACKAGED
@@ -192,7 +193,8 @@ def list_(arguments: list[str]) -> int:
         for name, vit in VITS.items()
     }
     table = Table("kind", "name", "what it is")
-    listed = {"method": {name: entry.summary for name, entry in METHODS.items()}, "data set": DATASETS, "backbone": backbones}
+    methods = {name: entry.summary for name, entry in METHODS.items()}
+    listed = {"method": methods, "data set": DATASETS, "backbone": backbones, "pipeline": PRESETS}
     for kind, rows in listed.items():
         for name, text in rows.items():
             table.add_row(kind, name, text)

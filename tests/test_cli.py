@@ -401,4 +401,4 @@ def test_convert_says_what_it_read_and_keeps_where_it_came_from(capsys):
     assert cli.main(["convert", "tiny.safetensors", "converted.safetensors", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "64" in out and "converted.safetensors" in out
-    assert "exists already" in mistake(capsys, "convert", "tiny.safetensors", "converted.safetensors")
+    assert "exists" in mistake(capsys, "convert", "tiny.safetensors", "converted.safetensors")

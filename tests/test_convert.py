@@ -78,7 +78,7 @@ def test_the_metadata_say_where_the_weights_are_from(folder):
     convert(path, "ours.safetensors", dataclasses.replace(TWO, part="student"))
     found = metadata("ours.safetensors")
     assert json.loads(found.pop("config")) == {
-        **{"image_size": 8, "patch": 4, "width": 12, "depth": 2, "heads": 2, "mlp": 20},
+        **{"image_size": 8, "patch": 4, "width": 12, "depth": 2, "heads": 2, "mlp": 20, "epsilon": 1e-6},
         "final_norm": True,
     }
     assert found == {

@@ -18,8 +18,8 @@ from fcljax.types import Setting
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
-CLASSES = {"folder:imagenet-r": 200, "folder:cub-200": 200, "folder:cifar-100": 100}
-TOTAL_ROUNDS = {"folder:imagenet-r": {200}, "folder:cub-200": {200}, "folder:cifar-100": {200, 400}}
+CLASSES = {"imagenet_r": 200, "cub200": 200, "cifar100": 100}
+TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
 FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
 STATUS = ("unverified", "reproduced", "not reproduced")
 

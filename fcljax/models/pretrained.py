@@ -224,7 +224,7 @@ def _told(file: checkpoints.Checkpoint) -> naming.Facts:
 
 
 def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
-    """The network with the epsilon that its LayerNorms were trained with: 1e-12 is the default of Hugging Face's ViTs, 1e-6 of all others."""
+    """The network with its own LayerNorms' epsilon. Hugging Face's ViTs have 1e-12 where nothing is said, all others 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else 1e-6
     epsilon = _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual))
     if not isinstance(epsilon, float) or not 0 < epsilon <= 1e-3:

@@ -1,0 +1,124 @@
+"""Does reading the next window of images overlap with the work on the last one?
+
+    python experiments/bench_streaming.py --images 3000 --side 256 --repeats 3
+
+One round of a linear classifier on the packaged micro ViT over images in a file that the page cache has been told to forget, so that
+every read goes to the disk, as with a data set larger than memory. Four times per repetition, in this order: images resident on the
+device, windows without overlap, windows with overlap, and the reads alone. The share of the reads that overlap hides is
+(without - with) / reads; 1 means that they cost nothing, and what is missing from it is contention for cores or memory bandwidth.
+Results of all three runs are compared bit by bit.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fcljax.data.augment import preset
+from fcljax.data.store import Split, client_rows
+from fcljax.data.tasks import make_tasks
+from fcljax.federated.engine import Lanes, default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacity
+from fcljax.inputs import fetch
+from fcljax.methods import METHODS
+from fcljax.models.pretrained import load_backbone
+from fcljax.models.vit import vit_backbone
+from fcljax.streaming import Host
+from fcljax.types import Setting
+
+CLASSES, CLIENTS, BATCH = 10, 4, 32
+
+
+def main() -> None:
+    """Print one line per way of reading, and the share that is hidden."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=3000)
+    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--window", type=int, default=256, help="images per window")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", default=None, help="where the file of images goes; a disk, not a memory file system")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        measure(options, Path(folder) / "images.npy")
+
+
+def measure(options: argparse.Namespace, path: Path) -> None:
+    """Write the file, then time the ways of reading it."""
+    label = np.arange(options.images, dtype=np.int32) % CLASSES
+    split = Split(write_images(path, options.images, options.side), label)
+    play, rows = make_round(label)
+    resident = jax.tree.map(jnp.asarray, split)
+    ways = {"resident": resident, "waiting": Host(split, options.window, False), "overlapping": Host(split, options.window)}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "reads alone")}
+    results = {}
+    for data in ways.values():  # compile
+        play(data)
+    for _ in range(options.repeats):
+        for name, data in ways.items():
+            forget(path)
+            start = time.perf_counter()
+            results[name] = play(data)
+            seconds[name].append(time.perf_counter() - start)
+        forget(path)
+        start = time.perf_counter()
+        for first in range(0, len(rows), options.window):
+            jax.block_until_ready(ways["waiting"].take(rows[first : first + options.window]))
+        seconds["reads alone"].append(time.perf_counter() - start)
+    same = all(jax.tree.all(jax.tree.map(np.array_equal, results["resident"], results[name])) for name in ways)
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        print(f"{name:12} {middle[name]:7.2f} s   ({', '.join(f'{t:.2f}' for t in times)})")
+    hidden = (middle["waiting"] - middle["overlapping"]) / middle["reads alone"]
+    print(f"same bits: {same}; with / without overlap: {middle['overlapping'] / middle['waiting']:.3f}; hidden reads: {hidden:.2f}")
+
+
+def write_images(path: Path, count: int, side: int) -> np.ndarray:
+    """Noise, mapped from a file that is on the disk in full."""
+    images = np.lib.format.open_memmap(path, "w+", np.uint8, (count, side, side, 3))
+    rng = np.random.default_rng(0)
+    for row in range(0, count, 100):
+        images[row : row + 100] = rng.integers(0, 256, images[row : row + 100].shape, np.uint8)
+    images.flush()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return np.load(path, mmap_mode="r")
+
+
+def forget(path: Path) -> None:
+    """Ask the page cache to drop the file."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_round(label: np.ndarray):
+    """(data -> server after one round of one epoch, the rows that it reads in some order)."""
+    loaded = load_backbone("vit_micro", None, None)
+    setting = Setting(CLASSES, 1, CLASSES, CLIENTS)
+    method = METHODS["linear"].build(METHODS["linear"].options(), setting, vit_backbone(loaded.config), 1, BATCH, 1e-3)
+    (task,) = make_tasks(CLASSES, 1)
+    parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
+    rows, offset = client_rows(parts, label, task)
+    held = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
+    roster = Roster(rows, offset, held)
+    lanes: Lanes = default_lanes(jax.default_backend(), CLIENTS)
+    reader = partial(fetch, preset("fppl", loaded.config.image_size), False)
+    engine = make_engine(method, reader, lanes, capacity(method.client, [roster], lanes.count, CLIENTS))
+    key = jax.random.key(0)
+    server = method.init(key, loaded.params)
+
+    def play(data):
+        states = init_clients(method, server, CLIENTS, key)
+        return jax.device_get(run_round(engine, loaded.params, server, states, data, roster, np.arange(CLIENTS), task, 0, key)[0])
+
+    return play, rows
+
+
+if __name__ == "__main__":
+    main()
