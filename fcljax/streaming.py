@@ -42,12 +42,14 @@ def over_windows(
       overlap: False loads an item after the step before it has ended.
     """
     with ThreadPoolExecutor(1) as loader:
-        coming = [loader.submit(load, item) for item in items[:1]]
+        coming = loader.submit(load, items[0]) if items else None
         for position, item in enumerate(items):
-            window = coming.pop().result()
+            window = coming.result()
             jax.block_until_ready(carry)  # the step before has ended and its window is free: never more than two
-            carry = step(carry, item, window)
             if not overlap:
-                jax.block_until_ready(carry)
-            coming = [loader.submit(load, later) for later in items[position + 1 : position + 2]]
+                carry = jax.block_until_ready(step(carry, item, window))
+            if position + 1 < len(items):  # before the step, whose dispatch a backend may do in its caller's time
+                coming = loader.submit(load, items[position + 1])
+            if overlap:
+                carry = step(carry, item, window)
     return carry

@@ -12,18 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
+from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli, experiment
 from fcljax.config import InputConfig
+from fcljax.data.augment import train_view
 from fcljax.data.sources import Dataset
 from fcljax.errors import InputError
 from fcljax.inputs import (
     backbone_name,
     feature_file,
+    fetch,
     frozen_features,
     load_inputs,
     make_splits,
+    read_clean,
     save_features,
     saved_features,
 )
@@ -85,6 +89,46 @@ def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
 def test_known_shapes_have_names_at_any_image_size():
     for name, config in VITS.items():
         assert backbone_name(dataclasses.replace(config, image_size=96, dtype="bfloat16")) == name
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A folder of upright and lying pictures of two classes, larger than the network's input."""
+    root, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    for part, each in (("train", 24), ("test", 6)):
+        for row in range(each):
+            shape = ((40, 60), (60, 40), (50, 50))[row % 3]
+            folder = root / part / "ab"[row % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (*shape, 3), np.uint8)).save(folder / f"{row:02}.png")
+    return root
+
+
+@pytest.mark.parametrize("pipeline", ["fppl", "hepco"])
+def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, photographs, tmp_path):
+    cfg = dataclasses.replace(SMALL, dataset=f"folder:{photographs}", data_dir=str(tmp_path), preprocess=pipeline, store_size=30)
+    found = load_inputs(cfg)
+    dataset = found.dataset
+    assert dataset.x_train.shape == (24, 30, 30, 3)
+    assert {tuple(size) for size in dataset.size_train} == {(40, 60), (60, 40), (50, 50)}
+    assert dataset.x_test.shape == (6, *({"fppl": (9, 9), "hepco": (8, 8)}[pipeline]), 3)
+    train, test = make_splits(dataset, dataset.y_train, dataset.y_test, None, 4)
+    rows, keys = jnp.arange(24), jax.random.split(jax.random.key(0), 24)
+    image, label, _ = fetch(found.preprocess, True, train, rows, keys, True)
+    expected = train_view(found.preprocess, jnp.asarray(dataset.x_train), keys, jnp.asarray(dataset.size_train))
+    np.testing.assert_array_equal(image, expected)
+    assert np.abs(image - train_view(found.preprocess, jnp.asarray(dataset.x_train), keys)).max() > 0.1  # sizes matter
+    np.testing.assert_array_equal(label, dataset.y_train)
+    clean = read_clean(found.preprocess, test, jnp.arange(6))
+    assert clean.shape == (6, 8, 8, 3)
+
+
+def test_a_run_over_photographs_of_many_sizes_streams_and_finishes(photographs, tmp_path, capsys):
+    arguments = ["--dataset", f"folder:{photographs}", "--data-dir", str(tmp_path / "data"), "--image-size", "8", "--tasks", "2"]
+    arguments += ["--clients", "2", "--rounds", "1", "--epochs", "1", "--min-rows", "1", "--eval-batch-size", "2", "--store-size", "400"]
+    assert cli.main(["run", "linear", *arguments, "--data-budget", "8", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["traces"] == 1
+    capsys.readouterr()
 
 
 # ---- where the images lie ------------------------------------------------------------------------------------------------------------

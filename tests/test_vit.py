@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fcljax.federated.communication import scalars
+from fcljax.models.heads import init_head
 from fcljax.models.vit import VITS, Injection, Lora, Prefix, ViTConfig, apply_vit, init_vit, parameter_shapes, vit_backbone
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
@@ -101,6 +102,16 @@ def test_parameter_counts(name, count):
     patch, embed = (3 * c.patch**2 + 1) * c.width, (2 + c.grid**2) * c.width
     block = 4 * c.width * (c.width + 1) + 2 * c.width * c.mlp + c.mlp + c.width + 4 * c.width
     assert scalars(parameter_shapes(c)) == patch + embed + c.depth * block + 2 * c.width == count
+
+
+def test_heads_and_low_rank_updates_have_the_numbers_that_the_papers_count():
+    """FPPL section 8 and HePCo's full network: a ViT-B/16 with 200 and with 1,000 classes. PILoRA section 2: rank 4 on q and v."""
+    body = scalars(parameter_shapes(VITS["vit_b16"]))
+    head = lambda classes: scalars(jax.eval_shape(lambda: init_head(jax.random.key(0), 768, classes)))
+    assert (head(100), head(200), head(345)) == (76_900, 153_800, 265_305)
+    assert (body + head(200), body + head(1000)) == (85_952_456, 86_567_656)
+    down, up = jax.ShapeDtypeStruct((4, 768), jnp.float32), jax.ShapeDtypeStruct((768, 4), jnp.float32)
+    assert scalars(Lora(down, up, down, up)) == 12_288
 
 
 def test_a_random_network_depends_on_its_key_and_has_the_declared_shapes():
