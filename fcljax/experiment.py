@@ -141,7 +141,7 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     tasks = make_tasks(classes, cfg.tasks)
     train_label, test_label, parts = deal(dataset, cfg)
     rosters = [_roster(parts, train_label, task, classes) for task in tasks]
-    setting = Setting(classes, cfg.tasks, len(tasks[0].classes), cfg.clients)
+    setting = Setting(classes, cfg.tasks, len(tasks[0].classes), cfg.clients, cfg.rounds)
     options = config.method_options(method_name, cfg)
     if getattr(options, "prompt_blocks", 0) > vit.depth:
         raise InputError(f"prompt_blocks: {options.prompt_blocks} is more than the {vit.depth} blocks of {backbone_name(vit)}")

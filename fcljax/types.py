@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     tasks: int  # T
     task_classes: int  # Ct: classes of the largest task
     clients: int  # K
+    rounds: int = 1  # per task, for schedules that run over a task's rounds
 
 
 class Backbone(NamedTuple):

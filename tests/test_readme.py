@@ -10,7 +10,11 @@ import pytest
 import small_runs
 
 from fcljax import cli, config
+from fcljax.data.sources import DATASETS
+from fcljax.embed import EmbedConfig
 from fcljax.methods import METHODS
+from fcljax.models.pretrained import ConvertOptions
+from fcljax.show import ShowConfig
 
 TEXT = (small_runs.ROOT / "README.md").read_text()
 
@@ -61,10 +65,18 @@ def test_the_method_of_the_readme_learns_in_one_trace_and_at_most_60_lines():
 
 def test_commands_have_options_that_exist():
     calls = commands("fcljax")
-    assert {call[0] for call in calls} == {"run", "list", "compare", "pretrain"}
+    assert {call[0] for call in calls} == {"run", "list", "compare", "data", "convert", "embed", "pretrain"}
     for call in (call for call in calls if call[0] == "run" and "--help" not in call):
         method, options = call[1], call[2:]
         cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+    others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
+    for name, (options, words) in others.items():
+        used = [call for call in calls if " ".join(call).startswith(name)]
+        assert used
+        for call in used:
+            cli.parse({name: options}, call[words:], "", "")
+    assert {call[1] for call in calls if call[0] == "data"} == {"list", "prepare", "show"}
+    assert {call[2] for call in calls if call[0] == "data" and len(call) > 2} <= set(DATASETS)
 
 
 def test_make_targets_exist():

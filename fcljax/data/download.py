@@ -8,7 +8,6 @@ has no tiny_imagenet, whose checksum is the one that many projects have publishe
 """
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import http.client
@@ -27,7 +26,7 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 import fcljax
 from fcljax.data import prepared
@@ -186,6 +185,11 @@ def fetch(
         ) from error
 
 
+def volume(archives: Sequence[Archive]) -> str:
+    """What is to be downloaded, for people: "1.2 GB"."""
+    return _readable(sum(archive.bytes for archive in archives))
+
+
 def leads_out(member: str) -> bool:
     """Whether the path of a member of an archive leaves the folder that it is unpacked to, on any system."""
     paths = PurePosixPath(member), PureWindowsPath(member)
@@ -195,7 +199,7 @@ def leads_out(member: str) -> bool:
 def _fetch(name: str, archives: Sequence[Archive], folder: Path, stage: Path, console: Console, timeout: float) -> None:
     parts = [_part(folder, archive) for archive in archives]
     _check_space(name, archives, parts, folder)
-    prepared.say(console, f"downloading {name}, {gigabytes(archives)}, to {folder}")
+    prepared.say(console, f"downloading {name}, {volume(archives)}, to {folder}")
     with _progress(console) as progress:
         for archive, part in zip(archives, parts, strict=True):
             _get(archive, part, progress, timeout)
@@ -205,11 +209,6 @@ def _fetch(name: str, archives: Sequence[Archive], folder: Path, stage: Path, co
         _move(root, folder / root.name)
     for part in parts:
         part.unlink()
-
-
-def gigabytes(archives: Sequence[Archive]) -> str:
-    """Bytes to download, for people."""
-    return _readable(sum(archive.bytes for archive in archives))
 
 
 def _readable(size: int) -> str:
@@ -280,7 +279,7 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
         with _answer(archive, done, timeout) as response:
             done = done if response.status == 206 else 0
             with part.open("ab" if done else "wb") as stream:
-                for block in _blocks(archive, response):
+                while block := _read(archive, response, done):
                     done += len(block)
                     if done > archive.bytes:
                         raise _Useless(f"{archive.file} is longer than the official file and was removed")
@@ -290,11 +289,18 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
         if part.exists() and not _size(part):
             part.unlink()
     if done < archive.bytes:
-        raise _Failed(_broken(archive, part, "the connection was closed"))
+        raise _Failed(_broken_off(archive, done, "the connection was closed"))
 
 
-def _broken(archive: Archive, part: Path, reason: str) -> str:
-    return f"{archive.file} broke off after {_readable(_size(part))} of {_readable(archive.bytes)} ({reason}), the rest can follow"
+def _read(archive: Archive, response: Any, done: int) -> bytes:
+    try:
+        return response.read(_BLOCK)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Failed(_broken_off(archive, done, one_line(error))) from error
+
+
+def _broken_off(archive: Archive, done: int, reason: str) -> str:
+    return f"{archive.file} broke off after {_readable(done)} of {_readable(archive.bytes)} ({reason}), the rest can follow"
 
 
 @contextlib.contextmanager
@@ -319,3 +325,62 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         if length.isdigit() and int(length) != archive.bytes - begin:
             raise _Failed(f"{archive.file} has {begin + int(length):,} bytes on the server, the official file {archive.bytes:,}")
         yield response
+
+
+# Unpacking
+
+
+def _unpack(archive: Archive, part: Path, stage: Path, progress: Progress) -> None:
+    """What is wanted of a checked archive, below `stage`."""
+    task = progress.add_task(f"unpacking {archive.file}", total=archive.bytes)
+    try:
+        if not archive.takes:
+            (stage / archive.below).mkdir(exist_ok=True)
+            shutil.copyfile(part, stage / archive.place)
+            return
+        with part.open("rb") as raw:
+            if not _extract(archive, raw, stage / archive.below, lambda: progress.update(task, completed=raw.tell())):
+                raise _Useless(f"{archive.file} has no files in {archive.takes}")
+    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError) as error:
+        part.unlink()
+        raise _Failed(f"{archive.file} cannot be unpacked ({one_line(error)})") from error
+    except _Useless:
+        part.unlink()
+        raise
+    finally:
+        progress.remove_task(task)
+
+
+def _extract(archive: Archive, raw: IO[bytes], folder: Path, advance: Callable[[], None]) -> int:
+    """The number of files that were written."""
+    count, size = 0, 0
+    for member in _zipped(raw) if archive.file.endswith(".zip") else _tarred(raw):
+        path = PurePosixPath(member.name)
+        if leads_out(member.name):
+            raise _Useless(f"{archive.file} holds {member.name!r}, which leads out of it")
+        if member.folder or not path.is_relative_to(archive.takes) or any(name.startswith(".") for name in path.parts):
+            continue
+        if not member.regular:
+            raise _Useless(f"{archive.file} holds {member.name!r}, which is no regular file")
+        size += member.size
+        if size > _GROWTH * archive.bytes + _SLACK:
+            raise _Useless(f"{archive.file} holds more than {_GROWTH} times its own size")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with member.open() as source, (folder / path).open("wb") as target:
+            shutil.copyfileobj(source, target, _BLOCK)
+        count += 1
+        advance()
+    return count
+
+
+def _zipped(raw: IO[bytes]) -> Iterator[_Member]:
+    with zipfile.ZipFile(raw) as packed:
+        for info in packed.infolist():
+            regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)  # 0: by a system without such types
+            yield _Member(info.filename, info.file_size, info.is_dir(), regular, partial(packed.open, info))
+
+
+def _tarred(raw: IO[bytes]) -> Iterator[_Member]:
+    with tarfile.open(fileobj=raw) as packed:
+        for info in packed:
+            yield _Member(info.name, info.size, info.isdir(), info.isreg(), partial(packed.extractfile, info))

@@ -6,18 +6,15 @@ there, `Raw.scan` goes through its files (names, sizes, times) and knows their f
 Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files sorted, shuffled by
 Python's Random(0); the first int(0.8 n) train, the rest test.
 
-tensorflow-datasets, as tried with version 4.9.10 on archives in the official layout: what it has prepared with
-file_format="array_record" is read without TensorFlow, all seven sets. It prepares none of them without TensorFlow (with 2.21 it does,
-all seven): it unpacks archives through tf.io.gfile, and the builders read what was unpacked the same way; those of cifar10, cifar100
-and fashion_mnist also encode pixels with tf.image, and that of caltech_birds2011 needs OpenCV besides. Its imagenet_r and
-caltech_birds2011 keep the names of files and its cifar10 and cifar100 the number of each image, so that these give the same arrays as
-the official files, bit by bit. Its fashion_mnist, omniglot and domainnet come in an order of their own: the same images (of domainnet
-the cleaned version), but other drawings of omniglot and other images of domainnet are for testing.
+What tensorflow-datasets has prepared with file_format="array_record" is read without TensorFlow (tried with its version 4.9.10, on
+archives in the official layout). Its imagenet_r and caltech_birds2011 keep the names of files and its cifar10 and cifar100 the number of
+each image, so that these give the same arrays as the official files, bit by bit. Its fashion_mnist, omniglot and domainnet come in an
+order of their own: the same images (of domainnet the cleaned version), but other drawings of omniglot and other images of domainnet are
+for testing. To prepare anything it needs TensorFlow itself, so that `download` does without it.
 """
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -30,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from fcljax.data.download import OFFICIAL, volume
 from fcljax.data.images import one_line
 from fcljax.data.prepared import Listing, Split
 from fcljax.errors import InputError
@@ -105,40 +103,19 @@ def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
 
 def how_to_get(name: str, folder: Path) -> str:
     """What to put where or to run, for a data set that is not there."""
-    if NAMED[name].tfds:
-        return f"{_put(name, folder)}, or have it downloaded (TensorFlow must be installed): fcljax data prepare {name}"
-    return f"{_put(name, folder)}, then run: fcljax data prepare {name}"
+    if name in OFFICIAL:
+        return f"{what_to_put(name, folder)}, or have it downloaded ({volume(OFFICIAL[name])}): fcljax data prepare {name}"
+    return f"{what_to_put(name, folder)}, then run: fcljax data prepare {name}"
 
 
-def _put(name: str, folder: Path) -> str:
+def what_to_put(name: str, folder: Path) -> str:
+    """The official files, and where."""
     pickled = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(name)
     for base in (folder, folder / name):
         if pickled and (base / pickled).exists():
             where = f"{str(base / pickled)!r} holds pickles, which are never loaded"
             return f"{where}; put the binary version beside it, {NAMED[name].put}"
     return f"put {NAMED[name].put} in {str(folder)!r}"
-
-
-def download(name: str, folder: Path) -> None:
-    """Let tensorflow-datasets download and prepare the data set as array_record files, below the data folder.
-
-    Raises:
-      InputError: if it does not have that data set, if TensorFlow is missing, and if anything fails on the way.
-    """
-    builders, instead = NAMED[name].tfds, _put(name, folder)
-    if not builders:
-        raise InputError(f"dataset: {name!r} is not here and cannot be downloaded; {instead}")
-    if importlib.util.find_spec("tensorflow") is None:
-        raise InputError(
-            f"dataset: {name!r} is not here, and tensorflow-datasets can download it only with TensorFlow; install that or {instead}"
-        )
-    try:
-        import tensorflow_datasets as tfds
-
-        for builder in builders:
-            tfds.builder(builder, data_dir=folder / _TFDS, file_format="array_record").download_and_prepare()
-    except Exception as error:  # whatever the network, the host of the data or a builder's code may do
-        raise InputError(f"dataset: tensorflow-datasets cannot make {name!r} ({one_line(error)}); {instead}") from error
 
 
 def class_list(path: str | Path) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wron
 import os
 import re
 import zipfile
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64, UInt8
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data import listings, prepared
+from fcljax.data import download, listings, prepared
 from fcljax.data.augment import Geometry
 from fcljax.data.images import one_line
 from fcljax.data.listings import NAMED, Raw, same_classes
@@ -115,7 +115,7 @@ def prepare(
     console: Console | None = None,
     force: bool = False,
 ) -> PreparedInfo:
-    """Make a data set ready for runs: let tensorflow-datasets download it if it is not there, decode it, check every byte.
+    """Make a data set ready for runs: download it if it is not there, decode it, check every byte.
 
     Args:
       force: decode again, and replace what was prepared. For the others see `load_dataset`.
@@ -130,7 +130,7 @@ def prepare(
         arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
         counts = len(dataset.y_train), len(dataset.y_test)
         return PreparedInfo(None, counts, sum(array.nbytes for array in arrays), dataset.digest, ())
-    return prepared.info(_from_cache(name, options, force=force, full=True, download=True))
+    return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
@@ -203,14 +203,14 @@ def _dataset(name: str, data: Prepared) -> Dataset:
     )
 
 
-def _from_cache(name: str, options: _Options, *, force: bool = False, full: bool = False, download: bool = False) -> Prepared:
+def _from_cache(name: str, options: _Options, *, force: bool = False, full: bool = False, may_download: bool = False) -> Prepared:
     choice = listings.class_list(options.class_list) if options.class_list else None
     raw = _find(name, options.data, choice)
     target = None if raw or force else _prepared_without_raw(name, options, choice)
     if raw is None and target is None:
-        if not download:
+        if not may_download:
             raise InputError(f"dataset: {name!r} is not here; {listings.how_to_get(name, options.data)}")
-        listings.download(name, options.data)
+        _download(name, options)
         raw = _find(name, options.data, choice)
     if raw:
         target, fresh = _built(name, raw, options, choice, force)
@@ -222,6 +222,13 @@ def _from_cache(name: str, options: _Options, *, force: bool = False, full: bool
             "set skip_corrupt to use it so, or replace them"
         )
     return data
+
+
+def _download(name: str, options: _Options) -> None:
+    instead = listings.what_to_put(name, options.data)
+    if name not in download.OFFICIAL:
+        raise InputError(f"dataset: {name!r} is not here and cannot be downloaded; {instead}")
+    download.fetch(name, download.OFFICIAL[name], options.data, instead=instead, console=options.console)
 
 
 def _find(name: str, folder: Path, choice: listings.Choice) -> Raw | None:
@@ -329,7 +336,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:  # np.load would take a .npy or a pickle for what it is not
             for member in archive.namelist():
-                if _leaves(member):
+                if download.leads_out(member):
                     raise InputError(f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; save it again")
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
@@ -343,11 +350,6 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         if "Object arrays" in str(error):
             raise InputError(f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays") from error
         raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({one_line(error)})") from error
-
-
-def _leaves(member: str) -> bool:
-    paths = PurePosixPath(member), PureWindowsPath(member)
-    return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
 
 def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
