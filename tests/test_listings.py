@@ -16,8 +16,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data import listings
+from fcljax.data import download, listings
 from fcljax.data.augment import Geometry
+from fcljax.data.download import OFFICIAL
 from fcljax.data.listings import NAMED
 from fcljax.data.sources import DATASETS, data_folder, known_datasets, load_dataset, prepare
 from fcljax.errors import InputError
@@ -600,50 +601,30 @@ def test_every_named_data_set_that_is_missing_says_what_to_put_where(tmp_path):
         assert named.put in message and str(tmp_path) in message
 
 
+def test_only_what_can_be_downloaded_is_said_to_be(tmp_path):
+    for name in NAMED:
+        assert ("or have it downloaded (" in refusal(name, tmp_path)) == (name in OFFICIAL)
+
+
 def test_a_run_downloads_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(listings, "download", lambda *args: pytest.fail("a run started a download"))
+    monkeypatch.setattr(download, "fetch", lambda *args, **options: pytest.fail("a run started a download"))
     for name in NAMED:
         refusal(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prepare_says_what_to_do_where_nothing_can_be_downloaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(listings.importlib.util, "find_spec", lambda name: None)
-    for name, named in NAMED.items():
+def test_prepare_downloads_only_what_is_not_here(tmp_path, made, cifar10, monkeypatch):
+    monkeypatch.setattr(download, "fetch", lambda *args, **options: pytest.fail("started a download"))
+    assert prepare_in("imagenet_r", tmp_path).counts == (24, 6)
+    assert prepare_in("cifar10", tmp_path).counts == (10, 3)
+    cifar10.rename(tmp_path / "away")
+    assert prepare_in("cifar10", tmp_path).counts == (10, 3)
+
+
+def test_prepare_says_what_to_put_where_nothing_can_be_downloaded(tmp_path):
+    for name in NAMED.keys() - OFFICIAL.keys():
         message = refusal(name, tmp_path, prepare_in)
-        assert named.put in message
-        assert ("can download it only with TensorFlow" if named.tfds else "cannot be downloaded") in message
-
-
-def test_prepare_has_tfds_download_and_prepare_array_records(tfds, tmp_path, monkeypatch):
-    asked = []
-
-    def builder(name, data_dir, file_format):
-        def download_and_prepare():
-            asked.append((name, file_format))
-            features = labelled(tfds, ["ant", "bee"])
-            examples = [{"image": encoded(n), "label": n % 2} for n in range(10)]
-            generate(tfds, tmp_path, "domainnet", features, {"train": examples, "test": examples}, config=name.split("/")[1])
-
-        return types.SimpleNamespace(download_and_prepare=download_and_prepare)
-
-    monkeypatch.setattr(listings.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(tfds, "builder", builder)
-    assert prepare_in("domainnet", tmp_path).counts == (96, 24)
-    assert asked == [(f"domainnet/{domain}", "array_record") for domain in DOMAINS]
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionError("no route\nto host"), ModuleNotFoundError("No module named 'cv2'"), SystemError()]
-)
-def test_a_failed_download_is_one_line_with_the_official_files(tfds, tmp_path, monkeypatch, error):
-    def builder(*args, **options):
-        raise error
-
-    monkeypatch.setattr(listings.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(tfds, "builder", builder)
-    message = refusal("cub200", tmp_path, prepare_in)
-    assert f"tensorflow-datasets cannot make 'cub200' ({type(error).__name__}" in message and NAMED["cub200"].put in message
+        assert "is not here and cannot be downloaded" in message and NAMED[name].put in message and str(tmp_path) in message
 
 
 def test_states_of_data_sets(tmp_path, made, cifar10):

@@ -35,7 +35,7 @@ from fcljax.errors import InputError
 
 _BLOCK = 1 << 18  # bytes in memory at a time
 _GROWTH = 10  # how many times its own size an archive may grow; the official ones hold compressed images and hardly do
-_SLACK = 1 << 24  # bytes beyond that, for the small ones
+_SLACK = 1 << 20  # bytes beyond that, for the small ones
 
 
 class Archive(NamedTuple):
@@ -154,7 +154,7 @@ class _Member(NamedTuple):
 
 
 def fetch(
-    name: str, archives: Sequence[Archive], folder: Path, *, instead: str, console: Console | None = None, timeout: float = 60
+    name: str, archives: Sequence[Archive], folder: Path, *, instead: str, console: Console | None = None, timeout: float = 60.0
 ) -> None:
     """Download the archives of a data set and unpack them below `folder`, unless another process has done so in the meantime.
 
@@ -174,7 +174,7 @@ def fetch(
     root = folder / archives[0].place.parts[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with prepared._alone(root, console), prepared._temporary(root) as stage:
+        with prepared.alone(root, console), prepared.temporary_folder(root) as stage:
             if not all((folder / archive.place).exists() for archive in archives):
                 _fetch(name, archives, folder, stage, console, timeout)
     except _Failed as error:
@@ -341,7 +341,7 @@ def _unpack(archive: Archive, part: Path, stage: Path, progress: Progress) -> No
         with part.open("rb") as raw:
             if not _extract(archive, raw, stage / archive.below, lambda: progress.update(task, completed=raw.tell())):
                 raise _Useless(f"{archive.file} has no files in {archive.takes}")
-    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
         part.unlink()
         raise _Failed(f"{archive.file} cannot be unpacked ({one_line(error)})") from error
     except _Useless:
@@ -358,13 +358,13 @@ def _extract(archive: Archive, raw: IO[bytes], folder: Path, advance: Callable[[
         path = PurePosixPath(member.name)
         if leads_out(member.name):
             raise _Useless(f"{archive.file} holds {member.name!r}, which leads out of it")
+        size += member.size
+        if size > _GROWTH * archive.bytes + _SLACK:
+            raise _Useless(f"{archive.file} holds more than {_GROWTH} times its own size")
         if member.folder or not path.is_relative_to(archive.takes) or any(name.startswith(".") for name in path.parts):
             continue
         if not member.regular:
             raise _Useless(f"{archive.file} holds {member.name!r}, which is no regular file")
-        size += member.size
-        if size > _GROWTH * archive.bytes + _SLACK:
-            raise _Useless(f"{archive.file} holds more than {_GROWTH} times its own size")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         with member.open() as source, (folder / path).open("wb") as target:
             shutil.copyfileobj(source, target, _BLOCK)

@@ -114,7 +114,7 @@ def build(
     _check_classes(listing, [listing.train.labels, listing.test.labels], "no")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target, console), _temporary(target) as folder:
+        with alone(target, console), temporary_folder(target) as folder:
             if force or not target.exists():
                 with quiet():
                     _write(folder, listing, geometry, facts, skip_corrupt, console)
@@ -203,8 +203,8 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @contextlib.contextmanager
-def _alone(target: Path, console: Console) -> Iterator[None]:
-    # One process decodes, the others wait for it: the system lifts the lock when its holder dies.
+def alone(target: Path, console: Console) -> Iterator[None]:
+    """One process works on `target`, the others wait for it. The system lifts the lock when its holder dies."""
     with open(target.parent / f".{target.name}.lock", "w") as handle:
         _lock(handle, target, console)
         yield
@@ -224,7 +224,8 @@ def _lock(handle: IO, target: Path, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.tmp-"))
     try:
         yield folder
@@ -235,7 +236,7 @@ def _temporary(target: Path) -> Iterator[Path]:
 def _move(folder: Path, target: Path, force: bool) -> None:
     folder.chmod(0o755)
     if force and target.exists():
-        with _temporary(target) as old:
+        with temporary_folder(target) as old:
             target.rename(old / "old")  # whoever has it mapped keeps it
             os.replace(folder, target)
         return
