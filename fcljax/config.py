@@ -19,6 +19,7 @@ from fcljax.methods import METHODS, resolve_options
 
 Fidelity = Literal["intended", "paper", "released"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
+Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet"]
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]  # release: as the pipeline's release has it
 
 
@@ -52,9 +53,13 @@ class DealConfig(InputConfig):
 
     tasks: int = 5  # number of tasks T
     clients: int = 5  # number of clients K
-    partition: Literal["dirichlet", "iid"] = "dirichlet"  # how the training rows are dealt to clients
-    beta: float = 0.5  # Dirichlet concentration; smaller is less even
-    min_rows: int = 10  # the fewest training rows that a client may get; the draw is repeated until all have them
+    partition: Partition = "dirichlet"  # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task
+    alpha: int = 2  # labels that a client owns in a task (quantity), or shards of 1/100 of a task's rows that it draws (shards)
+    beta: float = 0.5  # Dirichlet concentration of dirichlet and task_dirichlet; smaller is less even
+    min_rows: int = 10  # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
+    population: Literal["static", "redrawn"] = "static"  # clients keep their rows, or rows are dealt afresh in every round
+    train_share: float = 1.0  # share of the training rows that is used: the first ones of each class
+    class_order: Literal["shuffled", "natural"] = "shuffled"  # in which tasks take the classes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +82,12 @@ class RunConfig(DealConfig):
 
 # The least value of whole numbers; the others of a run must be at least 1.
 LEAST = {"min_rows": 0, "seed": 0}
-MOST = {"seed": 2**32 - 1, "participation": 1.0}
+MOST = {"seed": 2**32 - 1, "participation": 1.0, "train_share": 1.0}
 KINDS = {int: "a whole number", float: "a number", str: "text"}
-POSITIVE = ("beta", "lr", "server_lr", "temperature", "participation")
+POSITIVE = (
+    "beta", "lr", "server_lr", "temperature", "participation", "train_share", "lora_lr", "backbone_lr", "reweight_temperature", "hardness",
+    "distill_temperature", "fisher_limit", "prototype_init",
+)  # fmt: skip
 
 
 @functools.cache

@@ -23,13 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fcljax import checkpoint, config, metrics, report
 from fcljax.config import RunConfig
 from fcljax.data.partition import count_matrix
-from fcljax.data.store import Split, client_rows
+from fcljax.data.store import ClientRows, Split, merge
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.evaluation import make_predict
 from fcljax.federated import communication
 from fcljax.federated.aggregation import AGGREGATORS
-from fcljax.federated.engine import Engine, Lanes, default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Engine, Lanes, default_lanes, extra_method, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity, participants
 from fcljax.files import write_text
 from fcljax.inputs import (
@@ -50,7 +50,7 @@ from fcljax.streaming import Host
 from fcljax.types import ClientInfo, Method, PyTree, Setting, Task
 
 CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
-INIT, CLIENTS, ROUNDS, BEGIN, END = range(5)  # purposes of the run's key
+INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 
 
 class Experiment(NamedTuple):
@@ -58,14 +58,15 @@ class Experiment(NamedTuple):
 
     method: Method
     engine: Engine
+    extras: dict[str, Engine]  # of the method's extra rounds, "opening" and "closing"
     frozen: PyTree
     train: Split | Host
     test: Split | Host
     train_label: np.ndarray  # [N] positions in the class order
     test_label: np.ndarray  # [M]
     tasks: tuple[Task, ...]
-    rosters: list[Roster]
-    holdings: np.ndarray  # [K, C] training rows per client and class
+    rosters: list[list[Roster]]  # [task][round]
+    holdings: np.ndarray  # [K, C] training rows per client and class; of a redrawn population over all rounds together
     inputs: Inputs
     setting: Setting
     key: jax.Array
@@ -138,36 +139,54 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     inputs = load_inputs(cfg)
     dataset, vit = inputs.dataset, inputs.backbone.config
     classes = len(dataset.class_names)
+    train_label, test_label, held = deal(dataset, cfg)
     tasks = make_tasks(classes, cfg.tasks)
-    train_label, test_label, parts = deal(dataset, cfg)
-    rosters = [_roster(parts, train_label, task, classes) for task in tasks]
-    setting = Setting(classes, cfg.tasks, len(tasks[0].classes), cfg.clients, cfg.rounds)
+    if METHODS[method_name].joint:
+        tasks = make_tasks(classes, 1)
+        by_task, held = held, lambda _, r: merge([by_task(t, r) for t in range(cfg.tasks)])
+    rosters = [[_roster(held(t, r), train_label, classes) for r in range(deals(cfg))] for t in range(len(tasks))]
+    setting = Setting(classes, len(tasks), len(tasks[0].classes), cfg.clients, cfg.rounds)
     options = config.method_options(method_name, cfg)
-    if getattr(options, "prompt_blocks", 0) > vit.depth:
-        raise InputError(f"prompt_blocks: {options.prompt_blocks} is more than the {vit.depth} blocks of {backbone_name(vit)}")
+    for name in ("prompt_blocks", "lora_blocks"):
+        if getattr(options, name, 0) > vit.depth:
+            raise InputError(f"{name}: {getattr(options, name)} is more than the {vit.depth} blocks of {backbone_name(vit)}")
     method = METHODS[method_name].build(options, setting, vit_backbone(vit), cfg.epochs, cfg.batch_size, cfg.lr)
-    lanes, mesh = _lanes(cfg)
-    shapes = capacity(method.client, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
-    again = capacity(method.refresh, rosters, lanes.count, CLIENTS_PER_CHUNK) if method.refresh else None
-    engine = make_engine(
-        method, partial(fetch, inputs.preprocess, inputs.augments), lanes, shapes,
-        reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator], refresh_capacity=again, mesh=mesh,
-    )  # fmt: skip
+    every = [roster for of_task in rosters for roster in of_task]
+    engine, extras = _engines(method, cfg, inputs, every)
     train, test = make_splits(dataset, train_label, test_label, cfg.data_budget, cfg.eval_batch_size)
     if isinstance(train, Host) and cfg.devices > 1:
         raise InputError(f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger data_budget")
-    holdings = count_matrix(train_label, parts, classes)
-    key = jax.random.key(cfg.seed)
+    rosters = [of_task * (cfg.rounds // deals(cfg)) for of_task in rosters]  # a static population has one roster for all its rounds
+    holdings = sum(roster.class_rows for roster in every)
     return Experiment(
-        method, engine, inputs.backbone.params, train, test, train_label, test_label, tasks, rosters, holdings, inputs, setting, key
-    )
+        method, engine, extras, inputs.backbone.params, train, test, train_label, test_label, tasks, rosters, holdings, inputs, setting,
+        jax.random.key(cfg.seed),
+    )  # fmt: skip
 
 
-def _roster(parts, label, task, classes) -> Roster:
-    rows, offset = client_rows(parts, label, task)
-    client = np.repeat(np.arange(len(parts)), np.diff(offset))
-    held = np.bincount(client * classes + label[rows], minlength=len(parts) * classes).reshape(len(parts), classes)
-    return Roster(rows, offset, held.astype(np.int32))
+def _engines(method: Method, cfg: RunConfig, inputs: Inputs, rosters: list[Roster]) -> tuple[Engine, dict[str, Engine]]:
+    """The engine of the rounds, and those of the extra rounds "opening" and "closing" that the method has."""
+    lanes, mesh = _lanes(cfg)
+    room = partial(capacity, rosters=rosters, lanes=lanes.count, slots=CLIENTS_PER_CHUNK)
+    make = partial(make_engine, fetch=partial(fetch, inputs.preprocess, inputs.augments), lanes=lanes, mesh=mesh)
+    engine = make(
+        method, capacity=room(method.client, participation=cfg.participation),
+        reduce=None if cfg.aggregator == "mean" else AGGREGATORS[cfg.aggregator],
+        refresh_capacity=room(method.refresh) if method.refresh else None,
+    )  # fmt: skip
+    extras = {"opening": method.opening, "closing": method.closing}
+    return engine, {
+        name: make(extra_method(method, extra), capacity=room(extra.client)) for name, extra in extras.items() if extra
+    }
+
+
+def deals(cfg: RunConfig) -> int:
+    """How many times the rows of a task are dealt in a run."""
+    return cfg.rounds if cfg.population == "redrawn" else 1
+
+
+def _roster(held: ClientRows, label: np.ndarray, classes: int) -> Roster:
+    return Roster(*held, count_matrix(label, np.split(held.rows, held.offset[1:-1]), classes).astype(np.int32))
 
 
 def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
@@ -203,7 +222,8 @@ def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib
 
     with section("eval"):
         exp = exp._replace(test=cached(exp.test, "test"))
-    if all(phase.view.augment and exp.inputs.augments for phase in exp.method.client.phases):
+    programs = [exp.method.client, *(extra.client for extra in (exp.method.opening, exp.method.closing) if extra)]
+    if all(phase.view.augment and exp.inputs.augments for program in programs for phase in program.phases):
         return exp
     with section("client"):
         return exp._replace(train=cached(exp.train, "train"))
@@ -245,7 +265,7 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
             exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
             state = _loop(exp, cfg, state, records, done, manager, clock, out, console)
             with clock("eval"):
-                personal = personal_accuracy(exp, state, cfg.tasks - 1, cfg.eval_batch_size)
+                personal = personal_accuracy(exp, state, len(exp.tasks) - 1, cfg.eval_batch_size)
         checkpoint.finish(manager)
     summary = summarize(exp, method_name, cfg, records, personal)
     draw(exp, summary, out / "figures")
@@ -305,19 +325,22 @@ def _loop(
     # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged, again.
     write_text(log, "".join(_json_line(line) for line in records.rounds))
     with _progress(console) as progress:
-        bar = progress.add_task("", total=cfg.tasks * cfg.rounds, completed=done, **_shown(records))
-        for step in range(done, cfg.tasks * cfg.rounds):
+        bar = progress.add_task("", total=len(exp.tasks) * cfg.rounds, completed=done, **_shown(records))
+        for step in range(done, len(exp.tasks) * cfg.rounds):
             t, r = divmod(step, cfg.rounds)
             task, last = exp.tasks[t], r == cfg.rounds - 1
             server, clients, _ = state
             if r == 0:
                 server = begin_task(server, task, jax.random.fold_in(jax.random.fold_in(exp.key, BEGIN), t))
-            ids = participants(cfg.seed, t, r, np.flatnonzero(exp.rosters[t].count), cfg.participation)
+                server, clients = _extra_round(exp, "opening", server, clients, t, r, clock, records)
+            roster = exp.rosters[t][r]
+            ids = participants(cfg.seed, t, r, np.flatnonzero(roster.count), cfg.participation)
             server, clients, done_round = run_round(
-                exp.engine, exp.frozen, server, clients, exp.train, exp.rosters[t], ids, task, r,
+                exp.engine, exp.frozen, server, clients, exp.train, roster, ids, task, r,
                 jax.random.fold_in(exp.key, ROUNDS), clock,
             )  # fmt: skip
             if last:
+                server, clients = _extra_round(exp, "closing", server, clients, t, r, clock, records)
                 server = end_task(exp.frozen, server, task, jax.random.fold_in(jax.random.fold_in(exp.key, END), t))
             state = State(server, clients, state.key)
             row = None
@@ -334,6 +357,20 @@ def _loop(
     return state
 
 
+def _extra_round(exp: Experiment, name: str, server: PyTree, clients: PyTree, t: int, r: int, clock, records: Records):
+    """The server's and the clients' states after the extra round of that name, if the method has one; every client with rows takes part."""
+    if name not in exp.extras:
+        return server, clients
+    roster = exp.rosters[t][r]
+    key = jax.random.fold_in(exp.key, {"opening": OPENING, "closing": CLOSING}[name])
+    everyone = np.flatnonzero(roster.count)
+    server, clients, done = run_round(
+        exp.extras[name], exp.frozen, server, clients, exp.train, roster, everyone, exp.tasks[t], 0, key, clock
+    )
+    records.add(**{f"{name}_client_rounds": done.participants, "client_images": done.rows})
+    return server, clients
+
+
 def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records: Records) -> list[float]:
     """Accuracy on each task seen so far, over all its test rows, with all seen classes competing."""
     label = exp.test_label
@@ -346,7 +383,7 @@ def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records
 
 
 def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:
-    """Accuracy of each client's personal model on the test rows of the classes that it has learned; None if it has learned none.
+    """Accuracy of each client's personal model on the test rows of the classes that it has held; None if it has held none.
     None altogether for a method without personal models."""
     if exp.method.predict_client is None:
         return None
@@ -411,9 +448,16 @@ def _shown(records: Records) -> dict[str, str]:
 def summarize(
     exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
 ) -> dict[str, Any]:
-    """What summary.json holds. Communication is counted per client and round from the real pytrees; times are seconds."""
+    """What summary.json holds. Communication is counted per client and round from the real pytrees; times are seconds. A client of a
+    redrawn population has the classes of all its rounds: client_accuracy weighs them by the rows that it was dealt in the mean round."""
     upload, broadcast, trainable = wire_shapes(exp)
     traffic = communication.traffic(upload, broadcast)
+    total = communication.total(traffic, int(records.counts["client_rounds"]))
+    extra = {name: communication.traffic(*wire_shapes(exp, engine.method)[:2]) for name, engine in exp.extras.items()}
+    for name, per_client in extra.items():
+        more = communication.total(per_client, int(records.counts[f"{name}_client_rounds"]))
+        total = {field: value + more[field] for field, value in total.items()}
+    engines = (exp.engine, *exp.extras.values())
     seconds, counts = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds, records.counts
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in trainable.items()}
@@ -425,8 +469,10 @@ def summarize(
         "client_accuracy": metrics.client_accuracy(confusion, exp.holdings).tolist(),
         "personal_accuracy": personal,
         "communication": traffic._asdict(),
-        "communication_total": communication.total(traffic, int(counts["client_rounds"])),
+        "communication_extra": {name: per_client._asdict() for name, per_client in extra.items()},
+        "communication_total": total,
         "extra_storage": communication.extra_storage(broadcast),
+        "client_state": client_state(exp),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
         "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
@@ -436,7 +482,7 @@ def summarize(
         "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
         "lanes": exp.engine.lanes._asdict(),
         "rejected_uploads": int(counts["rejected"]),
-        "traces": max(exp.engine.traces.values(), default=0),
+        "traces": max((count for engine in engines for count in engine.traces.values()), default=0),
         "config": dataclasses.asdict(cfg),
     }  # fmt: skip
 
@@ -449,9 +495,9 @@ def variant(method_name: str, cfg: RunConfig) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
-def wire_shapes(exp: Experiment) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-    """Shapes of one client's upload, of the broadcast, and of the named parts that it trains."""
-    method, task = exp.method, exp.tasks[0]
+def wire_shapes(exp: Experiment, method: Method | None = None) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+    """Shapes of one client's upload, of the broadcast, and of the named parts that it trains; of an extra round, given its method."""
+    method, task = method or exp.method, exp.tasks[0]
     info = ClientInfo(np.int32(0), np.int32(1), np.zeros(exp.setting.classes, np.int32), np.int32(0))
 
     def client(key, frozen):
@@ -464,13 +510,21 @@ def wire_shapes(exp: Experiment) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
     return jax.eval_shape(client, exp.key, exp.frozen)
 
 
+def client_state(exp: Experiment) -> dict[str, int]:
+    """{scalars, bytes} of what one client keeps from round to round: anchors, teachers, exemplars."""
+    state = jax.eval_shape(lambda key, frozen: exp.method.init_client(key, exp.method.init(key, frozen)), exp.key, exp.frozen)
+    return {"scalars": communication.scalars(state), "bytes": communication.num_bytes(state)}
+
+
 def _rate(amount: float | int, seconds: float) -> float:
     return amount / seconds if seconds > 0 else float("nan")
 
 
 def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    """The run's figures: accuracy curve, accuracy matrix, who holds which class."""
+    """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
+    redrawn = summary["config"]["population"] == "redrawn"
+    holdings = exp.holdings / exp.setting.rounds if redrawn else exp.holdings
     report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
     report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
-    report.class_holdings(folder / "classes.png", exp.holdings, [task.classes for task in exp.tasks])
+    report.class_holdings(folder / "classes.png", holdings, [task.classes for task in exp.tasks])

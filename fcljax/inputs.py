@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int64
 from rich.console import Console
 
 from fcljax.config import DealConfig, InputConfig
 from fcljax.data.augment import NORMALISE, Preprocess, clean_view, preset, train_view
-from fcljax.data.partition import dirichlet, iid
+from fcljax.data.partition import dirichlet, first_share, iid, quantity, shards
 from fcljax.data.sources import Dataset, data_folder, load_dataset
-from fcljax.data.store import Split
-from fcljax.data.tasks import class_order, relabel
+from fcljax.data.store import ClientRows, Split, client_rows
+from fcljax.data.tasks import class_order, make_tasks, relabel
 from fcljax.errors import InputError
 from fcljax.evaluation import make_features
 from fcljax.files import atomic
@@ -104,18 +104,56 @@ def _take(split: Split, rows: Array) -> Split:
     return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[rows], split))
 
 
-def deal(dataset: Dataset, cfg: DealConfig) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Labels as positions in the shuffled class order, for both splits, and the training rows of each client.
+class Deal(NamedTuple):
+    """Who holds what. Labels are positions in the class order."""
 
-    Class order and partition come from one legacy numpy stream, in this order, as in FPPL's release (specification section 6).
+    train_label: Int64[np.ndarray, " N"]
+    test_label: Int64[np.ndarray, " M"]
+    rows: Callable[[int, int], ClientRows]  # (task, round) -> the task's training rows that each client holds in that round
+
+
+def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
+    """Deal the training rows to clients and tasks.
+
+    The class order and a static population's partition come from one legacy numpy stream, in this order, as in FPPL's release
+    (specification section 6); a partition by task is drawn for the tasks in turn, and the natural class order draws nothing. A static
+    population has the same rows in every round of a task. A redrawn one has the rows of a partition of its own in each, which depends
+    on (seed, task, round) only and is drawn when `Deal.rows` is called; PILoRA's release deals like this. There `dirichlet` and `iid`
+    split the whole training set each time, of which the task's rows count.
+
+    Raises:
+      InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what its partition does.
     """
     stream = np.random.RandomState(cfg.seed)
-    order = class_order(len(dataset.class_names), stream)
-    if cfg.partition == "iid":
-        parts = iid(dataset.y_train, cfg.clients, stream, cfg.min_rows)
+    classes = len(dataset.class_names)
+    order = class_order(classes, stream) if cfg.class_order == "shuffled" else np.arange(classes)
+    label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
+    used = first_share(dataset.y_train, cfg.train_share)
+    whole = cfg.partition in ("dirichlet", "iid")
+
+    def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
+        mine = used if whole else used[tasks[task].current[label[used]]]
+        return [mine[part] for part in _split(dataset.y_train[mine], cfg, rng)]
+
+    if cfg.population == "redrawn":
+        dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
     else:
-        parts = dirichlet(dataset.y_train, cfg.clients, cfg.beta, stream, cfg.min_rows)
-    return relabel(dataset.y_train, order), relabel(dataset.y_test, order), parts
+        fixed = [parts(0, stream)] * len(tasks) if whole else [parts(task, stream) for task in range(len(tasks))]
+        dealt = lambda task, round_: fixed[task]
+    rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
+    return Deal(label, relabel(dataset.y_test, order), rows)
+
+
+def _split(labels: np.ndarray, cfg: DealConfig, rng: np.random.RandomState) -> list[np.ndarray]:
+    match cfg.partition:
+        case "iid":
+            return iid(labels, cfg.clients, rng, cfg.min_rows)
+        case "quantity":
+            return quantity(labels, cfg.clients, cfg.alpha, rng)
+        case "shards":
+            return shards(labels, cfg.clients, cfg.alpha, rng)
+        case _:
+            return dirichlet(labels, cfg.clients, cfg.beta, rng, cfg.min_rows)
 
 
 # ---- where the images lie ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ class ShowConfig(DealConfig):
 
 
 def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
-    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to classes.png.
+    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to classes.png: of a
+    redrawn population, the first round of each task.
 
     Returns:
       Rows (property, value) of a table.
@@ -39,9 +40,9 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
     dataset = load_dataset(cfg.dataset, **image_options(cfg, cfg.image_size or 224))
     classes = len(dataset.class_names)
-    label, _, parts = deal(dataset, cfg)
-    counts = count_matrix(label, parts, classes)
-    tasks = make_tasks(classes, cfg.tasks)
+    dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
+    held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
+    counts = sum(count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes) for rows, offset in held)
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
@@ -52,6 +53,7 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
         ("data set", dataset.name), ("classes", classes), ("training images", len(dataset.y_train)),
         ("test images", len(dataset.y_test)), ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
         ("training images per class", f"{np.bincount(dataset.y_train).min()} to {np.bincount(dataset.y_train).max()}"),
+        ("dealt", cfg.partition + (", again in every round; below: the first of each task" if cfg.population == "redrawn" else "")),
         ("training images per client", f"{rows.min()} to {rows.max()}"),
         ("classes per client", f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()}"),
         ("images", str(files[0])), ("who holds what", str(files[1])),

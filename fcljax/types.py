@@ -41,6 +41,7 @@ class Backbone(NamedTuple):
     encode: Callable[[Frozen, Array, Any], Array]
     width: int
     blocks: int
+    image: tuple[int, ...] = ()  # shape of one image, for methods that keep some
 
 
 class Task(NamedTuple):
@@ -134,6 +135,14 @@ class Program(NamedTuple):
     finish: Callable[[Broadcast, Local, ClientState, Task, ClientInfo], tuple[Upload, ClientState]]
 
 
+class Extra(NamedTuple):
+    """A round besides those of the task, in which every client with rows takes part: class means for a new classifier, say. Same
+    signatures as Method.client and Method.server."""
+
+    client: Program
+    server: Callable[[Frozen, Server, Aggregate, Task, PRNGKeyArray], tuple[Server, Metrics]]
+
+
 def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
     del key, server
     return ()
@@ -161,6 +170,7 @@ class Method(NamedTuple):
     begin_task(server, task, key) -> server, before the first round of a task
     end_task(frozen, server, task, key) -> server, after the last round of a task
     queries: do steps and predict read the frozen backbone's own class token of an image? It is cached wherever the image is deterministic
+    opening, closing: an extra round before the first and after the last round of a task
     refresh: a program that every client runs after aggregation, taking part or not; its upload is ignored
     predict_client(frozen, server, state, image, query, task) -> logits of a client's personal model
     trainable(server, task) -> named parts of what a client trains, for counting only
@@ -175,6 +185,8 @@ class Method(NamedTuple):
     begin_task: Callable[[Server, Task, PRNGKeyArray], Server] = _same_at_begin
     end_task: Callable[[Frozen, Server, Task, PRNGKeyArray], Server] = _same_at_end
     queries: bool = False
+    opening: Extra | None = None
+    closing: Extra | None = None
     refresh: Program | None = None
     predict_client: Callable[[Frozen, Server, ClientState, Array, Array | None, Task], Array] | None = None
     trainable: Callable[[Server, Task], dict[str, PyTree]] | None = None

@@ -22,6 +22,7 @@ COMMON = ["--tasks", "5", "--epochs", "1", "--image-size", "8", "--batch-size", 
 OPTIONS = {
     "linear": [*COMMON, "--rounds", "3", "--clients", "3", "--participation", "0.6", "--eval-every-round"],
     "fppl": [*COMMON, "--rounds", "2", "--clients", "2", "--prompt-blocks", "2", "--prompt-length", "2", "--server-epochs", "1"],
+    "icarl": [*COMMON, "--rounds", "2", "--clients", "3", "--participation", "0.5", "--memory-size", "9", "--lora-lr", "1e-3"],
 }
 CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s"}  # of summary.json: these may differ
 CACHE = {

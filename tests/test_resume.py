@@ -22,7 +22,7 @@ def reference(request, tmp_path_factory):
     return small_runs.finished(request.param, tmp_path_factory)
 
 
-@pytest.mark.parametrize(("reference", "kills"), [("linear", 2), ("fppl", 1)], indirect=["reference"])
+@pytest.mark.parametrize(("reference", "kills"), [("linear", 2), ("fppl", 1), ("icarl", 1)], indirect=["reference"])
 def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, kills, tmp_path, tmp_path_factory):
     method = reference.name.removeprefix("finished-")
     out = tmp_path / "killed"

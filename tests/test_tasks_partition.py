@@ -1,15 +1,16 @@
-"""Class order, tasks and partitions: the numbers of FPPL's release, and what must hold for any of them."""
+"""Class order, tasks and partitions: the numbers of FPPL's and PILoRA's releases, and what must hold for any of them."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcljax.data.partition import count_matrix, dirichlet, iid
+from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards
 from fcljax.data.tasks import class_order, make_tasks, relabel, task_sizes
 from fcljax.errors import InputError
 
 CIFAR = np.repeat(np.arange(100), 500)
+CIFAR_TASK = np.repeat(np.arange(10), 400)  # the first 80 % of ten classes, in the order of their labels
 
 
 def seeded(seed, num_classes):
@@ -147,6 +148,127 @@ def test_impossible_numbers_of_clients_are_refused():
         iid(labels, 4, rng)
     with pytest.raises(InputError, match="beta 0.001 do not all reach 10 rows"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
+
+
+# ---- the rows of one task --------------------------------------------------------------------------------------------------------------
+
+
+class Scripted(np.random.RandomState):
+    """A stream whose Dirichlet draws are given."""
+
+    def __init__(self, *shares):
+        super().__init__(0)
+        self.given = list(shares)
+
+    def dirichlet(self, alpha):
+        return np.array(self.given.pop(0))
+
+
+def test_dirichlet_shares_are_cut_at_the_floor_of_their_sums():
+    assert [len(part) for part in dirichlet(np.zeros(10, int), 3, 0.5, Scripted([0.2, 0.5, 0.3]), min_size=0)] == [2, 5, 3]
+
+
+def test_a_client_with_its_fair_share_gets_nothing_more_and_the_others_shares_are_scaled():
+    labels = np.repeat(np.arange(2), [6, 8])
+    parts = dirichlet(labels, 3, 0.5, Scripted([0.84, 0.16, 0.0], [0.2, 0.5, 0.3]), min_size=0)
+    assert count_matrix(labels, parts, 2).T.tolist() == [[5, 1, 0], [0, 5, 3]]
+
+
+def test_a_small_dirichlet_partition_of_a_task_is_that_of_piloras_release():
+    labels = np.repeat(np.arange(3), 20)
+    counts = count_matrix(labels, dirichlet(labels, 4, 0.5, np.random.RandomState(0), min_size=5), 3)
+    assert counts.tolist() == [[14, 15, 0], [5, 1, 3], [0, 0, 9], [1, 4, 8]]
+
+
+def test_dirichlet_client_sizes_of_a_cifar_100_task_are_those_of_piloras_release():
+    parts = dirichlet(CIFAR_TASK, 10, 0.5, np.random.RandomState(0))
+    assert [len(part) for part in parts] == [429, 147, 185, 419, 403, 434, 466, 382, 580, 555]
+
+
+def test_the_shards_of_a_cifar_100_task_are_those_of_piloras_release():
+    parts = shards(CIFAR_TASK, 2, 6, np.random.RandomState(0))
+    assert [sorted(set(part // 40)) for part in parts] == [[2, 26, 55, 75, 86, 93], [18, 29, 64, 72, 87, 92]]
+    assert [sorted(set(CIFAR_TASK[part])) for part in parts] == [[0, 2, 5, 7, 8, 9], [1, 2, 6, 7, 8, 9]]
+
+
+def test_clients_hold_whole_shards_of_their_own_and_may_share_them():
+    label = np.random.RandomState(1).permutation(CIFAR_TASK)
+    parts = shards(label, 10, 6, np.random.RandomState(0))
+    whole = np.argsort(label, kind="stable").reshape(100, 40)
+    times = np.zeros(100, int)
+    for part in parts:
+        held = np.isin(whole, part)
+        assert (held.all(1) == held.any(1)).all()
+        assert held.all(1).sum() == 6
+        assert len(set(part)) == len(part) == 240
+        times += held.all(1)
+    assert times.max() > 1
+    assert times.min() == 0
+
+
+def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_two_labels():
+    labels = np.repeat([0, 1], [5, 6])
+    (part,) = shards(labels, 1, 4, np.random.RandomState(0), count=4)  # of 3, 3, 3 and 2 rows; the second reaches into label 1
+    assert sorted(part) == list(range(11))
+    sizes = {tuple(sorted(shards(labels, 1, 1, np.random.RandomState(seed), count=4)[0])) for seed in range(40)}
+    assert sizes == {(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32 - 1), st.data())
+def test_clients_own_alpha_labels_whose_rows_are_split_equally(clients, classes, seed, data):
+    alpha = data.draw(st.integers(1, classes))
+    labels = np.random.RandomState(seed).permutation(np.arange(classes * 17 + 5) % classes) * 3 + 2  # not 0..C-1, and of two sizes
+    parts = quantity(labels, clients, alpha, np.random.RandomState(seed))
+    rows = np.concatenate(parts)
+    assert len(set(rows)) == len(rows)
+    counts = count_matrix((labels - 2) // 3, parts, classes)
+    assert ((counts > 0).sum(1) == alpha).all()
+    owned = (counts > 0).any(0)
+    assert owned.sum() >= min(classes, clients * alpha)
+    np.testing.assert_array_equal(counts.sum(0), np.where(owned, np.bincount((labels - 2) // 3), 0))
+    for column in counts.T[owned]:
+        assert np.ptp(column[column > 0]) <= 1
+
+
+def test_which_labels_a_client_owns_is_left_to_chance():
+    deals = [quantity(CIFAR_TASK, 3, 2, np.random.RandomState(seed)) for seed in range(60)]
+    owned = np.stack([count_matrix(CIFAR_TASK, parts, 10) > 0 for parts in deals])
+    assert owned.any(0).all()
+    assert (owned.any(1).sum(1) == 6).all()  # 3 clients with 2 labels each: 4 of 10 stay unused
+
+
+def test_which_rows_of_its_label_an_owner_holds_is_left_to_chance():
+    deals = [quantity(np.zeros(20, int), 2, 1, np.random.RandomState(seed)) for seed in range(20)]
+    assert set.union(*(set(first) for first, _ in deals)) == set(range(20))
+
+
+def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():
+    rng = np.random.RandomState(0)
+    for alpha, nearest in ((11, 10), (0, 1), (-3, 1)):
+        with pytest.raises(InputError, match=f"^alpha: {alpha} label ids per client, of 10; nearest valid value: {nearest}$"):
+            quantity(CIFAR_TASK, 5, alpha, rng)
+    for alpha, nearest in ((101, 100), (0, 1)):
+        with pytest.raises(InputError, match=f"^alpha: {alpha} shards per client, of 100; nearest valid value: {nearest}$"):
+            shards(CIFAR_TASK, 5, alpha, rng)
+    with pytest.raises(InputError, match="^partition: .* 100 shards, and a task has only 99; nearest: quantity$"):
+        shards(CIFAR_TASK[:99], 5, 2, rng)
+    for split in (quantity, shards):
+        with pytest.raises(InputError, match="^clients: 0 is not"):
+            split(CIFAR_TASK, 0, 2, rng)
+
+
+def test_the_first_share_takes_the_first_rows_of_every_class():
+    assert first_share(CIFAR, 0.8).tolist() == [row for row in range(50_000) if row % 500 < 400]
+    assert first_share(np.array([1, 0, 1, 1, 0, 0, 1, 7]), 0.5).tolist() == [0, 1, 2, 4, 7]  # 1.5 rows count as 2, 0.5 as 1
+    assert len(first_share(np.zeros(100, int), 0.07)) == 7
+    np.testing.assert_array_equal(first_share(CIFAR[::-1], 1.0), np.arange(50_000))
+    for share in (0.0, -0.1, 1.1, float("nan")):
+        with pytest.raises(InputError, match="^train_share: .* choose 0 < train_share <= 1"):
+            first_share(CIFAR, share)
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_task_sizes_differ_by_at_most_one_and_the_first_are_larger():

@@ -1,13 +1,15 @@
-"""Which client holds which training row, bit for bit as FPPL's release (arXiv 2411.01904) splits them.
+"""Which client holds which training row.
 
-Both functions continue the numpy stream that drew the class order (`tasks.class_order`), work in original label order, and let
-nothing else draw in between. A partition covers the whole training set at once; what a client has of one task follows from it.
+`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does: they continue the numpy stream that drew the class
+order (`tasks.class_order`), work in original label order, let nothing else draw in between, and cover the whole training set at once;
+what a client has of one task follows from it. `quantity`, `shards` and `dirichlet` also split the rows of one task (PILoRA, Guo et
+al., ECCV 2024). Parts are positions in the `labels` that were given.
 """
 
 import math
 
 import numpy as np
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64
 
 from fcljax.errors import InputError
 
@@ -21,14 +23,15 @@ def dirichlet(
     """Label-skewed partition: every class is spread over the clients by a draw from Dirichlet(beta, ..., beta).
 
     Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn again until every
-    client has `min_size` rows. Each client's rows come shuffled.
+    client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the whole training set like this, PILoRA's
+    the rows of one task ("distribution-based").
 
     Args:
       labels: original labels.
       clients: number of clients K.
       beta: concentration; small is skewed. Above 0: an IID partition is `iid`.
       rng: the stream that has just drawn the class order.
-      min_size: least number of rows of a client over all its classes.
+      min_size: least number of rows of a client over all classes in `labels`.
 
     Raises:
       InputError: for beta not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
@@ -58,8 +61,7 @@ def iid(
     owners, rows = [], []
     for members in _classes(labels):
         rng.shuffle(members)
-        size, rest = divmod(len(members), clients)
-        owners.append(np.repeat(np.arange(clients), size + (np.arange(clients) < rest)))
+        owners.append(np.repeat(np.arange(clients), _even(len(members), clients)))
         rows.append(members)
     parts = _by_owner(rows, owners, clients)
     smallest = min(map(len, parts))
@@ -68,7 +70,79 @@ def iid(
     return _shuffled(parts, rng)
 
 
-def count_matrix(labels: Int[np.ndarray, " N"], parts: list[Int64[np.ndarray, " _"]], num_classes: int) -> Int64[np.ndarray, "K C"]:
+def quantity(labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState) -> list[Int64[np.ndarray, " _"]]:
+    """Every client owns `alpha` labels, and the rows of a label are split equally among its owners.
+
+    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First the labels go round:
+    client k gets label k modulo the number of labels and, where labels outnumber clients, every `clients`-th label after it, up to
+    `alpha`; then it draws others at random. So every label has an owner if clients * alpha >= labels; otherwise all owned labels
+    differ and the rows of the others are unused. NIID-Bench counts the labels in their own order and gives only one of them to each
+    client before the draw; here their order is drawn, so that chance decides which labels stay unused. Where the rows of a label do
+    not come out even its first owners get one row more.
+
+    Args:
+      labels: labels of the rows to split.
+      clients: number of clients K.
+      alpha: labels per client.
+      rng: draws the order of the labels, then client by client the others, then label by label which rows go to whom.
+
+    Raises:
+      InputError: for less than one client, or an alpha that is not between 1 and the number of labels.
+    """
+    _check_clients(len(labels), clients, 0)
+    members = _classes(labels)
+    _check_alpha(alpha, len(members), "label ids")
+    owns = _label_owners(len(members), clients, alpha, rng)
+    owners, rows = [], []
+    for label, mine in enumerate(members):
+        holders = np.flatnonzero(owns[:, label])
+        if len(holders):
+            rng.shuffle(mine)
+            owners.append(np.repeat(holders, _even(len(mine), len(holders))))
+            rows.append(mine)
+    return _by_owner(rows, owners, clients)
+
+
+def shards(
+    labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState, count: int = 100
+) -> list[Int64[np.ndarray, " _"]]:
+    """Rows in the order of their labels are cut into `count` shards, and each client draws `alpha` different ones.
+
+    The quantity-based partition of PILoRA's release. Clients draw without regard to each other: some shards belong to several, some
+    to nobody. The first N modulo `count` shards have one row more than the others. Where the rows of every label fill whole shards
+    a client holds at most `alpha` labels; elsewhere a shard may reach from one label into the next.
+
+    Args:
+      labels: labels of the rows to split.
+      clients: number of clients K.
+      alpha: shards per client.
+      rng: draws the shards of one client after the other.
+      count: shards.
+
+    Raises:
+      InputError: for less than one client, an alpha that is not between 1 and `count`, or fewer rows than shards.
+    """
+    _check_clients(len(labels), clients, 0)
+    _check_alpha(alpha, count, "shards")
+    if len(labels) < count:
+        raise InputError(f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; nearest: quantity")
+    cut = np.array_split(np.argsort(labels, kind="stable"), count)
+    return [np.concatenate([cut[shard] for shard in rng.choice(count, alpha, replace=False)]) for _ in range(clients)]
+
+
+def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
+    """The first `share` of the rows of each class, rounded up, in ascending order. PILoRA's release trains on the first 80 %.
+
+    Raises:
+      InputError: for a share that is not in (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"train_share: {share} is not a share of the rows; choose 0 < train_share <= 1")
+    # without the slack 0.07 of 100 rows would be 8, since 0.07 * 100 > 7 in floating point
+    return np.sort(np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)]))
+
+
+def count_matrix(labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int) -> Int64[np.ndarray, "K C"]:
     """How many rows of each class each client holds."""
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     cells = np.bincount(owner * num_classes + labels[np.concatenate(parts)], minlength=len(parts) * num_classes)
@@ -81,6 +155,25 @@ def _check_clients(rows: int, clients: int, min_size: int) -> None:
     if rows < clients * min_size:
         most = rows // min_size
         raise InputError(f"clients: {rows} rows cannot give {clients} clients {min_size} each; choose {most} clients or fewer")
+
+
+def _check_alpha(alpha: int, most: int, what: str) -> None:
+    if not 1 <= alpha <= most:
+        raise InputError(f"alpha: {alpha} {what} per client, of {most}; nearest valid value: {min(max(alpha, 1), most)}")
+
+
+def _label_owners(labels: int, clients: int, alpha: int, rng: np.random.RandomState) -> Bool[np.ndarray, "K L"]:
+    order = rng.permutation(labels)
+    owns = np.zeros((clients, labels), bool)
+    for client, mine in enumerate(owns):
+        mine[order[np.arange(client, max(clients, labels), clients) % labels][:alpha]] = True
+        mine[rng.choice(np.flatnonzero(~mine), alpha - mine.sum(), replace=False)] = True
+    return owns
+
+
+def _even(rows: int, parts: int) -> Int64[np.ndarray, " parts"]:
+    """Sizes of equal parts; the first ones are larger by one where they do not come out even."""
+    return rows // parts + (np.arange(parts) < rows % parts)
 
 
 def _classes(labels: np.ndarray) -> list[np.ndarray]:

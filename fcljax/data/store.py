@@ -42,3 +42,10 @@ def client_rows(parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, 
     wanted = np.asarray(task.current)[labels[rows]]
     count = np.bincount(owner[wanted], minlength=len(parts))
     return ClientRows(rows[wanted], np.concatenate([[0], np.cumsum(count)]).astype(np.int64))
+
+
+def merge(tasks: Sequence[ClientRows]) -> ClientRows:
+    """The rows of each client over several tasks, as those of one."""
+    own = [np.split(held.rows, held.offset[1:-1]) for held in tasks]
+    rows = [np.concatenate(mine) for mine in zip(*own, strict=True)]
+    return ClientRows(np.concatenate(rows), np.concatenate([[0], np.cumsum([len(mine) for mine in rows])]).astype(np.int64))

@@ -34,7 +34,7 @@ from fcljax.federated.sweep import (
     sweep,
 )
 from fcljax.streaming import Host, over_windows
-from fcljax.types import Aggregate, Broadcast, Method, Metrics, Phase, Program, PyTree, Task, Weighted
+from fcljax.types import Aggregate, Broadcast, Extra, Method, Metrics, Phase, Program, PyTree, Task, Weighted
 
 
 def default_lanes(backend: str, clients: int) -> Lanes:
@@ -165,6 +165,11 @@ def _player(name: str, program: Program, *, fetch, lanes, capacity, reduce, mesh
         empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows), open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)), whole=mesh and jit(name, whole, donate_argnums=(2, 3)),
     )  # fmt: skip
+
+
+def extra_method(method: Method, extra: Extra) -> Method:
+    """The method whose rounds are an extra round of `method`: for an engine of its own."""
+    return method._replace(client=extra.client, server=extra.server, refresh=None)
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:

@@ -71,6 +71,21 @@ def correct(
     return masked_sum((jnp.argmax(mask_logits(logits, allowed), axis=-1) == label).astype(jnp.float32), mask)
 
 
+def distillation(
+    student: Float[Array, "batch classes"],
+    teacher: Float[Array, "batch classes"],
+    allowed: Bool[Array, " classes"],
+    mask: Bool[Array, " batch"],
+    temperature: float = 2.0,
+) -> Float[Array, ""]:
+    """Knowledge distillation over the allowed classes: the mean over the rows in the mask of the cross-entropy of softmax(student / T)
+    under softmax(teacher / T), without the factor T^2 (the form of LwF in TARGET's release). 0 if no class or no row is left."""
+    target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
+    log_odds = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
+    loss = -jnp.sum(jnp.where(allowed, target * log_odds, 0.0), axis=-1)
+    return reduce_rows(loss, mask, jnp.sum(mask), "mean")
+
+
 def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
     """Cosine similarity of all pairs; a vector shorter than eps counts as 0. The guard is on the input of the root, so gradients at 0
     are 0 and not nan."""

@@ -199,7 +199,8 @@ def apply_vit(
 
 def vit_backbone(config: ViTConfig) -> Backbone:
     """The ViT as methods see it."""
-    return Backbone(lambda frozen, image, injection: apply_vit(config, frozen, image, injection).cls, config.width, config.depth)
+    encode = lambda frozen, image, injection: apply_vit(config, frozen, image, injection).cls
+    return Backbone(encode, config.width, config.depth, (config.image_size, config.image_size, 3))
 
 
 def parameter_shapes(config: ViTConfig) -> PyTree:

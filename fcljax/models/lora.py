@@ -1,0 +1,99 @@
+"""A low-rank pair per task in the first blocks of a ViT, and the rules by which pairs of several tasks act as one (PILoRA, section 4.1).
+
+The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of one task has leaves [blocks, ...]. A task
+is an index that may be traced: slots of earlier tasks are constants, slots of later ones count as 0. Knows nothing of federation.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from fcljax.models.vit import Injection, Lora
+
+LoraInit = Literal["kaiming_uniform", "gaussian"]
+LoraRule = Literal["sum", "current", "products", "first"]
+
+
+def init_pairs(key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform") -> Lora:
+    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper), which states no deviation: that of the uniform.
+
+    Returns:
+      A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
+    """
+    bound, shape = width**-0.5, (tasks, blocks, rank, width)
+
+    def draw(key: PRNGKeyArray) -> Array:
+        if init == "gaussian":
+            return bound / 3**0.5 * jax.random.normal(key, shape)
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+    query, value = jax.random.split(key)
+    zeros = jnp.zeros((tasks, blocks, width, rank))
+    return Lora(draw(query), zeros, draw(value), zeros)
+
+
+def pair_of(pairs: Lora | tuple[()], task: ArrayLike) -> Lora | tuple[()]:
+    """The pair of one task, leaves [blocks, ...]; () of ()."""
+    return jax.tree.map(lambda leaf: leaf[task], pairs)
+
+
+def put_pair(pairs: Lora | tuple[()], task: ArrayLike, pair: Lora | tuple[()]) -> Lora | tuple[()]:
+    """All pairs with that of one task replaced; () of ()."""
+    return jax.tree.map(lambda leaf, new: leaf.at[task].set(new), pairs, pair)
+
+
+def summed(pairs: Lora, current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
+    """The pair that acts for tasks 0..task, with slot `task` taken from `current`; only `current` gets a gradient.
+
+    Args:
+      pairs: leaves [tasks, blocks, ...]; not read by the rule "current".
+      current: the pair of the task, leaves [blocks, ...].
+      task: t.
+      rule: "sum" is the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6). "current" is B_t A_t alone (the release's clients).
+        "products" is sum_i B_i A_i, as one pair of rank tasks * rank (PILoRA eq. 5). "first" is B_0 A_0 (the model that the release
+        evaluates).
+
+    Returns:
+      Leaves [blocks, R, width] and [blocks, width, R], R the rank, or tasks * rank for "products".
+    """
+    if rule == "current":
+        return current
+    slots = jax.tree.map(lambda old, new: _until(old, new, task), pairs, current)
+    if rule == "products":
+        along_rank = ("t m r d -> m (t r) d", "t m d r -> m d (t r)")
+        return Lora(*(rearrange(leaf, along_rank[i % 2]) for i, leaf in enumerate(slots)))
+    return jax.tree.map(lambda leaf: leaf[0] if rule == "first" else jnp.sum(leaf, axis=0), slots)
+
+
+def lora_injection(pair: Lora) -> Injection:
+    """Block m gets the low-rank updates [m, ...] of the pair."""
+    return Injection(lora={block: pair_of(pair, block) for block in range(pair.a_q.shape[0])})
+
+
+def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
+    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs. Exactly 0 in the first task.
+
+    `pairs` are constants and only their A are read, so clients need not hold the B for it.
+    """
+    past = jnp.arange(pairs.a_q.shape[0]) < task
+    return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
+
+
+def l1(current: Lora) -> Float[Array, ""]:
+    """Sum of |A_t| over q and v (the release's penalty; B is not in it)."""
+    return jnp.sum(jnp.abs(current.a_q)) + jnp.sum(jnp.abs(current.a_v))
+
+
+def _until(old: Float[Array, "tasks *rest"], new: Float[Array, "*rest"], task: ArrayLike) -> Float[Array, "tasks *rest"]:
+    index = jnp.arange(old.shape[0]).reshape(-1, *[1] * new.ndim)
+    return jnp.where(index == task, new, jnp.where(index < task, jax.lax.stop_gradient(old), 0.0))
+
+
+def _overlap(old: Float[Array, "tasks blocks rank width"], new: Float[Array, "blocks rank width"], past: Bool[Array, " tasks"]):
+    # in full precision, since the loss drives these products to 0
+    product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
+    return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))

@@ -1,0 +1,213 @@
+"""Who holds what in which round: static clients keep their rows, those of a redrawn population get others in every round."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+import small_runs
+
+from fcljax import cli
+from fcljax.config import DealConfig
+from fcljax.data.partition import dirichlet
+from fcljax.data.sources import load_dataset
+from fcljax.data.tasks import make_tasks
+from fcljax.errors import InputError
+from fcljax.inputs import deal
+
+CLASSES, TASKS = 10, 5
+BY_TASK = ["quantity", "shards", "task_dirichlet"]
+PARTITIONS = ["dirichlet", "iid", *BY_TASK]
+OPTIONS = ["--tasks", "2", "--rounds", "2", "--clients", "2", "--epochs", "1", "--image-size", "8", "--batch-size", "256"]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_dataset("digits")
+
+
+def settings(**values):
+    return DealConfig(clients=3, **values)
+
+
+def held(dealt, task, round_=0):
+    """The rows of each client."""
+    rows, offset = dealt.rows(task, round_)
+    return [part.tolist() for part in np.split(rows, offset[1:-1])]
+
+
+# ---- static clients --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("partition", "sizes", "first", "digest"),
+    [
+        ("dirichlet", [31, 157, 93], [163, 1293, 624, 93], "23722a062e747a6807cb3bc8c067d80d832ae6d5cea880cb0123522e5993761c"),
+        ("iid", [95, 93, 93], [712, 1199, 418, 273], "ed80e9b0173a907a4a85f26c3abe1e7433c53bb5b4e545cc4eec98f5b7d861dd"),
+    ],
+)
+def test_static_deals_of_the_whole_training_set_are_what_they_always_were(digits, partition, sizes, first, digest):
+    dealt = deal(digits, settings(partition=partition))
+    assert np.diff(dealt.rows(0, 0).offset).tolist() == sizes
+    assert dealt.rows(0, 0).rows[:4].tolist() == first
+    parts = [array for task in range(TASKS) for array in (dealt.rows(task, 0).rows.astype("<i4"), dealt.rows(task, 0).offset)]
+    content = b"".join(array.tobytes() for array in (*parts, dealt.train_label, dealt.test_label))
+    assert hashlib.sha256(content).hexdigest() == digest
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_static_clients_hold_the_same_rows_in_every_round(digits, partition):
+    dealt = deal(digits, settings(partition=partition))
+    assert held(dealt, 1, 0) == held(dealt, 1, 7)
+
+
+@pytest.mark.parametrize("population", ["static", "redrawn"])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_clients_hold_rows_of_the_tasks_classes_only_and_share_none_but_in_shards(digits, partition, population):
+    dealt = deal(digits, settings(partition=partition, population=population))
+    for task, described in enumerate(make_tasks(CLASSES, TASKS)):
+        rows = np.concatenate(held(dealt, task)).astype(int)
+        assert described.current[dealt.train_label[rows]].all()
+        assert partition == "shards" or len(set(rows)) == len(rows)
+        if partition not in ("quantity", "shards"):
+            assert set(rows) == set(np.flatnonzero(described.current[dealt.train_label]))
+
+
+def test_partitions_by_task_go_on_with_the_stream_of_the_class_order_task_by_task(digits):
+    dealt = deal(digits, settings(partition="task_dirichlet", seed=5))
+    stream = np.random.RandomState(5)
+    stream.permutation(CLASSES)
+    for task, described in enumerate(make_tasks(CLASSES, TASKS)):
+        mine = np.flatnonzero(described.current[dealt.train_label])
+        parts = dirichlet(digits.y_train[mine], 3, 0.5, stream)
+        assert held(dealt, task) == [mine[part].tolist() for part in parts]
+
+
+def test_the_natural_class_order_is_that_of_the_labels_and_draws_nothing(digits):
+    dealt = deal(digits, settings(partition="task_dirichlet", class_order="natural"))
+    np.testing.assert_array_equal(dealt.train_label, digits.y_train)
+    np.testing.assert_array_equal(dealt.test_label, digits.y_test)
+    mine = np.flatnonzero(digits.y_train < CLASSES // TASKS)
+    parts = dirichlet(digits.y_train[mine], 3, 0.5, np.random.RandomState(2023))
+    assert held(dealt, 0) == [mine[part].tolist() for part in parts]
+
+
+@pytest.mark.parametrize("population", ["static", "redrawn"])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_rows_beyond_the_training_share_belong_to_nobody(digits, partition, population):
+    dealt = deal(digits, settings(partition=partition, population=population, train_share=0.8))
+    rows = np.concatenate([part for task in range(TASKS) for part in held(dealt, task)]).astype(int)
+    for label in range(CLASSES):
+        members = np.flatnonzero(digits.y_train == label)
+        mine = rows[digits.y_train[rows] == label]
+        assert mine.max() <= members[int(np.ceil(0.8 * len(members))) - 1]
+        if partition in ("dirichlet", "iid", "task_dirichlet"):
+            assert len(mine) == np.ceil(0.8 * len(members))
+
+
+# ---- redrawn populations ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_every_round_of_a_redrawn_population_deals_other_rows(digits, partition):
+    dealt = deal(digits, settings(partition=partition, population="redrawn"))
+    rounds = [held(dealt, 0, round_) for round_ in range(4)]
+    for other in range(1, 4):
+        assert [sorted(part) for part in rounds[0]] != [sorted(part) for part in rounds[other]]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_redrawn_deal_depends_on_seed_task_and_round_only(digits, partition):
+    dealt = deal(digits, settings(partition=partition, population="redrawn"))
+    forward = [held(dealt, task, round_) for task in range(3) for round_ in range(2)]
+    again = deal(digits, settings(partition=partition, population="redrawn"))
+    backward = [held(again, task, round_) for task in reversed(range(3)) for round_ in reversed(range(2))]
+    assert forward == backward[::-1]
+
+
+def test_a_redrawn_deal_of_another_seed_is_another(digits):
+    natural = settings(partition="task_dirichlet", population="redrawn", class_order="natural")
+    assert held(deal(digits, natural), 0) != held(deal(digits, dataclasses.replace(natural, seed=2024)), 0)
+
+
+def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits):
+    refused = pytest.raises(InputError, match="^alpha: 3 label ids per client, of 2; nearest valid value: 2$")
+    with refused:
+        deal(digits, settings(partition="quantity", alpha=3))
+    with refused:
+        deal(digits, settings(partition="quantity", alpha=3, population="redrawn")).rows(0, 0)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------------------------
+
+
+def finished(options, factory):
+    """The run directory of `linear` under these options."""
+    out = factory.getbasetemp() / "-".join(["deal", *options]).replace("--", "")
+    if not out.exists():
+        with small_runs.compile_cache(factory):
+            assert cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("partition", "population"),
+    [*((partition, "redrawn") for partition in PARTITIONS), *((partition, "static") for partition in BY_TASK)],
+)
+def test_a_run_finishes_under_every_partition_and_population(partition, population, tmp_path_factory):
+    out = finished(["--partition", partition, "--population", population], tmp_path_factory)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["traces"] == 1
+    assert all(0 <= value <= 1 for value in summary["client_accuracy"])
+    assert (out / "figures" / "classes.png").stat().st_size
+
+
+def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_path, tmp_path_factory):
+    reference = finished(["--partition", "shards", "--population", "redrawn"], tmp_path_factory)
+    out = shutil.copytree(reference, tmp_path / "resumed")
+    (out / "summary.json").unlink()
+    for step in ("2", "3", "4"):
+        shutil.rmtree(out / "checkpoints" / step)
+    with small_runs.compile_cache(tmp_path_factory):
+        assert cli.main(["run", "linear", "--resume", str(out)]) == 0
+    small_runs.assert_same_run(out, reference)
+
+
+def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, tmp_path_factory):
+    out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
+    dealt = deal(digits, DealConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn"))
+    rows = sum(len(dealt.rows(task, round_).rows) for task in range(2) for round_ in range(2))
+    *_, records = small_runs.last_checkpoint(out)
+    assert records["counts"]["client_images"] == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--partition", "quantity", "--alpha", "6"], ["alpha: 6", "nearest valid value: 5"]),
+        (["--alpha", "0"], ["alpha: 0", "nearest valid value: 1"]),
+        (["--train-share", "1.5"], ["train_share: 1.5", "nearest valid value: 1.0"]),
+        (["--train-share", "0"], ["train_share: 0.0", "positive"]),
+        (["--partition", "shard"], ["partition", "'shard'", "did you mean 'shards'?"]),
+        (["--population", "drawn"], ["population", "'drawn'", "did you mean 'redrawn'?"]),
+        (["--class-order", "sorted"], ["class_order", "'sorted'", "natural"]),
+    ],
+)
+def test_settings_of_a_deal_that_cannot_be_are_one_line(options, parts, tmp_path, capsys):
+    assert cli.main(["run", "linear", *OPTIONS, *options, "--out", str(tmp_path / "run")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
+    assert all(part in line for part in parts)
+
+
+@pytest.mark.parametrize("partition", BY_TASK)
+def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(digits, partition, tmp_path, capsys):
+    options = ["--clients", "3", "--partition", partition, "--population", "redrawn"]
+    assert cli.main(["data", "show", "digits", *options, "--out", str(tmp_path)]) == 0
+    dealt = deal(digits, settings(partition=partition, population="redrawn"))
+    sizes = np.sum([np.diff(dealt.rows(task, 0).offset) for task in range(TASKS)], axis=0)
+    shown = capsys.readouterr().out
+    assert f"{sizes.min()} to {sizes.max()}" in shown
+    assert f"{partition}, again in every round" in shown
+    assert (tmp_path / "classes.png").read_bytes().startswith(b"\x89PNG")
