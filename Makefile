@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/fcljax compare $(RUN)/fppl $(RUN)/fedavg
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments

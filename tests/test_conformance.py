@@ -19,8 +19,9 @@ from fcljax.types import Setting
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)  # the second task has two classes and a padding class
 STREAM = make_tasks(5, 2)
+RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
-LORA = {"lora_lr": 1e-3, "lora_blocks": 2}
+LORA = {"lora_lr": RATE, "lora_blocks": 2}
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2}, "fedavg": PROMPTS, "linear": {}, "pilora": LORA, "fedncm": {}, "fedclm": LORA, "joint": LORA,
     "ewc": LORA, "lwf": LORA, "icarl": LORA | {"memory_size": 6},
@@ -50,7 +51,7 @@ class Federation:
 
     def __init__(self, name):
         options = resolve_options(name, METHODS[name].options(**OPTIONS[name]), "intended")
-        self.method = METHODS[name].build(options, SETTING, vit_backbone(TINY), 2, 4, 1e-3)
+        self.method = METHODS[name].build(options, SETTING, vit_backbone(TINY), 2, 4, RATE)
         self.engine = self.build(self.method, Lanes(2, "vmap"))
         extras = {"opening": self.method.opening, "closing": self.method.closing}
         self.extras = {
@@ -130,7 +131,9 @@ def test_uploads_do_not_depend_on_lanes(name):
     made, (server, states) = federation(name), history(name)[1]
     single = made.build(made.method, Lanes(1, "loop"))
     two, one = (receive(engine, FROZEN, server, states, DATA, DEALS[1], [0, 2, 3], STREAM[1]) for engine in (made.engine, single))
-    close((two[0].mean, two[0].sum, two[0].gather), (one[0].mean, one[0].sum, one[0].gather), atol=1e-3)
+    # A student that still equals its teacher has a gradient of nothing but rounding, of which Adam makes whole steps.
+    steps = RATE * 6 * float(jnp.sum(two[0].weight)) if name == "lwf" else 1e-3
+    close((two[0].mean, two[0].sum, two[0].gather), (one[0].mean, one[0].sum, one[0].gather), atol=steps)
     assert two[0].valid.tolist() == one[0].valid.tolist() and two[0].id.tolist() == one[0].id.tolist()
 
 

@@ -18,7 +18,7 @@ from fcljax.types import Setting
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
-CLASSES = {"imagenet_r": 200, "cub200": 200, "cifar100": 100}
+CLASSES = {"imagenet_r": 200, "cub200": 200, "cifar100": 100, "tiny_imagenet": 200}
 TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
 FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
 STATUS = ("unverified", "reproduced", "not reproduced")
@@ -30,13 +30,23 @@ def header(file):
     return {"title": title} | dict(line.split(": ", 1) for line in lines)
 
 
+def parts(command):
+    """(method, where its settings come from, other options) of a command."""
+    program, verb, method, *options = shlex.split(command)
+    assert (program, verb) == ("fcljax", "run")
+    given = cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+    paths = {name: given.pop(name) for name in ("config", "out", "resume") if name in given}
+    return method, paths, given
+
+
 def load(file):
-    values = config.load_yaml(file)
-    method = values.pop("method")
-    return method, config.resolve(method, config.from_mapping(method, values, file.name))
+    """(method, settings) of the command in the header."""
+    method, paths, given = parts(header(file)["run"])
+    return method, cli.settings(method, given, cli.Paths(**paths | {"config": str(file)}))
 
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+each_of_pilora = pytest.mark.parametrize("file", sorted(FOLDER.glob("pilora_*.yaml")), ids=lambda file: file.stem)
 each_of_fppl = pytest.mark.parametrize("file", sorted(FOLDER.glob("fppl_*.yaml")), ids=lambda file: file.stem)
 
 
@@ -59,11 +69,10 @@ def test_the_header_names_source_expectation_status_and_cost(file):
 @each
 def test_the_command_in_the_header_runs_this_file(file, monkeypatch):
     monkeypatch.chdir(small_runs.ROOT)
-    program, command, method, *options = shlex.split(header(file)["run"])
-    assert (program, command) == ("fcljax", "run")
-    given = cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
-    assert Path(given["config"]).samefile(file)
-    assert cli.settings(method, {}, cli.Paths(**given)) == load(file)[1]
+    method, paths, given = parts(header(file)["run"])
+    assert Path(paths["config"]).samefile(file)
+    assert cli.settings(method, given, cli.Paths(**paths)) == load(file)[1]
+    assert yaml.safe_load(file.read_text()).get("method", method) == method
 
 
 @each
@@ -92,11 +101,11 @@ def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
     assert values >= {"beta"} or load(file)[1].partition == "iid"
 
 
-@each_of_fppl
+@each
 def test_the_upload_in_the_header_is_what_a_client_sends(file):
     method, cfg = load(file)
     classes = CLASSES[cfg.dataset]
-    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients)
+    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds)
     backbone = vit_backbone(VITS[cfg.backbone])
     built = METHODS[method].build(config.method_options(method, cfg), setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr)
     unused = Experiment(*[None] * len(Experiment._fields))
@@ -111,3 +120,38 @@ def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
         _, cfg = load(file)
         on = {"u": not cfg.wo_unified, "f": not cfg.wo_fusion, "d": not cfg.wo_debias}
         assert "".join(part for part, is_on in on.items() if is_on) == parts
+
+
+# ---- PILoRA --------------------------------------------------------------------------------------------------------------------------
+
+COLUMNS = {1: ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"), 2: ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"), 3: ("a6", "b0.5")}
+
+
+def test_every_column_of_pilora_s_tables_has_a_file():
+    assert {f"pilora_table{table}_{column}" for table in COLUMNS for column in COLUMNS[table]} <= {file.stem for file in FILES}
+
+
+@each_of_pilora
+def test_the_settings_of_a_column_are_the_papers(file):
+    _, cfg = load(file)
+    column = file.stem.rpartition("_")[2]
+    assert (cfg.partition, cfg.alpha if column[0] == "a" else cfg.beta) == (
+        ("quantity", int(column[1:])) if column[0] == "a" else ("task_dirichlet", float(column[1:]))
+    )
+    assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (10, 10, 30, 5, 64)
+    tiny = cfg.dataset == "tiny_imagenet"
+    assert (cfg.lr, cfg.lora_lr) == ((5e-3, 5e-6) if tiny else (2e-3, 1e-5))
+    assert (cfg.backbone, cfg.preprocess, cfg.normalise) == ("vit_b16", "pilora", "release")
+
+
+@each_of_pilora
+@pytest.mark.parametrize("method", ["joint", "ewc", "lwf", "icarl", "fedclm", "fedncm"])
+def test_the_settings_of_a_column_serve_every_baseline(file, method):
+    assert cli.settings(method, {}, cli.Paths(config=str(file))).rounds == 30
+
+
+@pytest.mark.parametrize("options", [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "all"], ["--tune", "none"]])
+def test_the_rows_of_table_three_are_options(options):
+    command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]
+    method, paths, given = parts(shlex.join(command))
+    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
