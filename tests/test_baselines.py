@@ -11,9 +11,10 @@ from small_runs import COMMON
 from test_conformance import DATA, DEALS, FROZEN, LABEL, SETTING, STREAM, TINY, federation, history
 
 from fcljax import cli
+from fcljax.federated.communication import num_bytes
 from fcljax.methods.ewc import Anchor, consolidate
 from fcljax.methods.fedncm import Sums, mean_logits
-from fcljax.methods.finetune import FinetuneConfig, Recipe, Tuned, features, init_tuned, logits_of, train_step
+from fcljax.methods.finetune import FinetuneConfig, Local, Recipe, Tuned, features, init_tuned, logits_of, train_step
 from fcljax.methods.icarl import Exemplars, draw, join, keep_highest
 from fcljax.methods.lwf import Teacher, first_model_of_task
 from fcljax.models.heads import distillation
@@ -70,10 +71,8 @@ def test_a_new_pair_changes_nothing_yet(tuned):
 def test_head_and_pair_have_rates_of_their_own(tuned):
     """Adam's first step has the size of the rate, wherever there is a gradient."""
     recipe = RECIPE._replace(config=FinetuneConfig(lora_lr=1e-2), lr=1e-4)
-    method_start = lambda: (tuned, recipe.adam.init(tuned), ())
-    from fcljax.methods.finetune import Local
-
-    after, _ = jax.jit(train_step(recipe))(FROZEN, None, Local(*method_start()), batch_of([1, 2, 5]), STREAM[0], KEY)
+    start = Local(tuned, recipe.adam.init(tuned), ())
+    after, _ = jax.jit(train_step(recipe))(FROZEN, None, start, batch_of([1, 2, 5]), STREAM[0], KEY)
     largest = lambda new, old: max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     assert largest(after.tuned.lora, tuned.lora) == pytest.approx(1e-2, rel=1e-2)
     assert largest(after.tuned.head, tuned.head) == pytest.approx(1e-4, rel=1e-2)
@@ -195,7 +194,7 @@ def means_of(rows, parameters=None):
     return np.stack([np.asarray(feature)[LABEL[rows] == label].mean(0) for label in range(SETTING.classes)])
 
 
-def test_fednm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
+def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
     server = history("fedncm")[3][0]
     held = np.concatenate([deal.rows for deal in DEALS])
     np.testing.assert_array_equal(server.rows, np.bincount(LABEL[held], minlength=5))
@@ -235,12 +234,11 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_fact
     assert len(summary["A"]) == (1 if method == "joint" else 5)
     assert set(summary["communication_extra"]) == ({"closing"} if method == "fedclm" else set())
     assert summary["communication"]["upload_scalars"] > 0
+    assert (summary["client_state"]["bytes"] > 4) == (method in ("ewc", "lwf", "icarl"))  # FedNCM keeps one number
     capsys.readouterr()
 
 
 def test_a_client_s_memory_is_counted():
-    from fcljax.federated.communication import num_bytes
-
     one = jax.tree.map(lambda x: x[0], federation("icarl").states)
     assert num_bytes(one.exemplars) == 6 * (8 * 8 * 3 * 2 + 3 * 4)
 

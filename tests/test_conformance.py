@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 from toys import KEY, close, receive, same
@@ -13,7 +14,7 @@ from fcljax.data.tasks import make_tasks
 from fcljax.federated.engine import Lanes, extra_method, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity
 from fcljax.methods import METHODS, resolve_options
-from fcljax.models.vit import ViTConfig, init_vit, vit_backbone
+from fcljax.models.vit import Injection, ViTConfig, apply_vit, init_vit, vit_backbone
 from fcljax.types import Setting
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
@@ -186,3 +187,31 @@ def test_all_rounds_of_all_tasks_share_one_trace(name):
 
 def test_the_next_task_starts_where_the_last_one_ended_and_replays_bit_for_bit(name):
     same(federation(name).run()[-1], history(name)[-1])
+
+
+@pytest.mark.parametrize("method", ["joint", "fedclm", "ewc", "lwf", "icarl"])
+def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
+    """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the definition of LoRA."""
+    rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
+    alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SETTING.classes)
+    made = federation(method)
+    engine = make_engine(made.method, read, Lanes(1, "loop"), capacity(made.method.client, [alone], 1, 128))
+    received, _ = receive(engine, FROZEN, made.start, made.states, DATA, alone, [0], STREAM[0])
+    trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
+
+    def loss(tuned, image, label):
+        injection = Injection(lora={m: jax.tree.map(lambda leaf, m=m: leaf[m], tuned.lora) for m in range(2)})
+        logits = apply_vit(TINY, FROZEN, image, injection).cls @ tuned.head.kernel + tuned.head.bias
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :3], label))
+
+    tuned = made.start.tuned if method == "fedclm" else made.start
+    adam = optax.adam(RATE)
+    optimiser, gradient_of = adam.init(tuned), jax.jit(jax.grad(loss))
+    for epoch in range(2):
+        order = toys.epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
+        for batch in np.split(order, range(4, len(rows), 4)):
+            update, optimiser = adam.update(gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser)
+            tuned = optax.apply_updates(tuned, update)
+    close(trained, tuned, atol=RATE / 20)
+    start = made.start.tuned if method == "fedclm" else made.start
+    assert float(jnp.max(jnp.abs(tuned.head.kernel - start.head.kernel))) > 3 * RATE  # it did train
