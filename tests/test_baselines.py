@@ -238,6 +238,16 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_fact
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("variant", [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "none"], ["--tune", "all"]])
+def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, tmp_path_factory, capsys):
+    with small_runs.compile_cache(tmp_path_factory):
+        assert cli.main(["run", "pilora", *SHORT, "--partition", "shards", "--alpha", "30", *variant, "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["traces"] == 1
+    assert set(summary["communication_extra"]) == ({"opening"} if variant == ["--headtune"] else set())
+    capsys.readouterr()
+
+
 def test_a_client_s_memory_is_counted():
     one = jax.tree.map(lambda x: x[0], federation("icarl").states)
     assert num_bytes(one.exemplars) == 6 * (8 * 8 * 3 * 2 + 3 * 4)
