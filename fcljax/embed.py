@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -15,6 +14,7 @@ from fcljax.config import InputConfig
 from fcljax.errors import InputError
 from fcljax.files import atomic
 from fcljax.inputs import Inputs, backbone_name, frozen_features, load_inputs, make_splits, save_features, tell
+from fcljax.metrics import nearest_class_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +70,6 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         "nearest class mean, test accuracy": round(nearest_class_mean(features[0], labels[0], features[1], labels[1]), 4),
         "written to": str(out),
     }  # fmt: skip
-
-
-def nearest_class_mean(
-    train: Float[np.ndarray, "N D"], train_label: Int[np.ndarray, " N"], test: Float[np.ndarray, "M D"], test_label: Int[np.ndarray, " M"]
-) -> float:
-    """Share of test features that are nearest (Euclidean) to the mean training feature of their own class."""
-    classes = np.unique(train_label)
-    means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
-    distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T
-    return float(np.mean(classes[np.argmin(distance, -1)] == test_label))
 
 
 def _features(cfg: EmbedConfig, inputs: Inputs, labels: list[np.ndarray], advance: Callable[[int], None]) -> list[np.ndarray]:

@@ -150,3 +150,13 @@ def _mean(values: np.ndarray) -> float:
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)
+
+
+def nearest_class_mean(
+    train: Float[np.ndarray, "N D"], train_label: Int[np.ndarray, " N"], test: Float[np.ndarray, "M D"], test_label: Int[np.ndarray, " M"]
+) -> float:
+    """Share of test features that are nearest (Euclidean) to the mean training feature of their own class."""
+    classes = np.unique(train_label)
+    means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
+    distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T
+    return float(np.mean(classes[np.argmin(distance, -1)] == test_label))

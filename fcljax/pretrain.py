@@ -24,12 +24,13 @@ import numpy as np
 import optax
 import optax.contrib
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_glyphs
 from fcljax.errors import InputError
 from fcljax.files import atomic
+from fcljax.metrics import nearest_class_mean
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.types import PyTree
 
@@ -86,19 +87,6 @@ def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch h
     return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
 
 
-def nearest_mean_accuracy(
-    train: Float[np.ndarray, "n dim"],
-    train_label: Int[np.ndarray, " n"],
-    test: Float[np.ndarray, "m dim"],
-    test_label: Int[np.ndarray, " m"],
-) -> float:
-    """Share of test rows whose nearest class mean (Euclidean) is that of their class. Training has all labels 0..C-1."""
-    member = np.eye(train_label.max() + 1, dtype=np.float32)[train_label]
-    mean = (member.T @ train) / member.sum(0)[:, None]
-    distance = (mean**2).sum(1) - 2 * test @ mean.T
-    return float((distance.argmin(1) == test_label).mean())
-
-
 def features(
     config: ViTConfig, params: PyTree, gray: UInt8[np.ndarray, "n height width"], batch: int = 200
 ) -> Float[np.ndarray, "n dim"]:
@@ -111,7 +99,7 @@ def features(
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
     """Nearest-class-mean accuracy on GLYPHS, `per_class` images of each for the means and as many for the test."""
     x, y, x_test, y_test = glyphs(per_class, per_class, _VALIDATION_SEED, config.image_size)
-    return nearest_mean_accuracy(features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test)
+    return nearest_class_mean(features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test)
 
 
 def _muon_on_blocks(params: PyTree) -> PyTree:

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from fcljax import cli
-from fcljax.embed import EmbedConfig, embed, nearest_class_mean
+from fcljax.embed import EmbedConfig, embed
 from fcljax.errors import InputError
+from fcljax.metrics import nearest_class_mean
 from fcljax.models.pretrained import save_native
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 

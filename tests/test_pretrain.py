@@ -14,9 +14,10 @@ from flax.traverse_util import flatten_dict
 
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, Style, glyphs
 from fcljax.errors import InputError
+from fcljax.metrics import nearest_class_mean
 from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import VITS, init_vit, parameter_shapes
-from fcljax.pretrain import PretrainConfig, eased, features, nearest_mean_accuracy, normalise, pretrain
+from fcljax.pretrain import PretrainConfig, eased, features, normalise, pretrain
 
 VIT = VITS["vit_micro"]
 TINY = PretrainConfig(steps=2, batch_size=4, classes=12, validate=1)
@@ -123,7 +124,7 @@ def test_nearest_means_by_hand():
     # The means are (1, 0) and (10, 0), so the border is at 5.5.
     train, label = np.array([[0.0, 0.0], [2.0, 0.0], [10.0, 0.0]], np.float32), np.array([0, 0, 1])
     test = np.array([[1.0, 5.0], [5.4, 0.0], [5.6, 0.0], [5.6, 0.0]], np.float32)
-    assert nearest_mean_accuracy(train, label, test, np.array([0, 0, 1, 0])) == 0.75
+    assert nearest_class_mean(train, label, test, np.array([0, 0, 1, 0])) == 0.75
 
 
 def test_the_packaged_weights_have_exactly_the_shapes_of_vit_micro():
@@ -142,5 +143,5 @@ def test_the_packaged_weights_separate_letters_that_they_were_not_trained_on():
     x, y, x_test, y_test = glyphs(20, 10, seed=11, chars=GLYPHS[::5])
     packaged = load_backbone("vit_micro", None, None)[1]
     body = init_vit(jax.random.key(0), VIT)
-    score = lambda p: nearest_mean_accuracy(features(VIT, p, x[..., 0]), y, features(VIT, p, x_test[..., 0]), y_test)
+    score = lambda p: nearest_class_mean(features(VIT, p, x[..., 0]), y, features(VIT, p, x_test[..., 0]), y_test)
     assert score(packaged) > 0.4 > 2 * score(body)  # 20 classes: chance is 0.05

@@ -43,6 +43,7 @@ def default_lanes(backend: str, clients: int) -> Lanes:
     clients, which has not been measured yet."""
     return Lanes(1, "loop") if backend == "cpu" else Lanes(min(8, clients), "vmap")
 
+
 class RoundReport(NamedTuple):
     """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all phases."""
 
@@ -58,6 +59,7 @@ class RoundReport(NamedTuple):
     def slot_efficiency(self) -> float:
         """Useful steps over paid steps."""
         return self.useful_steps / max(self.paid_steps, 1)
+
 
 class Player(NamedTuple):
     """A program's compiled functions. `empty` makes an accumulator. `rows` says what every tick of a chunk reads, `open` and `close` frame
@@ -89,6 +91,7 @@ class Engine(NamedTuple):
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
     devices: int
+
 
 def make_engine(
     method: Method,
@@ -297,6 +300,7 @@ def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundRep
     named = {name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()}
     return RoundReport(named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps)
 
+
 def _mean_value(value: Weighted) -> float:
     return float(value.total) / float(value.weight) if float(value.weight) else float("nan")
 
@@ -308,6 +312,7 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
         return function(*args)
 
     return traced
+
 
 def _serve(method: Method, reduce, frozen, server, acc: Accumulator, task, key) -> tuple[PyTree, Metrics]:
     """Close the round: the aggregate, then the method's server phase. With no valid upload the server state stays."""

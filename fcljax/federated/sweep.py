@@ -30,6 +30,7 @@ class Lanes(NamedTuple):
     count: int = 1
     mode: str = "loop"
 
+
 class Accumulator(NamedTuple):
     """What a round has received so far. P participants; `mean` holds sums of weight * leaf, or [P, ...] if a reduce rule gathers it."""
 
@@ -42,6 +43,7 @@ class Accumulator(NamedTuple):
     rejected: Int[Array, ""]
     metrics: tuple[Metrics, ...]
 
+
 class Carry(NamedTuple):
     """What goes from tick to tick: the lanes' clients at work [L, ...], what was received, the states of the chunk's clients [S, ...]
     and which of them are new, and the clients [S, ...] that wait between phases."""
@@ -51,6 +53,7 @@ class Carry(NamedTuple):
     states: PyTree
     written: Bool[Array, " S"]
     waiting: PyTree
+
 
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
     """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers up to rounding."""
@@ -62,10 +65,12 @@ def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
         return lambda *args: _stack([function(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(lanes)])
     return lambda *args: jax.lax.map(lambda one: function(*one), args)
 
+
 def _countable(metric: Weighted, active: Array) -> Weighted:
     """The metric, or nothing where the lane is idle or the value is not finite: one diverging client does not hide the others' loss."""
     counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
+
 
 # ---- what a round receives ---------------------------------------------------------------------------------------------------------
 
@@ -115,6 +120,7 @@ def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: A
         valid=acc.valid.at[position].set(valid, mode="drop"),
         rejected=acc.rejected + rejected,
     ), valid
+
 
 # ---- the compiled loop ---------------------------------------------------------------------------------------------------------------
 

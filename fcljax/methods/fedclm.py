@@ -6,11 +6,8 @@ of old classes are not computed again: nobody has their data any more.
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from fcljax.methods.fedncm import Sums, mean_logits
+from fcljax.methods.fedncm import Sums, add_batch, add_classes, empty_sums, mean_logits
 from fcljax.methods.finetune import FinetuneConfig, Recipe, Tuned, features, init_tuned, make_client, make_method
-from fcljax.models.heads import class_sums
 from fcljax.types import Backbone, Broadcast, Extra, Method, Phase, Program, Setting, Upload, View
 
 
@@ -27,24 +24,19 @@ def fedclm(config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs:
 
     def init(key, frozen) -> ServerState:
         del frozen
-        empty = Sums(jnp.zeros((setting.classes, backbone.width)), jnp.zeros(setting.classes))
-        return ServerState(init_tuned(recipe, key), empty)
+        return ServerState(init_tuned(recipe, key), empty_sums(setting.classes, backbone.width))
 
     def look(frozen, broadcast, local: Sums, batch, task, key):
         del key
-        feature = features(recipe, frozen, broadcast.wire, batch.image)
-        sums, rows = class_sums(feature, batch.label, task.classes, batch.mask)
-        return Sums(local.feature + sums, local.rows + rows), {}
+        return add_batch(local, features(recipe, frozen, broadcast.wire, batch.image), batch, task), {}
 
     def start(broadcast, state, task, info, key) -> Sums:
         del broadcast, state, task, info, key
-        return Sums(jnp.zeros((setting.task_classes, backbone.width)), jnp.zeros(setting.task_classes))
+        return empty_sums(setting.task_classes, backbone.width)
 
     def gather_means(frozen, server: ServerState, aggregate, task, key):
         del frozen, key
-        place = jnp.where(task.classes >= 0, task.classes, setting.classes)
-        put = lambda old, new: old.at[place].set(new, mode="drop")
-        return server._replace(sums=Sums(put(server.sums.feature, aggregate.sum.feature), put(server.sums.rows, aggregate.sum.rows))), {}
+        return server._replace(sums=add_classes(server.sums, aggregate.sum, task)), {}  # each class is of one task, surveyed once
 
     def predict(frozen, server: ServerState, image, query, task):
         del query

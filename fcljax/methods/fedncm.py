@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fcljax.models.heads import class_sums, mask_logits
 from fcljax.models.prototypes import class_means, distance_logits, distances
-from fcljax.types import Backbone, Broadcast, Method, Phase, Program, Setting, Upload, View
+from fcljax.types import Backbone, Batch, Broadcast, Method, Phase, Program, Setting, Task, Upload, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,10 @@ def fedncm(config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: i
     """FedNCM as a method; a client's state is the last task that it has sent its sums for. Epochs and rate do not matter."""
     del epochs, lr
     features = lambda frozen, image, query: backbone.encode(frozen, image, None) if query is None else query
-    zeros = lambda classes: Sums(jnp.zeros((classes, backbone.width)), jnp.zeros(classes))
 
     def look(frozen, broadcast, local: Sums, batch, task, key):
         del broadcast, key
-        sums, rows = class_sums(features(frozen, batch.image, batch.query), batch.label, task.classes, batch.mask)
-        return Sums(local.feature + sums, local.rows + rows), {}
+        return add_batch(local, features(frozen, batch.image, batch.query), batch, task), {}
 
     def finish(broadcast, local: Sums, sent: Int[Array, ""], task, info):
         del broadcast, info
@@ -49,18 +47,15 @@ def fedncm(config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: i
         return Upload(sum=Sums(new * local.feature, new * local.rows)), task.index
 
     def serve(frozen, server: Sums, aggregate, task, key):
-        """Add what arrived to the rows of the current classes."""
         del frozen, key
-        place = jnp.where(task.classes >= 0, task.classes, setting.classes)
-        add = lambda total, sums: total.at[place].add(sums, mode="drop")
-        return Sums(add(server.feature, aggregate.sum.feature), add(server.rows, aggregate.sum.rows)), {}
+        return add_classes(server, aggregate.sum, task), {}
 
     def predict(frozen, server: Sums, image, query, task):
         return mean_logits(features(frozen, image, query), server, task.seen, config.classifier)
 
-    start = lambda broadcast, state, task, info, key: zeros(setting.task_classes)
+    start = lambda broadcast, state, task, info, key: empty_sums(setting.task_classes, backbone.width)
     return Method(
-        init=lambda key, frozen: zeros(setting.classes),
+        init=lambda key, frozen: empty_sums(setting.classes, backbone.width),
         init_client=lambda key, server: jnp.int32(-1),
         broadcast=lambda server, task: Broadcast(()),
         client=Program(start, (Phase(View(1, batch_size, shuffle=False, augment=False), look),), finish),
@@ -68,6 +63,23 @@ def fedncm(config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: i
         predict=predict,
         queries=True,
     )
+
+
+def empty_sums(classes: int, width: int) -> Sums:
+    """Sums of no rows yet."""
+    return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
+
+
+def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
+    """A client's sums of the task's classes with the rows of a batch."""
+    more, rows = class_sums(feature, batch.label, task.classes, batch.mask)
+    return Sums(sums.feature + more, sums.rows + rows)
+
+
+def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
+    """The server's sums of all classes with what arrived for those of the task; padding classes are dropped."""
+    place = jnp.where(task.classes >= 0, task.classes, total.rows.shape[0])
+    return Sums(*(old.at[place].add(new, mode="drop") for old, new in zip(total, arrived, strict=True)))
 
 
 def mean_logits(feature: Float[Array, "batch width"], sums: Sums, seen, classifier: str) -> Float[Array, "batch classes"]:
