@@ -3,9 +3,10 @@
     python experiments/bench_engine.py                 # everything
     python experiments/bench_engine.py slots lanes     # some of: slots packed lanes memory
 
-slots: slot efficiency of packed lanes. packed: one packed round against the same steps dispatched one by one from Python. lanes: training
-examples per second of each lane mode, on a small network and on FPPL over the packaged micro ViT. memory: peak resident memory of a
-process that trains 1,000 or 10,000 clients. Times are the best of several repeats of a compiled round.
+slots: slot efficiency of packed lanes. packed: one packed round against the same steps dispatched one by one
+from Python. lanes: training examples per second of each lane mode, on a small network and on FPPL over the
+packaged micro ViT. memory: peak resident memory of a process that trains 1,000 or 10,000 clients. Times are
+the best of several repeats of a compiled round.
 """
 
 import json
@@ -28,8 +29,8 @@ from fcljax.federated.schedule import Roster, capacity, plan_round
 from fcljax.methods import METHODS, resolve_options
 from fcljax.methods.fppl import FPPLConfig
 from fcljax.models.heads import cross_entropy
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import vit_backbone
+from fcljax.models.weights.pretrained import load_backbone
 from fcljax.types import Broadcast, Method, Phase, Program, Setting, Upload, View, Weighted
 
 WIDTH, HIDDEN, CLASSES, BATCH = 64, 32, 10, 16
@@ -43,12 +44,16 @@ def small_method(epochs: int = 1) -> Method:
 
     def init(key, frozen):
         first, second = jax.random.split(key)
-        return 0.1 * jax.random.normal(first, (WIDTH, HIDDEN)), 0.1 * jax.random.normal(second, (HIDDEN, CLASSES))
+        return 0.1 * jax.random.normal(first, (WIDTH, HIDDEN)), 0.1 * jax.random.normal(
+            second, (HIDDEN, CLASSES)
+        )
 
     def step(frozen, broadcast, local, batch, task, key):
         params, optimiser = local
         loss, gradient = jax.value_and_grad(
-            lambda p: cross_entropy(jax.nn.relu(batch.image @ p[0]) @ p[1], batch.label, task.current, batch.mask)
+            lambda p: cross_entropy(
+                jax.nn.relu(batch.image @ p[0]) @ p[1], batch.label, task.current, batch.mask
+            )
         )(params)
         update, optimiser = sgd.update(gradient, optimiser)
         return (optax.apply_updates(params, update), optimiser), {"loss": Weighted(loss, jnp.ones(()))}
@@ -59,7 +64,10 @@ def small_method(epochs: int = 1) -> Method:
         client=Program(
             start=lambda broadcast, state, task, info, key: (broadcast.wire, sgd.init(broadcast.wire)),
             phases=(Phase(View(epochs, BATCH), step),),
-            finish=lambda broadcast, local, state, task, info: (Upload(mean=local[0], weight=info.rows), state),
+            finish=lambda broadcast, local, state, task, info: (
+                Upload(mean=local[0], weight=info.rows),
+                state,
+            ),
         ),
         server=lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
         predict=lambda frozen, server, image, query, task: jax.nn.relu(image @ server[0]) @ server[1],
@@ -90,7 +98,9 @@ def _seconds(function) -> float:
     return time.perf_counter() - start
 
 
-def timed_round(method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3):
+def timed_round(
+    method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3
+):
     """(seconds of one round, rows it reads, traces)."""
     engine = make_engine(method, reader, lanes, capacity(method.client, [roster], lanes.count, 128))
     server = method.init(KEY, frozen)
@@ -113,11 +123,20 @@ def slots() -> None:
         _, roster = skewed(5000, 100, beta)
         shapes = capacity(method.client, [roster], 8, 128)
         _, (useful, paid) = plan_round(method.client, roster, np.arange(100), 0, 8, shapes)
-        emit("slots", clients=100, rows=5000, beta=beta, batch=BATCH, lanes=8, slot_efficiency=round(useful / paid, 4))
+        emit(
+            "slots",
+            clients=100,
+            rows=5000,
+            beta=beta,
+            batch=BATCH,
+            lanes=8,
+            slot_efficiency=round(useful / paid, 4),
+        )
 
 
 def packed() -> None:
-    """One packed round of 100 skewed clients against a jitted step dispatched from Python for each batch of each client."""
+    """One packed round of 100 skewed clients against a jitted step dispatched from Python for each batch of
+    each client."""
     label, roster = skewed(5000, 100, 0.05)
     image = np.random.default_rng(0).normal(size=(len(label), WIDTH)).astype(np.float32)
     method = small_method()
@@ -134,7 +153,9 @@ def packed() -> None:
             for i in range(0, len(rows), BATCH):
                 mine = np.resize(rows[i : i + BATCH], BATCH)
                 mask = np.arange(BATCH) < len(rows) - i
-                local, _ = step((), Broadcast(server), local, _batch(image[mine], label[mine], mask), TASK, KEY)
+                local, _ = step(
+                    (), Broadcast(server), local, _batch(image[mine], label[mine], mask), TASK, KEY
+                )
             mean = total(mean, local[0], np.float32(len(rows) / len(label)))
         jax.block_until_ready(mean)
 
@@ -204,7 +225,12 @@ def one_memory(clients: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         json.dumps(
-            dict(peak_rss_mb=round(peak, 1), data_mb=round(held / 2**20, 1), examples_per_s=round(rows / seconds), traces=traces)
+            dict(
+                peak_rss_mb=round(peak, 1),
+                data_mb=round(held / 2**20, 1),
+                examples_per_s=round(rows / seconds),
+                traces=traces,
+            )
         )
     )
 

@@ -2,11 +2,12 @@
 
     python experiments/bench_streaming.py --images 3000 --side 256 --repeats 3
 
-One round of a linear classifier on the packaged micro ViT over images in a file that the page cache has been told to forget, so that
-every read goes to the disk, as with a data set larger than memory. Four times per repetition, in this order: images resident on the
-device, windows without overlap, windows with overlap, and the reads alone. The share of the reads that overlap hides is
-(without - with) / reads; 1 means that they cost nothing, and what is missing from it is contention for cores or memory bandwidth.
-Results of all three runs are compared bit by bit.
+One round of a linear classifier on the packaged micro ViT over images in a file that the page cache has been
+told to forget, so that every read goes to the disk, as with a data set larger than memory. Four times per
+repetition, in this order: images resident on the device, windows without overlap, windows with overlap, and
+the reads alone. The share of the reads that overlap hides is (without - with) / reads; 1 means that they cost
+nothing, and what is missing from it is contention for cores or memory bandwidth. Results of all three runs
+are compared bit by bit.
 """
 
 import argparse
@@ -23,14 +24,14 @@ import numpy as np
 
 from fcljax.data.augment import preset
 from fcljax.data.store import Split, client_rows
+from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.engine import Lanes, default_lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity
-from fcljax.inputs import fetch
 from fcljax.methods import METHODS
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import vit_backbone
-from fcljax.streaming import Host
+from fcljax.models.weights.pretrained import load_backbone
+from fcljax.runs.inputs import fetch
 from fcljax.types import Setting
 
 CLASSES, CLIENTS, BATCH = 10, 4, 32
@@ -43,7 +44,9 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--window", type=int, default=256, help="images per window")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", default=None, help="where the file of images goes; a disk, not a memory file system")
+    parser.add_argument(
+        "--folder", default=None, help="where the file of images goes; a disk, not a memory file system"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measure(options, Path(folder) / "images.npy")
@@ -55,7 +58,11 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     split = Split(write_images(path, options.images, options.side), label)
     play, rows = make_round(label)
     resident = jax.tree.map(jnp.asarray, split)
-    ways = {"resident": resident, "waiting": Host(split, options.window, False), "overlapping": Host(split, options.window)}
+    ways = {
+        "resident": resident,
+        "waiting": Host(split, options.window, False),
+        "overlapping": Host(split, options.window),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "reads alone")}
     results = {}
     for data in ways.values():  # compile
@@ -71,12 +78,16 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         for first in range(0, len(rows), options.window):
             jax.block_until_ready(ways["waiting"].take(rows[first : first + options.window]))
         seconds["reads alone"].append(time.perf_counter() - start)
-    same = all(jax.tree.all(jax.tree.map(np.array_equal, results["resident"], results[name])) for name in ways)
+    same = all(
+        jax.tree.all(jax.tree.map(np.array_equal, results["resident"], results[name])) for name in ways
+    )
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         print(f"{name:12} {middle[name]:7.2f} s   ({', '.join(f'{t:.2f}' for t in times)})")
     hidden = (middle["waiting"] - middle["overlapping"]) / middle["reads alone"]
-    print(f"same bits: {same}; with / without overlap: {middle['overlapping'] / middle['waiting']:.3f}; hidden reads: {hidden:.2f}")
+    print(
+        f"same bits: {same}; with / without overlap: {middle['overlapping'] / middle['waiting']:.3f}; hidden reads: {hidden:.2f}"
+    )
 
 
 def write_images(path: Path, count: int, side: int) -> np.ndarray:
@@ -101,7 +112,9 @@ def make_round(label: np.ndarray):
     """(data -> server after one round of one epoch, the rows that it reads in some order)."""
     loaded = load_backbone("vit_micro", None, None)
     setting = Setting(CLASSES, 1, CLASSES, CLIENTS)
-    method = METHODS["linear"].build(METHODS["linear"].options(), setting, vit_backbone(loaded.config), 1, BATCH, 1e-3)
+    method = METHODS["linear"].build(
+        METHODS["linear"].options(), setting, vit_backbone(loaded.config), 1, BATCH, 1e-3
+    )
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
     rows, offset = client_rows(parts, label, task)
@@ -115,7 +128,11 @@ def make_round(label: np.ndarray):
 
     def play(data):
         states = init_clients(method, server, CLIENTS, key)
-        return jax.device_get(run_round(engine, loaded.params, server, states, data, roster, np.arange(CLIENTS), task, 0, key)[0])
+        return jax.device_get(
+            run_round(engine, loaded.params, server, states, data, roster, np.arange(CLIENTS), task, 0, key)[
+                0
+            ]
+        )
 
     return play, rows
 

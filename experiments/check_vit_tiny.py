@@ -1,14 +1,18 @@
-"""Compare the ViT with timm's on real ImageNet weights and real images: class tokens and logits of vit_tiny_patch16_224 at 224 pixels.
+"""Compare the ViT with timm's on real ImageNet weights and real images: class tokens and logits of
+vit_tiny_patch16_224 at 224 pixels.
 
-    python experiments/check_vit_tiny.py reference vit_tiny.npz out.npz [small.npz]    # needs torch, timm, scikit-learn and Pillow
-    python experiments/check_vit_tiny.py compare vit_tiny.npz out.npz                  # needs fcljax
+    python experiments/check_vit_tiny.py reference vit_tiny.npz out.npz [small.npz]    # needs torch, timm,
+    scikit-learn and Pillow python experiments/check_vit_tiny.py compare vit_tiny.npz out.npz
+    # needs fcljax
 
-`vit_tiny.npz` holds timm's state dict (mean and std of pixels are 0.5), `small.npz` small uint8 images as `x_test` (CIFAR, say), of which
-8 are enlarged. The photographs are the two that come with scikit-learn, in 8 crops each. The first step writes images and torch's outputs
-to out.npz, the second prints the largest differences, relative to the largest value, and fails above 1e-3.
+`vit_tiny.npz` holds timm's state dict (mean and std of pixels are 0.5), `small.npz` small uint8 images as
+`x_test` (CIFAR, say), of which 8 are enlarged. The photographs are the two that come with scikit-learn, in 8
+crops each. The first step writes images and torch's outputs to out.npz, the second prints the largest
+differences, relative to the largest value, and fails above 1e-3.
 
-Measured on CPU in float32 (torch 2.13 and timm 1.0.31, jax 0.10.2), 16 crops and 8 CIFAR-100 test images: class tokens differ by 1.3e-6,
-logits by 1.6e-6, and the likeliest class is the same for all 24 images (among them 698, palace, and 985, daisy).
+Measured on CPU in float32 (torch 2.13 and timm 1.0.31, jax 0.10.2), 16 crops and 8 CIFAR-100 test images:
+class tokens differ by 1.3e-6, logits by 1.6e-6, and the likeliest class is the same for all 24 images (among
+them 698, palace, and 985, daisy).
 """
 
 import sys
@@ -19,11 +23,16 @@ SIZE, TOLERANCE = 224, 1e-3
 
 
 def crops(photograph: np.ndarray) -> list[np.ndarray]:
-    """Of each of left, middle and right: the largest square and two thirds of it, scaled; and two pieces at their own scale."""
+    """Of each of left, middle and right: the largest square and two thirds of it, scaled; and two pieces at
+    their own scale."""
     from PIL import Image
 
     height, width = photograph.shape[:2]
-    boxes = [(left, 0, side) for side in (height, 2 * height // 3) for left in (0, (width - side) // 2, width - side)]
+    boxes = [
+        (left, 0, side)
+        for side in (height, 2 * height // 3)
+        for left in (0, (width - side) // 2, width - side)
+    ]
     boxes += [(0, height - SIZE, SIZE), (width - SIZE, 0, SIZE)]
     resize = lambda x: np.asarray(Image.fromarray(x).resize((SIZE, SIZE), Image.Resampling.BICUBIC))
     return [resize(photograph[top : top + side, left : left + side]) for left, top, side in boxes]
@@ -36,7 +45,9 @@ def gather(small: str | None) -> np.ndarray:
 
     images = [crop for photograph in load_sample_images().images for crop in crops(photograph)]
     rows = np.load(small, allow_pickle=False)["x_test"][:8] if small else []
-    return np.stack(images + [np.asarray(Image.fromarray(x).resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for x in rows])
+    return np.stack(
+        images + [np.asarray(Image.fromarray(x).resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for x in rows]
+    )
 
 
 def reference(weights: str, out: str, small: str | None = None) -> None:
@@ -59,18 +70,25 @@ def compare(weights: str, out: str) -> None:
     """Our outputs against those in `out`; fails if they differ by more than TOLERANCE."""
     import jax
 
-    from fcljax.models.pretrained import load_backbone
     from fcljax.models.vit import apply_vit
+    from fcljax.models.weights.pretrained import load_backbone
 
     loaded = load_backbone("vit_ti16", weights, None)
     with np.load(out, allow_pickle=False) as file:
         images, expected = file["image"], {"cls": file["cls"], "logits": file["logits"]}
-    x = (images.astype(np.float32) / 255 - np.asarray(loaded.mean, np.float32)) / np.asarray(loaded.std, np.float32)
+    x = (images.astype(np.float32) / 255 - np.asarray(loaded.mean, np.float32)) / np.asarray(
+        loaded.std, np.float32
+    )
     cls = np.asarray(jax.jit(lambda params, x: apply_vit(loaded.config, params, x).cls)(loaded.params, x))
     found = {"cls": cls, "logits": cls @ np.asarray(loaded.head["kernel"]) + np.asarray(loaded.head["bias"])}
-    worst = {name: np.abs(found[name] - value).max() / np.abs(value).max() for name, value in expected.items()}
+    worst = {
+        name: np.abs(found[name] - value).max() / np.abs(value).max() for name, value in expected.items()
+    }
     same = (found["logits"].argmax(1) == expected["logits"].argmax(1)).sum()
-    print(", ".join(f"{name}: {value:.1e}" for name, value in worst.items()) + f"; {same} of {len(images)} likeliest classes agree")
+    print(
+        ", ".join(f"{name}: {value:.1e}" for name, value in worst.items())
+        + f"; {same} of {len(images)} likeliest classes agree"
+    )
     if not max(worst.values()) < TOLERANCE:
         sys.exit(1)
 

@@ -1,10 +1,12 @@
-"""How far has an FPPL run's prototype pool fallen behind its model? One JSON object for the last checkpoint of a finished run.
+"""How far has an FPPL run's prototype pool fallen behind its model? One JSON object for the last checkpoint
+of a finished run.
 
     python experiments/prototype_drift.py RUN_DIR
 
-head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the stored prototypes. fresh: of
-the nearest class mean on prototypes made anew from all training rows under the final model, a yardstick that no federated method has.
-cosine and norms compare the stored class means with the fresh ones, task by task.
+head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the
+stored prototypes. fresh: of the nearest class mean on prototypes made anew from all training rows under the
+final model, a yardstick that no federated method has. cosine and norms compare the stored class means with
+the fresh ones, task by task.
 """
 
 import json
@@ -14,11 +16,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from fcljax import checkpoint, config, experiment
-from fcljax.evaluation import make_features
+from fcljax import config
+from fcljax.features import make_features
 from fcljax.federated.aggregation import prototype_mean
 from fcljax.methods.fppl import Recipe, current_part, features
 from fcljax.models.vit import vit_backbone
+from fcljax.runs import checkpoint, experiment
 
 
 def main(run_dir: str) -> None:
@@ -30,7 +33,9 @@ def main(run_dir: str) -> None:
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
         server = experiment.begin(exp, manager, True)[0].server
     backbone = vit_backbone(exp.inputs.backbone.config)
-    recipe = Recipe(config.method_options(method, cfg), exp.setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr)
+    recipe = Recipe(
+        config.method_options(method, cfg), exp.setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr
+    )
     task = exp.tasks[-1]
 
     def feature(frozen, image):
@@ -45,7 +50,10 @@ def main(run_dir: str) -> None:
 
     def accuracy(predicted):
         right = predicted == target
-        return {"all": round(float(right.mean()), 4), "by_task": [round(float(right[np.isin(target, t)].mean()), 3) for t in tasks]}
+        return {
+            "all": round(float(right.mean()), 4),
+            "by_task": [round(float(right[np.isin(target, t)].mean()), 3) for t in tasks],
+        }
 
     norm = lambda x: np.linalg.norm(x, axis=-1)
     cosine = (stored * fresh).sum(-1) / (norm(stored) * norm(fresh))

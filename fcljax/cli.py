@@ -43,11 +43,14 @@ class Paths:
 class CompareOptions:
     """Options of `fcljax compare`."""
 
-    out: str | None = None  # PNG file of the figure; default: accuracy.png in the folder that holds the first run
+    out: str | None = (
+        None  # PNG file of the figure; default: accuracy.png in the folder that holds the first run
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own when None."""
+    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own
+    when None."""
     if arguments is None:
         _quiet_threads()
         arguments = sys.argv[1:]
@@ -98,9 +101,13 @@ def run(arguments: list[str]) -> int:
     given = parse(groups, arguments, f"fcljax run {method}", entry.summary)
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
     resolved = settings(method, given, paths)
-    out = paths.resume or paths.out or f"runs/{method}-{_slug(resolved.dataset)}-s{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = (
+        paths.resume
+        or paths.out
+        or f"runs/{method}-{_slug(resolved.dataset)}-s{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
 
-    from fcljax import experiment, report
+    from fcljax.runs import experiment, report
 
     summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
     console = Console()
@@ -111,26 +118,31 @@ def run(arguments: list[str]) -> int:
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
-    """Settings of a run: defaults, then those of --config or of the run to resume, then the options that were given.
+    """Settings of a run: defaults, then those of --config or of the run to resume, then the options that were
+    given.
 
     Raises:
       InputError: for a wrong value, or a file that belongs to another method.
     """
     source = str(Path(paths.resume) / "config.yaml") if paths.resume else paths.config
     if paths.resume and (paths.out or paths.config):
-        raise InputError(f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out")
+        raise InputError(
+            f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out"
+        )
     if paths.resume and not Path(source).is_file():
         raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
     name = values.pop("method", method)
     if name != method:
-        raise InputError(f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}")
+        raise InputError(
+            f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
+        )
     return config.resolve(method, config.from_mapping(method, values | given, source or "options"))
 
 
 def parse(groups: dict[str, type], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
-    """The options that were given, as values by field name. tyro prints the help; values are read here, so that a mistake gives one
-    line and a value means the same on the command line and in YAML.
+    """The options that were given, as values by field name. tyro prints the help; values are read here, so
+    that a mistake gives one line and a value means the same on the command line and in YAML.
 
     Args:
       groups: title -> frozen dataclass of options; together they are one flat namespace.
@@ -144,7 +156,12 @@ def parse(groups: dict[str, type], arguments: list[str], prog: str, description:
     fields = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
     if {"-h", "--help"} & set(arguments):
         flat = [(title, tyro.conf.OmitArgPrefixes[group], group()) for title, group in groups.items()]
-        tyro.cli(dataclasses.make_dataclass("Command", flat, frozen=True), args=["--help"], prog=prog, description=description)
+        tyro.cli(
+            dataclasses.make_dataclass("Command", flat, frozen=True),
+            args=["--help"],
+            prog=prog,
+            description=description,
+        )
     return read_arguments(fields, arguments)
 
 
@@ -164,7 +181,9 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
         switch = name if name in fields else name.removeprefix("no_")
         if switch in fields and fields[switch].type is bool:
             if equals:
-                raise InputError(f"{switch}: {token!r} takes no value; choose {_flag(switch)} or {_flag('no_' + switch)}")
+                raise InputError(
+                    f"{switch}: {token!r} takes no value; choose {_flag(switch)} or {_flag('no_' + switch)}"
+                )
             values[switch] = switch == name
             continue
         if name not in fields:
@@ -180,10 +199,10 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
 def list_(arguments: list[str]) -> int:
     """`fcljax list`: what can be named on the command line."""
     from fcljax.data.augment import PRESETS
-    from fcljax.data.sources import DATASETS
+    from fcljax.data.files.sources import DATASETS
     from fcljax.methods import METHODS
-    from fcljax.models.pretrained import PACKAGED
     from fcljax.models.vit import VITS
+    from fcljax.models.weights.pretrained import PACKAGED
 
     if arguments:
         raise InputError(f"option: unexpected argument {arguments[0]!r}; list takes none")
@@ -215,7 +234,9 @@ def data(arguments: list[str]) -> int:
 class DataListOptions:
     """Options of `fcljax data list`."""
 
-    data_dir: str | None = None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    data_dir: str | None = (
+        None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,9 +247,11 @@ class PrepareOptions(config.InputConfig):
 
 
 def _data_list(arguments: list[str]) -> int:
-    from fcljax.data.sources import data_folder, known_datasets
+    from fcljax.data.files.sources import data_folder, known_datasets
 
-    given = parse({"data list": DataListOptions}, arguments, "fcljax data list", "Data sets, and whether they are here.")
+    given = parse(
+        {"data list": DataListOptions}, arguments, "fcljax data list", "Data sets, and whether they are here."
+    )
     table = Table("name", "what it is", "state", title=f"data sets in {data_folder(given.get('data_dir'))}")
     for row in known_datasets(given.get("data_dir")):
         table.add_row(*row)
@@ -237,10 +260,12 @@ def _data_list(arguments: list[str]) -> int:
 
 
 def _data_prepare(arguments: list[str]) -> int:
-    from fcljax.data.sources import prepare
-    from fcljax.inputs import image_options
+    from fcljax.data.files.sources import prepare
+    from fcljax.runs.inputs import image_options
 
-    name, given = _named(arguments, "fcljax data prepare NAME", PrepareOptions, "Make a data set ready for runs.")
+    name, given = _named(
+        arguments, "fcljax data prepare NAME", PrepareOptions, "Make a data set ready for runs."
+    )
     options = config.fill(PrepareOptions, {**given, "dataset": name}, "options")
     config.check_ranges(options)
     info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
@@ -254,9 +279,11 @@ def _data_prepare(arguments: list[str]) -> int:
 
 
 def _data_show(arguments: list[str]) -> int:
-    from fcljax.show import ShowConfig, show
+    from fcljax.runs.show import ShowConfig, show
 
-    name, given = _named(arguments, "fcljax data show NAME", ShowConfig, "Images, and which client would hold which class.")
+    name, given = _named(
+        arguments, "fcljax data show NAME", ShowConfig, "Images, and which client would hold which class."
+    )
     options = config.fill(ShowConfig, {**given, "dataset": name}, "options")
     config.check_ranges(options)
     _print_rows(show(options, options.out or "."))
@@ -274,12 +301,17 @@ def _named(arguments: list[str], prog: str, options: type, description: str) -> 
 
 def convert(arguments: list[str]) -> int:
     """`fcljax convert SRC [DST] [options]`."""
-    from fcljax.models.pretrained import ConvertOptions
-    from fcljax.models.pretrained import convert as write
+    from fcljax.models.weights.pretrained import ConvertOptions
+    from fcljax.models.weights.pretrained import convert as write
 
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     files, usage = arguments[:split], "fcljax convert SRC [DST]"
-    given = parse({"convert": ConvertOptions}, arguments[split:], usage, "A checkpoint as .safetensors with its provenance.")
+    given = parse(
+        {"convert": ConvertOptions},
+        arguments[split:],
+        usage,
+        "A checkpoint as .safetensors with its provenance.",
+    )
     if not 1 <= len(files) <= 2:
         raise InputError(f"convert: {len(files)} files given; usage: {usage} [options]")
     options = config.fill(ConvertOptions, given, "options")
@@ -290,13 +322,15 @@ def convert(arguments: list[str]) -> int:
 
 def embed(arguments: list[str]) -> int:
     """`fcljax embed [options]`."""
-    from fcljax.embed import EmbedConfig
-    from fcljax.embed import embed as write
+    from fcljax.runs.embed import EmbedConfig
+    from fcljax.runs.embed import embed as write
 
     given = parse({"embed": EmbedConfig}, arguments, "fcljax embed", "Frozen features of a data set.")
     options = config.fill(EmbedConfig, {"normalise": "checkpoint", **given}, "options")
     config.check_ranges(options)
-    backbone = Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
+    backbone = (
+        Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
+    )
     summary = write(options, options.out or f"{_slug(options.dataset)}-{_slug(backbone)}.npz")
     _print_rows(list(summary.items()))
     return 0
@@ -311,10 +345,12 @@ def _print_rows(rows: list[tuple[str, Any]]) -> None:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out PNG]`."""
-    from fcljax import report
+    from fcljax.runs import report
 
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    given = parse({"compare": CompareOptions}, arguments[split:], "fcljax compare", "A table and a figure over runs.")
+    given = parse(
+        {"compare": CompareOptions}, arguments[split:], "fcljax compare", "A table and a figure over runs."
+    )
     if not arguments[:split]:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
     out = given.get("out") or Path(arguments[0]).parent / "accuracy.png"
@@ -327,10 +363,12 @@ def compare(arguments: list[str]) -> int:
 
 def pretrain(arguments: list[str]) -> int:
     """`fcljax pretrain [options]`."""
-    from fcljax.pretrain import PretrainConfig
-    from fcljax.pretrain import pretrain as train
+    from fcljax.runs.pretrain import PretrainConfig
+    from fcljax.runs.pretrain import pretrain as train
 
-    given = parse({"pretrain": PretrainConfig}, arguments, "fcljax pretrain", "Train the packaged micro ViT again.")
+    given = parse(
+        {"pretrain": PretrainConfig}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
+    )
     summary = train(PretrainConfig(**given))
     for name, value in summary.items():
         print(f"{name}: {value}")
@@ -338,8 +376,9 @@ def pretrain(arguments: list[str]) -> int:
 
 
 def _quiet_threads() -> None:
-    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their threads and even after the
-    error has reached us as one line. Only that line is for the user. This changes the process, so only the program itself does it."""
+    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their
+    threads and even after the error has reached us as one line. Only that line is for the user. This changes
+    the process, so only the program itself does it."""
     hook = sys.unraisablehook
     absl.logging.set_verbosity(absl.logging.FATAL)
     sys.unraisablehook = lambda error: None if "Event loop is closed" in str(error.exc_value) else hook(error)

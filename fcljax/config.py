@@ -1,7 +1,8 @@
-"""The settings of a run: one frozen dataclass per method, one flat namespace of fields for the command line and for YAML.
+"""The settings of a run: one frozen dataclass per method, one flat namespace of fields for the command line
+and for YAML.
 
-`config.yaml` holds every field of a resolved run and can be given back with `--config`. All values pass `from_mapping`, wherever they
-come from, so a wrong one gives the same single line.
+`config.yaml` holds every field of a resolved run and can be given back with `--config`. All values pass
+`from_mapping`, wherever they come from, so a wrong one gives the same single line.
 """
 
 import dataclasses
@@ -20,28 +21,44 @@ from fcljax.methods import METHODS, resolve_options
 Fidelity = Literal["intended", "paper", "released"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet"]
-Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]  # release: as the pipeline's release has it
+Pixels = Literal[
+    "checkpoint", "release", "half", "unit", "imagenet", "cifar100"
+]  # release: as the pipeline's release has it
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
     """Which images go into which network, and how: what all commands that read data share."""
 
-    dataset: str = "digits"  # a name that `fcljax list` shows, such as digits, cifar100, npz:PATH or folder:PATH
-    data_dir: str | None = None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    dataset: str = (
+        "digits"  # a name that `fcljax list` shows, such as digits, cifar100, npz:PATH or folder:PATH
+    )
+    data_dir: str | None = (
+        None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    )
     class_list: str | None = None  # file with a WordNet id per line, for imagenet100 and imagenet200
     skip_corrupt: bool = False  # leave out images that cannot be decoded, and say which
-    store_size: int | None = None  # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
-    backbone: str = "auto"  # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
-    checkpoint: str | None = None  # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
+    store_size: int | None = (
+        None  # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
+    )
+    backbone: str = (
+        "auto"  # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
+    )
+    checkpoint: str | None = (
+        None  # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
+    )
     heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
     image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
     preprocess: Pipeline = "fppl"  # whose release's resizes, crops and flips
-    normalise: Pixels | None = None  # pixel range; default: checkpoint (what the weights expect), or release if not intended
+    normalise: Pixels | None = (
+        None  # pixel range; default: checkpoint (what the weights expect), or release if not intended
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
     augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
     eval_batch_size: int = 64  # images per evaluation step
-    data_budget: int | None = None  # MiB of device memory for images; more stay on the host; default: half of the device's
+    data_budget: int | None = (
+        None  # MiB of device memory for images; more stay on the host; default: half of the device's
+    )
     glyph_train: int = 100  # training images per class of the data set glyphs
     glyph_test: int = 20  # test images per class of the data set glyphs
     seed: int = 2023  # of class order, partition, initial values and all draws
@@ -53,18 +70,26 @@ class DealConfig(InputConfig):
 
     tasks: int = 5  # number of tasks T
     clients: int = 5  # number of clients K
-    partition: Partition = "dirichlet"  # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task
-    alpha: int = 2  # labels that a client owns in a task (quantity), or shards of 1/100 of a task's rows that it draws (shards)
+    # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task
+    partition: Partition = "dirichlet"
+    # labels that a client owns in a task (quantity), or shards of 1/100 of a task's rows that it draws
+    # (shards)
+    alpha: int = 2
     beta: float = 0.5  # Dirichlet concentration of dirichlet and task_dirichlet; smaller is less even
-    min_rows: int = 10  # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
-    population: Literal["static", "redrawn"] = "static"  # clients keep their rows, or rows are dealt afresh in every round
+    min_rows: int = (
+        10  # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
+    )
+    population: Literal["static", "redrawn"] = (
+        "static"  # clients keep their rows, or rows are dealt afresh in every round
+    )
     train_share: float = 1.0  # share of the training rows that is used: the first ones of each class
     class_order: Literal["shuffled", "natural"] = "shuffled"  # in which tasks take the classes
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(DealConfig):
-    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and need no download."""
+    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
+    need no download."""
 
     participation: float = 1.0  # share of the clients that take part in a round
     rounds: int = 3  # communication rounds per task
@@ -99,7 +124,11 @@ def run_class(method: str) -> type:
     """
     choose("method", method, METHODS)
     return dataclasses.make_dataclass(
-        f"Run_{method}", [], bases=(METHODS[method].options, RunConfig), frozen=True, namespace={"__doc__": METHODS[method].summary}
+        f"Run_{method}",
+        [],
+        bases=(METHODS[method].options, RunConfig),
+        frozen=True,
+        namespace={"__doc__": METHODS[method].summary},
     )
 
 
@@ -139,7 +168,8 @@ def check_ranges(config: Any) -> None:
 
 
 def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
-    """A run's settings from names and values, as YAML or the command line give them; missing names keep their defaults.
+    """A run's settings from names and values, as YAML or the command line give them; missing names keep their
+    defaults.
 
     Raises:
       InputError: as `fill`.
@@ -166,7 +196,10 @@ def convert(name: str, type_: Any, value: Any) -> Any:
     Raises:
       InputError: naming the field, the value and what is valid.
     """
-    if typing.get_origin(type_) in (types.UnionType, typing.Union):  # Literal | None is a typing.Union before Python 3.14
+    if typing.get_origin(type_) in (
+        types.UnionType,
+        typing.Union,
+    ):  # Literal | None is a typing.Union before Python 3.14
         if value is None or value == "None":
             return None
         type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
@@ -196,7 +229,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config: cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(
+            f"config: cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     except yaml.YAMLError as error:
         raise InputError(f"config: {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -211,4 +246,6 @@ def to_yaml(method: str, config: RunConfig) -> str:
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Readable differences between two mappings of settings: 'name (x, not y)'."""
-    return [f"{name} ({b.get(name)!r}, not {a.get(name)!r})" for name in {**a, **b} if a.get(name) != b.get(name)]
+    return [
+        f"{name} ({b.get(name)!r}, not {a.get(name)!r})" for name in {**a, **b} if a.get(name) != b.get(name)
+    ]

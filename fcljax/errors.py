@@ -1,11 +1,13 @@
-"""The one exception that means "the user gave us something wrong"; the CLI turns it into one line and exit code 2."""
+"""The one exception that means "the user gave us something wrong"; the CLI turns it into one line and exit
+code 2."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Bad input from outside: the message is one line that names the field, the value and what would be valid."""
+    """Bad input from outside: the message is one line that names the field, the value and what would be
+    valid."""
 
 
 def nearest(value: object, options: Iterable[str]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` to write to; it takes the place of `path` if the block ends without an error, else it is removed."""
+    """A temporary file beside `path` to write to; it takes the place of `path` if the block ends without an
+    error, else it is removed."""
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)

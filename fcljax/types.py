@@ -1,8 +1,8 @@
 """The protocol between methods and the engine: named tuples of arrays and of pure functions, no maths.
 
-A method is a `Method`: pure functions over its own pytrees (server state, client state, local training state, upload).
-Shapes are fixed for a whole run: C classes, T tasks, K clients, B rows a batch. A task is data (an index and masks), never a Python
-int inside jit, so one trace of each function serves all rounds of all tasks.
+A method is a `Method`: pure functions over its own pytrees (server state, client state, local training state,
+upload). Shapes are fixed for a whole run: C classes, T tasks, K clients, B rows a batch. A task is data (an
+index and masks), never a Python int inside jit, so one trace of each function serves all rounds of all tasks.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ Metrics = dict[str, "Weighted"]
 
 
 class Weighted(NamedTuple):
-    """A metric that adds up: sums over workers and batches of value * weight, and of weight. Its mean is total / weight."""
+    """A metric that adds up: sums over workers and batches of value * weight, and of weight. Its mean is
+    total / weight."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -36,7 +37,8 @@ class Setting(NamedTuple):
 
 
 class Backbone(NamedTuple):
-    """A frozen feature extractor as methods see it: encode(frozen, image [B, ...], injection or None) -> class token [B, width]."""
+    """A frozen feature extractor as methods see it: encode(frozen, image [B, ...], injection or None) ->
+    class token [B, width]."""
 
     encode: Callable[[Frozen, Array, Any], Array]
     width: int
@@ -45,7 +47,8 @@ class Backbone(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns a contiguous range."""
+    """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns a
+    contiguous range."""
 
     index: Int[Array, ""]
     classes: Int[Array, " Ct"]  # the task's class ids; -1 pads tasks smaller than the largest one
@@ -54,7 +57,8 @@ class Task(NamedTuple):
 
 
 class ClientInfo(NamedTuple):
-    """What is known of one client in one round: its id, its number of rows (in all and per class), and the round in the task."""
+    """What is known of one client in one round: its id, its number of rows (in all and per class), and the
+    round in the task."""
 
     id: Int[Array, ""]
     rows: Int[Array, ""]
@@ -69,20 +73,23 @@ class Batch(NamedTuple):
     label: Int[Array, " B"]
     mask: Bool[Array, " B"]
     row: Int[Array, " B"]
-    query: Float[Array, "B D"] | None = None  # cached features of the un-prompted backbone, where the input is deterministic
+    query: Float[Array, "B D"] | None = (
+        None  # cached features of the un-prompted backbone, where the input is deterministic
+    )
 
 
 class Broadcast(NamedTuple):
-    """What a client works from. `wire` crosses the network every round and is counted as download; `held` is what every client
-    already has from earlier rounds (frozen prompts of past tasks, say) and is counted as extra storage."""
+    """What a client works from. `wire` crosses the network every round and is counted as download; `held` is
+    what every client already has from earlier rounds (frozen prompts of past tasks, say) and is counted as
+    extra storage."""
 
     wire: PyTree
     held: PyTree = ()
 
 
 class Upload(NamedTuple):
-    """What one client sends. `mean` leaves are averaged with `weight` (or by a robust rule), `sum` leaves are added; both can be
-    streamed. `gather` leaves reach the server one per client."""
+    """What one client sends. `mean` leaves are averaged with `weight` (or by a robust rule), `sum` leaves are
+    added; both can be streamed. `gather` leaves reach the server one per client."""
 
     mean: PyTree = ()
     sum: PyTree = ()
@@ -91,9 +98,11 @@ class Upload(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """What the server sees after a round. Absent, dropped and non-finite clients have valid False and weight 0 and are in no sum.
+    """What the server sees after a round. Absent, dropped and non-finite clients have valid False and weight
+    0 and are in no sum.
 
-    Rows of `gather`, `weight`, `id` and `valid` are the round's participants in the order of their ids, padded to K.
+    Rows of `gather`, `weight`, `id` and `valid` are the round's participants in the order of their ids,
+    padded to K.
     """
 
     mean: PyTree
@@ -105,7 +114,8 @@ class Aggregate(NamedTuple):
 
 
 class View(NamedTuple):
-    """How a phase reads a client's rows: static. `augment` asks the data layer for the training view, else the clean one."""
+    """How a phase reads a client's rows: static. `augment` asks the data layer for the training view, else
+    the clean one."""
 
     epochs: int
     batch_size: int
@@ -136,8 +146,8 @@ class Program(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """A round besides those of the task, in which every client with rows takes part: class means for a new classifier, say. Same
-    signatures as Method.client and Method.server."""
+    """A round besides those of the task, in which every client with rows takes part: class means for a new
+    classifier, say. Same signatures as Method.client and Method.server."""
 
     client: Program
     server: Callable[[Frozen, Server, Aggregate, Task, PRNGKeyArray], tuple[Server, Metrics]]
@@ -165,11 +175,12 @@ class Method(NamedTuple):
     broadcast(server, task) -> Broadcast: exactly what clients get
     client: the program of the participants of a round
     server(frozen, server, aggregate, task, key) -> (server, metrics)
-    predict(frozen, server, image, query, task) -> logits [B, C], the lowest finite value for classes not seen yet
-    init_client(key, server) -> state of one client before it ever takes part
+    predict(frozen, server, image, query, task) -> logits [B, C], the lowest finite value for classes not seen
+    yet init_client(key, server) -> state of one client before it ever takes part
     begin_task(server, task, key) -> server, before the first round of a task
     end_task(frozen, server, task, key) -> server, after the last round of a task
-    queries: do steps and predict read the frozen backbone's own class token of an image? It is cached wherever the image is deterministic
+    queries: do steps and predict read the frozen backbone's own class token of an image? It is cached
+      wherever the image is deterministic
     opening, closing: an extra round before the first and after the last round of a task
     refresh: a program that every client runs after aggregation, taking part or not; its upload is ignored
     predict_client(frozen, server, state, image, query, task) -> logits of a client's personal model

@@ -1,4 +1,5 @@
-"""Small real runs that several test modules look at: each is made once per session, and all of them share one compilation cache."""
+"""Small real runs that several test modules look at: each is made once per session, and all of them share one
+compilation cache."""
 
 import contextlib
 import json
@@ -15,16 +16,55 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.compilation_cache import compilation_cache
 
-from fcljax import checkpoint, cli
+from fcljax import cli
+from fcljax.runs import checkpoint
 
 ROOT = Path(__file__).parent.parent
-COMMON = ["--tasks", "5", "--epochs", "1", "--image-size", "8", "--batch-size", "64"]  # 8 pixels are one patch
+COMMON = [
+    "--tasks",
+    "5",
+    "--epochs",
+    "1",
+    "--image-size",
+    "8",
+    "--batch-size",
+    "64",
+]  # 8 pixels are one patch
 OPTIONS = {
     "linear": [*COMMON, "--rounds", "3", "--clients", "3", "--participation", "0.6", "--eval-every-round"],
-    "fppl": [*COMMON, "--rounds", "2", "--clients", "2", "--prompt-blocks", "2", "--prompt-length", "2", "--server-epochs", "1"],
-    "icarl": [*COMMON, "--rounds", "2", "--clients", "3", "--participation", "0.5", "--memory-size", "9", "--lora-lr", "1e-3"],
+    "fppl": [
+        *COMMON,
+        "--rounds",
+        "2",
+        "--clients",
+        "2",
+        "--prompt-blocks",
+        "2",
+        "--prompt-length",
+        "2",
+        "--server-epochs",
+        "1",
+    ],
+    "icarl": [
+        *COMMON,
+        "--rounds",
+        "2",
+        "--clients",
+        "3",
+        "--participation",
+        "0.5",
+        "--memory-size",
+        "9",
+        "--lora-lr",
+        "1e-3",
+    ],
 }
-CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s"}  # of summary.json: these may differ
+CLOCK = {
+    "time",
+    "client_images_per_s",
+    "trained_images_per_s",
+    "eval_images_per_s",
+}  # of summary.json: these may differ
 CACHE = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -33,7 +73,8 @@ CACHE = {
 
 
 def finished(method: str, factory) -> Path:
-    """The run directory of `method` under OPTIONS, from start to end in this process. Read it, or copy it; do not change it.
+    """The run directory of `method` under OPTIONS, from start to end in this process. Read it, or copy it; do
+    not change it.
 
     factory: pytest's tmp_path_factory, whose folder lives as long as the session.
     """
@@ -67,20 +108,32 @@ def compiled(factory) -> Path:
 
 
 def environment(factory, scratch: Path) -> dict[str, str]:
-    """Of a subprocess: this process's, the package, and a copy of the session's compilation cache in the folder `scratch`. JAX does not
-    write its cache atomically, so a process that is killed, or that may not write, must have its own."""
+    """Of a subprocess: this process's, the package, and a copy of the session's compilation cache in the
+    folder `scratch`. JAX does not write its cache atomically, so a process that is killed, or that may not
+    write, must have its own."""
     own = shutil.copytree(compiled(factory), scratch / "compiled", dirs_exist_ok=True)
     cache = {name.upper(): str(value) for name, value in CACHE.items()}
-    return os.environ | cache | {"JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    return (
+        os.environ
+        | cache
+        | {"JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    )
 
 
 def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: dict[str, str]) -> None:
     """Start `fcljax ARGUMENTS` and kill it with SIGKILL as soon as `log` has that many lines."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fcljax", *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-m", "fcljax", *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     end = time.monotonic() + 300
-    while (not log.exists() or log.read_bytes().count(b"\n") < lines) and process.poll() is None and time.monotonic() < end:
+    while (
+        (not log.exists() or log.read_bytes().count(b"\n") < lines)
+        and process.poll() is None
+        and time.monotonic() < end
+    ):
         time.sleep(0.002)
     process.kill()
     message = process.communicate()[1].decode()
@@ -93,7 +146,11 @@ def last_checkpoint(out):
         step = manager.latest_step()
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(), records=ocp.args.JsonRestore())
         restored = manager.restore(step, args=parts)
-    return step, restored.state, {name: value for name, value in restored.records.items() if name != "seconds"}
+    return (
+        step,
+        restored.state,
+        {name: value for name, value in restored.records.items() if name != "seconds"},
+    )
 
 
 def timeless(out, but=()):

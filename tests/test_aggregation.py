@@ -24,7 +24,10 @@ ALL = jnp.ones(K, bool)
 
 def stacked(seed: int = 0, k: int = K) -> dict:
     rng = np.random.default_rng(seed)
-    return {"a": jnp.asarray(rng.normal(size=(k, 3)), jnp.float32), "b": jnp.asarray(rng.normal(size=(k, 2, 2)), jnp.float32)}
+    return {
+        "a": jnp.asarray(rng.normal(size=(k, 3)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=(k, 2, 2)), jnp.float32),
+    }
 
 
 def rows(tree, index):
@@ -32,7 +35,11 @@ def rows(tree, index):
 
 
 def close(left, right, atol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5), left, right)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5),
+        left,
+        right,
+    )
 
 
 def per_class(values, dim: int) -> jax.Array:
@@ -40,7 +47,8 @@ def per_class(values, dim: int) -> jax.Array:
     return jnp.asarray(values, jnp.float32).reshape(len(values), 1, dim)
 
 
-# FedAvg and the robust rules ---------------------------------------------------------------------------------------------------
+# FedAvg and the robust rules
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_weighted_mean_of_30_and_10_rows_is_2():  # FPPL section 9, item 11
@@ -54,17 +62,24 @@ def test_an_excluded_client_leaves_weights_that_add_up_to_one():
 
 
 def test_lora_factors_of_240_and_160_rows_average_to_3():  # PILoRA O13
-    assert float(RULES["mean"](jnp.array([1.0, 6.0]), jnp.array([240, 160]), jnp.ones(2, bool))) == pytest.approx(3.0)
+    assert float(
+        RULES["mean"](jnp.array([1.0, 6.0]), jnp.array([240, 160]), jnp.ones(2, bool))
+    ) == pytest.approx(3.0)
 
 
 def test_uniform_mean_ignores_weights():
-    assert float(RULES["uniform"](jnp.array([1.0, 2.0, 6.0]), jnp.array([1.0, 0.0, 50.0]), jnp.ones(3, bool))) == pytest.approx(3.0)
+    assert float(
+        RULES["uniform"](jnp.array([1.0, 2.0, 6.0]), jnp.array([1.0, 0.0, 50.0]), jnp.ones(3, bool))
+    ) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_median_is_numpys_median_of_the_valid_rows(count):
     tree, valid = stacked(), jnp.arange(K) < count
-    close(RULES["median"](tree, jnp.ones(K), valid), jax.tree.map(lambda leaf: np.median(leaf[:count], axis=0), tree))
+    close(
+        RULES["median"](tree, jnp.ones(K), valid),
+        jax.tree.map(lambda leaf: np.median(leaf[:count], axis=0), tree),
+    )
 
 
 def test_trimmed_mean_drops_a_tenth_at_either_end():
@@ -80,7 +95,9 @@ def test_trimming_counts_valid_rows_only():
 
 def test_a_tenth_of_thirty_rows_is_three():
     values = jnp.arange(30.0).at[29].set(1e6).at[28].set(1e6).at[27].set(1e6)
-    assert float(RULES["trimmed_mean"](values, jnp.ones(30), jnp.ones(30, bool))) == pytest.approx(np.arange(3, 27).mean())
+    assert float(RULES["trimmed_mean"](values, jnp.ones(30), jnp.ones(30, bool))) == pytest.approx(
+        np.arange(3, 27).mean()
+    )
 
 
 @pytest.mark.parametrize("trim", [-0.1, 0.5, float("nan")])
@@ -100,7 +117,11 @@ def test_robust_rules_resist_one_huge_outlier_and_the_mean_does_not(rule):
 
 
 @settings(max_examples=15, deadline=None)
-@given(order=st.permutations(range(K)), drop=st.sets(st.integers(0, K - 1), max_size=K - 1), seed=st.integers(0, 99))
+@given(
+    order=st.permutations(range(K)),
+    drop=st.sets(st.integers(0, K - 1), max_size=K - 1),
+    seed=st.integers(0, 99),
+)
 def test_permuting_clients_does_not_change_any_aggregate(order, drop, seed):
     tree, weight = stacked(seed), jnp.arange(1.0, K + 1)
     valid = jnp.array([k not in drop for k in range(K)])
@@ -122,7 +143,10 @@ def test_rows_of_invalid_clients_are_inert(rule):
     for poison in (jnp.nan, jnp.inf, -jnp.inf):
         dirty = jax.tree.map(lambda leaf, poison=poison: leaf.at[1].set(poison).at[4].set(poison), tree)
         assert_same(RULES[rule](dirty, weight.at[1].set(poison), valid), RULES[rule](tree, weight, valid))
-    close(RULES[rule](tree, weight, valid), RULES[rule](rows(tree, [0, 2, 3]), weight[np.array([0, 2, 3])], jnp.ones(3, bool)))
+    close(
+        RULES[rule](tree, weight, valid),
+        RULES[rule](rows(tree, [0, 2, 3]), weight[np.array([0, 2, 3])], jnp.ones(3, bool)),
+    )
 
 
 def assert_same(left, right):
@@ -132,18 +156,26 @@ def assert_same(left, right):
 @pytest.mark.parametrize("rule", RULES)
 def test_one_client_is_returned_as_it_is(rule):
     tree = stacked()
-    assert_same(RULES[rule](tree, jnp.full(K, 7.0), jnp.arange(K) == 2), jax.tree.map(lambda leaf: leaf[2], tree))
+    assert_same(
+        RULES[rule](tree, jnp.full(K, 7.0), jnp.arange(K) == 2), jax.tree.map(lambda leaf: leaf[2], tree)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nobody_valid_gives_zeros(rule):
     dirty = jax.tree.map(lambda leaf: leaf * jnp.nan, stacked())
-    assert_same(RULES[rule](dirty, jnp.ones(K), ~ALL), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), dirty))
+    assert_same(
+        RULES[rule](dirty, jnp.ones(K), ~ALL), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), dirty)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_leaves_keep_their_dtype(rule):
-    tree = {"h": jnp.ones((K, 2), jnp.bfloat16), "n": jnp.array([1, 2, 2, 2, 2]), "m": jnp.arange(K)[:, None] != 3}
+    tree = {
+        "h": jnp.ones((K, 2), jnp.bfloat16),
+        "n": jnp.array([1, 2, 2, 2, 2]),
+        "m": jnp.arange(K)[:, None] != 3,
+    }
     out = RULES[rule](tree, jnp.ones(K), ALL)
     assert [out["h"].dtype, out["n"].dtype, out["m"].dtype] == [jnp.bfloat16, jnp.int32, jnp.bool_]
     assert (int(out["n"]), bool(out["m"][0])) == (2, True)
@@ -164,7 +196,8 @@ def test_rules_batch_under_vmap(rule):
         close(rows(out, i), RULES[rule](tree, jnp.arange(1.0, 6.0), valid[i]))
 
 
-# the finite guard --------------------------------------------------------------------------------------------------------------
+# the finite guard
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_tree_with_one_nan_is_not_finite_and_integers_do_not_matter():
@@ -178,8 +211,15 @@ def test_one_non_finite_leaf_rejects_the_client():
     tree = stacked()
     tree["b"] = tree["b"].at[3, 1, 1].set(jnp.inf)
     weight, valid, rejected = jax.jit(agg.finite_guard)(tree, jnp.arange(1.0, 6.0), ALL)
-    assert weight.tolist() == [1, 2, 3, 0, 5] and valid.tolist() == [True, True, True, False, True] and int(rejected) == 1
-    close(RULES["mean"](tree, weight, valid), RULES["mean"](rows(tree, [0, 1, 2, 4]), jnp.array([1.0, 2, 3, 5]), jnp.ones(4, bool)))
+    assert (
+        weight.tolist() == [1, 2, 3, 0, 5]
+        and valid.tolist() == [True, True, True, False, True]
+        and int(rejected) == 1
+    )
+    close(
+        RULES["mean"](tree, weight, valid),
+        RULES["mean"](rows(tree, [0, 1, 2, 4]), jnp.array([1.0, 2, 3, 5]), jnp.ones(4, bool)),
+    )
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -1.0])
@@ -195,7 +235,8 @@ def test_all_rejected_counts_everybody_and_absent_clients_are_not_counted():
     assert int(rejected) == K - 1 and not valid.any() and not weight.any()
 
 
-# conflation (VFCL eq. 11 and section 8, O1 and O5) ------------------------------------------------------------------------------
+# conflation (VFCL eq. 11 and section 8, O1 and O5)
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,7 +249,9 @@ def test_all_rejected_counts_everybody_and_absent_clients_are_not_counted():
     ],
 )
 def test_conflation_is_the_product_of_gaussians(mean, variance, expected):
-    out = CONFLATE(jnp.array(mean, jnp.float32), jnp.sqrt(jnp.array(variance, jnp.float32)), jnp.ones(len(mean), bool))
+    out = CONFLATE(
+        jnp.array(mean, jnp.float32), jnp.sqrt(jnp.array(variance, jnp.float32)), jnp.ones(len(mean), bool)
+    )
     assert (float(out[0]), float(out[1]) ** 2) == pytest.approx(expected, rel=1e-6)
 
 
@@ -246,7 +289,10 @@ def test_conflation_ignores_invalid_clients_whatever_they_hold():
 
 
 def test_conflating_nobody_is_the_flat_gaussian():
-    assert [float(x) for x in CONFLATE(jnp.full(3, jnp.nan), jnp.full(3, jnp.nan), jnp.zeros(3, bool))] == [0.0, float("inf")]
+    assert [float(x) for x in CONFLATE(jnp.full(3, jnp.nan), jnp.full(3, jnp.nan), jnp.zeros(3, bool))] == [
+        0.0,
+        float("inf"),
+    ]
 
 
 def test_conflation_stays_finite_for_tiny_and_huge_sigma():
@@ -273,7 +319,8 @@ def test_softplus_inverse_is_finite_with_a_finite_gradient_over_all_positive_flo
     np.testing.assert_allclose(jax.nn.softplus(agg.softplus_inverse(jnp.array(0.02))), 0.02, rtol=1e-6)
 
 
-# prototypes (FPPL eq. 5; PILoRA eq. 11-13 and section 10, O1-O4) ----------------------------------------------------------------
+# prototypes (FPPL eq. 5; PILoRA eq. 11-13 and section 10, O1-O4)
+# ----------------------------------------------------------------
 
 
 def test_the_global_prototype_is_the_unweighted_mean_over_holders():  # FPPL section 9, item 12
@@ -285,11 +332,17 @@ def test_the_global_prototype_is_the_unweighted_mean_over_holders():  # FPPL sec
 
 def test_classes_that_no_valid_client_holds_have_no_prototype():
     prototype = jnp.array([[[1.0], [jnp.nan]], [[jnp.nan], [5.0]]])
-    mean, held = agg.prototype_mean(prototype, jnp.array([[True, False], [False, True]]), jnp.array([True, False]))
+    mean, held = agg.prototype_mean(
+        prototype, jnp.array([[True, False], [False, True]]), jnp.array([True, False])
+    )
     assert mean.tolist() == [[1.0], [0.0]] and held.tolist() == [True, False]
 
 
-ONE_DIMENSION = (per_class([[1], [2], [4]], 1), per_class([[0], [0], [np.nan]], 1), jnp.array([[True], [True], [False]]))
+ONE_DIMENSION = (
+    per_class([[1], [2], [4]], 1),
+    per_class([[0], [0], [np.nan]], 1),
+    jnp.array([[True], [True], [False]]),
+)
 TWO_DIMENSIONS = (
     per_class([[0, 0], [3, 4], [6, 8]], 2),
     per_class([[0, 0], [3, 4], [np.nan, np.nan]], 2),
@@ -323,8 +376,14 @@ def test_equal_distances_and_single_clients_give_uniform_weights(form):
     prototype, feature = per_class([[1], [-1]], 1), jnp.zeros((2, 1, 1))
     everyone = jnp.ones((2, 1), bool)
     assert WEIGHTS(prototype, feature, everyone, jnp.ones(2, bool), **form)[:, 0].tolist() == [0.5, 0.5]
-    assert WEIGHTS(prototype, feature, everyone, jnp.array([False, True]), **form)[:, 0].tolist() == [0.0, 1.0]
-    assert WEIGHTS(feature, feature, everyone, jnp.ones(2, bool), **form)[:, 0].tolist() == [0.5, 0.5]  # all distances are 0
+    assert WEIGHTS(prototype, feature, everyone, jnp.array([False, True]), **form)[:, 0].tolist() == [
+        0.0,
+        1.0,
+    ]
+    assert WEIGHTS(feature, feature, everyone, jnp.ones(2, bool), **form)[:, 0].tolist() == [
+        0.5,
+        0.5,
+    ]  # all distances are 0
 
 
 def test_distances_that_differ_by_rounding_only_count_as_equal():
@@ -336,7 +395,9 @@ def test_distances_that_differ_by_rounding_only_count_as_equal():
 def test_a_zero_distance_takes_the_limit_of_a_tiny_one():
     feature, present = per_class([[0], [0], [0]], 1), jnp.array([[True], [False], [False]])
     limit = WEIGHTS(per_class([[1e-9], [1], [2]], 1), feature, present, jnp.ones(3, bool))
-    np.testing.assert_allclose(WEIGHTS(per_class([[0], [1], [2]], 1), feature, present, jnp.ones(3, bool)), limit, atol=1e-6)
+    np.testing.assert_allclose(
+        WEIGHTS(per_class([[0], [1], [2]], 1), feature, present, jnp.ones(3, bool)), limit, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("form", [RELEASED, PAPER])
@@ -357,7 +418,9 @@ def test_reweighting_treats_every_class_by_itself_and_ignores_invalid_clients():
     assert_same(REWEIGHT(prototype.at[2].set(jnp.nan), dirty, present, valid), out)
     keep = np.array([3, 0, 1])
     for c in range(6):
-        one = REWEIGHT(prototype[keep, c : c + 1], feature[keep, c : c + 1], present[keep, c : c + 1], jnp.ones(3, bool))
+        one = REWEIGHT(
+            prototype[keep, c : c + 1], feature[keep, c : c + 1], present[keep, c : c + 1], jnp.ones(3, bool)
+        )
         np.testing.assert_allclose(one[0], out[c], rtol=1e-5, atol=1e-6)
 
 
@@ -368,10 +431,14 @@ def test_reweighting_nobody_gives_zeros_not_nan():
 
 def test_reweighting_batches_under_vmap():
     batch = [jnp.stack([x, x]) for x in (*ONE_DIMENSION, jnp.ones(3, bool))]
-    np.testing.assert_allclose(jax.jit(jax.vmap(agg.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(agg.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6
+    )
 
 
-@pytest.mark.parametrize("wrong, match", [({"distance": "l3"}, "distance"), ({"temperature_mode": "times"}, "temperature_mode")])
+@pytest.mark.parametrize(
+    "wrong, match", [({"distance": "l3"}, "distance"), ({"temperature_mode": "times"}, "temperature_mode")]
+)
 def test_unknown_forms_are_refused(wrong, match):
     with pytest.raises(InputError, match=match):
         agg.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), **wrong)

@@ -9,7 +9,6 @@ from sklearn.datasets import load_sample_images
 
 from fcljax.data.augment import (
     MARGIN,
-    NORMALISE,
     PRESETS,
     Geometry,
     Preprocess,
@@ -20,6 +19,7 @@ from fcljax.data.augment import (
     train_view,
 )
 from fcljax.errors import InputError
+from fcljax.pixels import NORMALISE
 
 PHOTOS = np.stack(load_sample_images().images)  # two photographs, 427 x 640
 
@@ -36,7 +36,9 @@ def crops(preprocess, height, width, keys):
 def patches(side, count=4):
     """Parts of a photograph."""
     corners = np.random.RandomState(side).randint(0, 427 - side, (count, 2))
-    return np.stack([PHOTOS[i % 2, top : top + side, left : left + side] for i, (top, left) in enumerate(corners)])
+    return np.stack(
+        [PHOTOS[i % 2, top : top + side, left : left + side] for i, (top, left) in enumerate(corners)]
+    )
 
 
 def keys(count, seed=0):
@@ -58,12 +60,17 @@ def pillow_clean(image, size):
 def pillow_crop(image, box, flip, size):
     """torchvision's resized_crop (bilinear) and hflip on a PIL image."""
     top, left, rows, cols = (int(side) for side in box)
-    cut = Image.fromarray(image).crop((left, top, left + cols, top + rows)).resize((size, size), Image.Resampling.BILINEAR)
+    cut = (
+        Image.fromarray(image)
+        .crop((left, top, left + cols, top + rows))
+        .resize((size, size), Image.Resampling.BILINEAR)
+    )
     return np.asarray(cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else cut, np.float32)
 
 
 def assert_grey_levels_match(ours, theirs, share=0.1):
-    """No value is more than a level off, and few are: where exact values are halves, Pillow's 22-bit weights round either way."""
+    """No value is more than a level off, and few are: where exact values are halves, Pillow's 22-bit weights
+    round either way."""
     difference = np.abs(np.asarray(ours) - theirs)
     assert difference.max() <= 1.001
     assert (difference > 0.5).mean() < share
@@ -102,15 +109,21 @@ def test_crops_are_pillows(side, size):
 def test_the_training_view_is_pillows_crop_of_the_sampled_box():
     images = patches(32)
     boxes, flips = crops(Preprocess(64), 32, 32, keys(4))
-    theirs = np.stack([pillow_crop(*row, 64) for row in zip(images, np.asarray(boxes), np.asarray(flips), strict=True)])
+    theirs = np.stack(
+        [pillow_crop(*row, 64) for row in zip(images, np.asarray(boxes), np.asarray(flips), strict=True)]
+    )
     assert_grey_levels_match(train(Preprocess(64), images, keys(4)) * 255, theirs)
 
 
-@pytest.mark.parametrize("box", [(0, 0, 32, 32), (0, 0, 1, 1), (31, 31, 1, 1), (0, 5, 32, 1), (3, 0, 2, 32), (7, 9, 11, 13)])
+@pytest.mark.parametrize(
+    "box", [(0, 0, 32, 32), (0, 0, 1, 1), (31, 31, 1, 1), (0, 5, 32, 1), (3, 0, 2, 32), (7, 9, 11, 13)]
+)
 def test_the_smallest_and_the_largest_boxes_are_pillows_too(box):
     images = patches(32, 1)
     for flip in (False, True):
-        assert_grey_levels_match(crop(images, jnp.array([box]), jnp.array([flip]), 24)[0], pillow_crop(images[0], box, flip, 24))
+        assert_grey_levels_match(
+            crop(images, jnp.array([box]), jnp.array([flip]), 24)[0], pillow_crop(images[0], box, flip, 24)
+        )
 
 
 def test_the_whole_box_at_the_same_size_is_the_image():
@@ -130,7 +143,9 @@ def test_a_flip_is_exactly_the_mirror_image(box):
 def test_an_image_that_has_the_size_is_not_resampled():
     images = np.random.RandomState(0).randint(0, 256, (3, 32, 32, 3), np.uint8)
     np.testing.assert_allclose(clean(Preprocess(32, margin=1.0), images) * 255, images, rtol=1e-6)
-    np.testing.assert_allclose(clean(Preprocess(28, margin=32 / 28), images) * 255, images[:, 2:30, 2:30], rtol=1e-6)
+    np.testing.assert_allclose(
+        clean(Preprocess(28, margin=32 / 28), images) * 255, images[:, 2:30, 2:30], rtol=1e-6
+    )
 
 
 def test_a_training_image_does_not_depend_on_its_batch():
@@ -146,7 +161,9 @@ def test_a_training_image_does_not_depend_on_its_batch():
 
 def test_different_keys_give_different_views_and_equal_keys_equal_ones():
     images = np.repeat(patches(32, 1), 4, axis=0)
-    views = np.concatenate([train(Preprocess(64), images, keys(4, seed)) for seed in range(5)]).reshape(20, -1)
+    views = np.concatenate([train(Preprocess(64), images, keys(4, seed)) for seed in range(5)]).reshape(
+        20, -1
+    )
     assert len(np.unique(views, axis=0)) == 20
     same = np.asarray(train(Preprocess(64), images, jnp.repeat(keys(1), 4))).reshape(4, -1)
     assert len(np.unique(same, axis=0)) == 1
@@ -167,8 +184,12 @@ def test_crops_have_the_areas_and_ratios_of_the_reference():
     assert 0.049 < area.min() < 0.06 and area.max() <= 1
     assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
     reference = reference_crops(5000, 256, 256)
-    np.testing.assert_allclose(np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference[:, 0], [0.1, 0.5, 0.9]), atol=0.02)
-    np.testing.assert_allclose(np.quantile(ratio, [0.1, 0.5, 0.9]), np.quantile(reference[:, 1], [0.1, 0.5, 0.9]), atol=0.02)
+    np.testing.assert_allclose(
+        np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference[:, 0], [0.1, 0.5, 0.9]), atol=0.02
+    )
+    np.testing.assert_allclose(
+        np.quantile(ratio, [0.1, 0.5, 0.9]), np.quantile(reference[:, 1], [0.1, 0.5, 0.9]), atol=0.02
+    )
     assert abs((top / np.maximum(256 - rows, 1))[rows < 200].mean() - 0.5) < 0.02
     assert abs((left / np.maximum(256 - cols, 1))[cols < 200].mean() - 0.5) < 0.02
     assert abs(np.mean(flips) - 0.5) < 0.02
@@ -179,7 +200,10 @@ def reference_crops(count, height, width, least=0.05):
     rng, found = np.random.RandomState(0), []
     for _ in range(count):
         for _ in range(10):
-            area, ratio = height * width * rng.uniform(least, 1), np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+            area, ratio = (
+                height * width * rng.uniform(least, 1),
+                np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3))),
+            )
             rows, cols = round(np.sqrt(area / ratio)), round(np.sqrt(area * ratio))
             if 0 < cols <= width and 0 < rows <= height:
                 found.append((rows * cols / (height * width), cols / rows))
@@ -190,7 +214,12 @@ def reference_crops(count, height, width, least=0.05):
 @pytest.mark.parametrize(
     "height, width, ratio, box",
     [
-        (100, 20, (3 / 4, 4 / 3), (36, 0, 27, 20)),  # too tall: the ratio nearest to the image's, 20 / 27 ~ 3 / 4
+        (
+            100,
+            20,
+            (3 / 4, 4 / 3),
+            (36, 0, 27, 20),
+        ),  # too tall: the ratio nearest to the image's, 20 / 27 ~ 3 / 4
         (20, 100, (3 / 4, 4 / 3), (0, 36, 20, 27)),  # too wide
         (40, 40, (0.5, 0.8), (0, 4, 40, 32)),
     ],
@@ -220,19 +249,28 @@ def test_normalising_subtracts_the_mean_and_divides_by_the_deviation(name):
     np.testing.assert_allclose(ours, (images / 255 - np.array(mean)) / np.array(std), atol=1e-6)
 
 
-# ---- images that were squeezed into a square before they were stored --------------------------------------------------------------
+# ---- images that were squeezed into a square before they were stored ---------------------------------------
 
 
 def squeezed(images, side):
-    stored = np.stack([np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)) for image in images])
+    stored = np.stack(
+        [
+            np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC))
+            for image in images
+        ]
+    )
     return stored, jnp.array([image.shape[:2] for image in images])
 
 
 def test_images_that_were_not_squeezed_need_no_sizes():
     images, key = patches(40), keys(4)
     square = jnp.full((4, 2), 40)
-    np.testing.assert_array_equal(train(Preprocess(32), images, key, square), train(Preprocess(32), images, key))
-    np.testing.assert_allclose(clean(Preprocess(32), images, square), clean(Preprocess(32), images), atol=2.1 / 255)  # ties
+    np.testing.assert_array_equal(
+        train(Preprocess(32), images, key, square), train(Preprocess(32), images, key)
+    )
+    np.testing.assert_allclose(
+        clean(Preprocess(32), images, square), clean(Preprocess(32), images), atol=2.1 / 255
+    )  # ties
 
 
 def test_crops_of_squeezed_images_are_those_of_the_originals_but_for_sharpness():
@@ -240,7 +278,9 @@ def test_crops_of_squeezed_images_are_those_of_the_originals_but_for_sharpness()
     originals = [PHOTOS[0], PHOTOS[1].transpose(1, 0, 2)]
     stored, sizes = squeezed(originals, 320)
     boxes, flips = _crops(Preprocess(64), sizes, keys(2))
-    theirs = np.stack([pillow_crop(*row, 64) for row in zip(originals, np.asarray(boxes), np.asarray(flips), strict=True)])
+    theirs = np.stack(
+        [pillow_crop(*row, 64) for row in zip(originals, np.asarray(boxes), np.asarray(flips), strict=True)]
+    )
     ours = np.asarray(train(Preprocess(64), stored, keys(2), sizes)) * 255
     assert np.abs(ours - theirs).mean() < 3
     moved = np.asarray(crop(stored, boxes + jnp.array([8, 8, 0, 0]), flips, 64, sizes))
@@ -262,7 +302,7 @@ def test_a_box_between_two_stored_pixels_reads_the_pixel_it_lies_in():
     np.testing.assert_array_equal(cut, np.full((1, 2, 2, 3), 13))  # row 3.6, column 1.2
 
 
-# ---- the papers' pipelines ----------------------------------------------------------------------------------------------------------
+# ---- the papers' pipelines ---------------------------------------------------------------------------------
 
 
 def pillow_resize(image, rows, cols, kernel):
@@ -277,7 +317,9 @@ def pillow_release(name, image, size):
         return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
     if name == "hepco":  # Resize((size, size))
         return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
-    resized = pillow_resize(image, int(MARGIN * size), int(MARGIN * size), "bilinear")  # Resize((256, 256)), CenterCrop(224)
+    resized = pillow_resize(
+        image, int(MARGIN * size), int(MARGIN * size), "bilinear"
+    )  # Resize((256, 256)), CenterCrop(224)
     corner = round((resized.width - size) / 2)
     return np.asarray(resized.crop((corner, corner, corner + size, corner + size)), np.float32)
 
@@ -302,20 +344,29 @@ def test_hepco_squashes_photographs(name):
     np.testing.assert_array_equal(np.rint(greys(preprocess, clean(preprocess, PHOTOS))), theirs)
 
 
-@pytest.mark.parametrize(("name", "least"), [("fppl", 0.05), ("pmae", 0.05), ("hepco", 0.08), ("hepco_domainnet", 0.08)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("fppl", 0.05), ("pmae", 0.05), ("hepco", 0.08), ("hepco_domainnet", 0.08)]
+)
 def test_the_training_crops_of_a_release_cover_its_range_of_areas(name, least):
     boxes, _ = crops(preset(name, 224), 256, 256, keys(3000))
     area = np.prod(np.asarray(boxes)[:, 2:], axis=1) / 256**2
     assert least - 0.002 < area.min() < least + 0.01 and area.max() > 0.95
     reference = reference_crops(3000, 256, 256, least)[:, 0]
-    np.testing.assert_allclose(np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference, [0.1, 0.5, 0.9]), atol=0.025)
+    np.testing.assert_allclose(
+        np.quantile(area, [0.1, 0.5, 0.9]), np.quantile(reference, [0.1, 0.5, 0.9]), atol=0.025
+    )
 
 
 def test_pilora_trains_on_whole_images_flipped_and_brightened_as_pillow_does():
-    images, preprocess = 60 + patches(32, 64) // 2, preset("pilora", 48)  # far enough from black and white to see the factor
+    images, preprocess = (
+        60 + patches(32, 64) // 2,
+        preset("pilora", 48),
+    )  # far enough from black and white to see the factor
     views = greys(preprocess, train(preprocess, images, keys(64)))
     _, flips = crops(preprocess, 32, 32, keys(64))
-    factors = [1 + 63 / 255 * float(jax.random.uniform(jax.random.fold_in(key, 1), minval=-1.0)) for key in keys(64)]
+    factors = [
+        1 + 63 / 255 * float(jax.random.uniform(jax.random.fold_in(key, 1), minval=-1.0)) for key in keys(64)
+    ]
     for image, view, flip, factor in zip(images, views, np.asarray(flips), factors, strict=True):
         plain = pillow_resize(image, 48, 48, "bilinear")
         plain = plain.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else plain

@@ -1,4 +1,5 @@
-"""The baselines of PILoRA's tables: their terms in closed form, and what a client remembers from one task to the next."""
+"""The baselines of PILoRA's tables: their terms in closed form, and what a client remembers from one task to
+the next."""
 
 import json
 
@@ -14,7 +15,16 @@ from fcljax import cli
 from fcljax.federated.communication import num_bytes
 from fcljax.methods.ewc import Anchor, consolidate
 from fcljax.methods.fedncm import Sums, mean_logits
-from fcljax.methods.finetune import FinetuneConfig, Local, Recipe, Tuned, features, init_tuned, logits_of, train_step
+from fcljax.methods.finetune import (
+    FinetuneConfig,
+    Local,
+    Recipe,
+    Tuned,
+    features,
+    init_tuned,
+    logits_of,
+    train_step,
+)
 from fcljax.methods.icarl import Exemplars, draw, join, keep_highest
 from fcljax.methods.lwf import Teacher, first_model_of_task
 from fcljax.models.heads import distillation
@@ -35,37 +45,45 @@ def batch_of(rows):
     return Batch(DATA.image[rows], DATA.label[rows], jnp.ones(len(rows), bool), jnp.asarray(rows, jnp.int32))
 
 
-# ---- distillation --------------------------------------------------------------------------------------------------------------------
+# ---- distillation ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("student", "expected"), [([0.0, 0.0], 0.693147), ([2.0, 0.0], 0.582203)])
 def test_distillation_by_hand(student, expected):
     """Specification C9: temperature 2, no factor T^2; at equal logits it is the teacher's entropy."""
     rows = lambda logits: jnp.array([[*logits, 50.0]] * 2)
-    value = distillation(rows(student), rows([2.0, 0.0]), jnp.array([True, True, False]), jnp.array([True, False]))
+    value = distillation(
+        rows(student), rows([2.0, 0.0]), jnp.array([True, True, False]), jnp.array([True, False])
+    )
     assert float(value) == pytest.approx(expected, abs=1e-6)
 
 
 def test_distillation_without_old_classes_or_rows_is_zero_and_so_is_its_gradient():
     logits = jnp.array([[1.0, -2.0]])
     for allowed, mask in (([False, False], [True]), ([True, True], [False])):
-        value, slope = jax.value_and_grad(distillation)(logits, logits + 1, jnp.array(allowed), jnp.array(mask))
+        value, slope = jax.value_and_grad(distillation)(
+            logits, logits + 1, jnp.array(allowed), jnp.array(mask)
+        )
         assert float(value) == 0
         np.testing.assert_array_equal(slope, jnp.zeros_like(logits))
 
 
 def test_the_teacher_gets_no_gradient():
     allowed, mask = jnp.ones(2, bool), jnp.ones(1, bool)
-    slope = jax.grad(lambda teacher: distillation(jnp.array([[1.0, 0.0]]), teacher, allowed, mask))(jnp.array([[0.0, 3.0]]))
+    slope = jax.grad(lambda teacher: distillation(jnp.array([[1.0, 0.0]]), teacher, allowed, mask))(
+        jnp.array([[0.0, 3.0]])
+    )
     np.testing.assert_array_equal(slope, [[0, 0]])
 
 
-# ---- fine-tuning ---------------------------------------------------------------------------------------------------------------------
+# ---- fine-tuning -------------------------------------------------------------------------------------------
 
 
 def test_a_new_pair_changes_nothing_yet(tuned):
     image = DATA.image[:3]
-    np.testing.assert_allclose(features(RECIPE, FROZEN, tuned, image), apply_vit(TINY, FROZEN, image).cls, atol=1e-6)
+    np.testing.assert_allclose(
+        features(RECIPE, FROZEN, tuned, image), apply_vit(TINY, FROZEN, image).cls, atol=1e-6
+    )
 
 
 def test_head_and_pair_have_rates_of_their_own(tuned):
@@ -73,14 +91,17 @@ def test_head_and_pair_have_rates_of_their_own(tuned):
     recipe = RECIPE._replace(config=FinetuneConfig(lora_lr=1e-2), lr=1e-4)
     start = Local(tuned, recipe.adam.init(tuned), ())
     after, _ = jax.jit(train_step(recipe))(FROZEN, None, start, batch_of([1, 2, 5]), STREAM[0], KEY)
-    largest = lambda new, old: max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    largest = lambda new, old: max(
+        float(jnp.max(jnp.abs(a - b)))
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    )
     assert largest(after.tuned.lora, tuned.lora) == pytest.approx(1e-2, rel=1e-2)
     assert largest(after.tuned.head, tuned.head) == pytest.approx(1e-4, rel=1e-2)
     moved = np.abs(np.asarray(after.tuned.head.bias - tuned.head.bias)) > 0
     assert moved.tolist() == STREAM[0].current.tolist()  # classes of other tasks have no gradient
 
 
-# ---- EWC -----------------------------------------------------------------------------------------------------------------------------
+# ---- EWC ---------------------------------------------------------------------------------------------------
 
 
 def test_the_anchor_is_merged_when_a_later_task_begins_and_only_then():
@@ -100,7 +121,9 @@ def test_a_client_without_a_past_has_no_penalty_and_later_its_fisher_is_positive
         leaves = [np.asarray(leaf[client]) for leaf in jax.tree.leaves(states.fisher)]
         assert max(leaf.max() for leaf in leaves) > 0 and min(leaf.min() for leaf in leaves) >= 0
         assert max(leaf.max() for leaf in leaves) <= 1e-4 * (1 + 1e-6)
-    assert all(np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher))  # client 1 has no rows
+    assert all(
+        np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher)
+    )  # client 1 has no rows
 
 
 def test_anchors_of_different_clients_differ():
@@ -108,7 +131,7 @@ def test_anchors_of_different_clients_differ():
     assert np.abs(np.asarray(anchor[0] - anchor[2])).max() > 0
 
 
-# ---- LwF -----------------------------------------------------------------------------------------------------------------------------
+# ---- LwF ---------------------------------------------------------------------------------------------------
 
 
 def test_a_teacher_is_taken_once_a_task(tuned):
@@ -127,11 +150,16 @@ def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():
         jax.tree.map(lambda x, y, i=client: np.testing.assert_array_equal(x[i], y), states.tuned, server)
 
 
-# ---- iCaRL ---------------------------------------------------------------------------------------------------------------------------
+# ---- iCaRL -------------------------------------------------------------------------------------------------
 
 
 def empty(size):
-    return Exemplars(jnp.zeros((size, 8, 8, 3), jnp.float16), jnp.zeros(size, jnp.int32), jnp.full(size, -1), jnp.full(size, -1.0))
+    return Exemplars(
+        jnp.zeros((size, 8, 8, 3), jnp.float16),
+        jnp.zeros(size, jnp.int32),
+        jnp.full(size, -1),
+        jnp.full(size, -1.0),
+    )
 
 
 def test_the_memory_is_the_same_sample_in_whatever_order_rows_come_and_however_often():
@@ -144,7 +172,11 @@ def test_the_memory_is_the_same_sample_in_whatever_order_rows_come_and_however_o
             memory = keep_highest(memory, batch_of(offered[part]), key)
         memories.append(memory)
     kept = [sorted(memory.row.tolist()) for memory in memories]
-    assert kept[0] == kept[1] == kept[2] and len(set(kept[0])) == 5 and set(kept[0]) <= set(np.concatenate(offered).tolist())
+    assert (
+        kept[0] == kept[1] == kept[2]
+        and len(set(kept[0])) == 5
+        and set(kept[0]) <= set(np.concatenate(offered).tolist())
+    )
     for memory in memories:
         np.testing.assert_array_equal(memory.label, LABEL[np.asarray(memory.row)])
         np.testing.assert_allclose(memory.image, DATA.image[memory.row], atol=2e-3)
@@ -184,13 +216,17 @@ def test_exemplars_are_a_clients_own():
     assert rows[1].tolist() == [-1] * 6
 
 
-# ---- class means ---------------------------------------------------------------------------------------------------------------------
+# ---- class means -------------------------------------------------------------------------------------------
 
 
 def means_of(rows, parameters=None):
     """Class means over these rows, by numpy."""
     image = DATA.image[rows]
-    feature = apply_vit(TINY, FROZEN, image).cls if parameters is None else features(RECIPE, FROZEN, parameters, image)
+    feature = (
+        apply_vit(TINY, FROZEN, image).cls
+        if parameters is None
+        else features(RECIPE, FROZEN, parameters, image)
+    )
     return np.stack([np.asarray(feature)[LABEL[rows] == label].mean(0) for label in range(SETTING.classes)])
 
 
@@ -219,7 +255,7 @@ def test_logits_of_class_means_by_hand():
     assert linear[0, 2] == nearest[0, 2] == jnp.finfo(jnp.float32).min
 
 
-# ---- whole runs ----------------------------------------------------------------------------------------------------------------------
+# ---- whole runs --------------------------------------------------------------------------------------------
 
 SHORT = [*COMMON, "--rounds", "1", "--clients", "2", "--lora-lr", "1e-3"]
 
@@ -228,20 +264,56 @@ SHORT = [*COMMON, "--rounds", "1", "--clients", "2", "--lora-lr", "1e-3"]
 def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_factory, capsys):
     options = [option for option in SHORT if method != "fedncm" or option not in ("--lora-lr", "1e-3")]
     with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["run", method, *options, "--partition", "quantity", "--alpha", "2", "--out", str(tmp_path / "run")]) == 0
+        assert (
+            cli.main(
+                [
+                    "run",
+                    method,
+                    *options,
+                    "--partition",
+                    "quantity",
+                    "--alpha",
+                    "2",
+                    "--out",
+                    str(tmp_path / "run"),
+                ]
+            )
+            == 0
+        )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["traces"] == 1
     assert len(summary["A"]) == (1 if method == "joint" else 5)
     assert set(summary["communication_extra"]) == ({"closing"} if method == "fedclm" else set())
     assert summary["communication"]["upload_scalars"] > 0
-    assert (summary["client_state"]["bytes"] > 4) == (method in ("ewc", "lwf", "icarl"))  # FedNCM keeps one number
+    assert (summary["client_state"]["bytes"] > 4) == (
+        method in ("ewc", "lwf", "icarl")
+    )  # FedNCM keeps one number
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("variant", [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "none"], ["--tune", "all"]])
+@pytest.mark.parametrize(
+    "variant",
+    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "none"], ["--tune", "all"]],
+)
 def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, tmp_path_factory, capsys):
     with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["run", "pilora", *SHORT, "--partition", "shards", "--alpha", "30", *variant, "--out", str(tmp_path / "run")]) == 0
+        assert (
+            cli.main(
+                [
+                    "run",
+                    "pilora",
+                    *SHORT,
+                    "--partition",
+                    "shards",
+                    "--alpha",
+                    "30",
+                    *variant,
+                    "--out",
+                    str(tmp_path / "run"),
+                ]
+            )
+            == 0
+        )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["traces"] == 1
     assert set(summary["communication_extra"]) == ({"opening"} if variant == ["--headtune"] else set())

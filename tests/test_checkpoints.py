@@ -1,4 +1,5 @@
-"""Files of weights: what is read, and what is refused in one line before anything can happen. The hub is played by a local server."""
+"""Files of weights: what is read, and what is refused in one line before anything can happen. The hub is
+played by a local server."""
 
 import hashlib
 import http.server
@@ -22,11 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcljax.errors import InputError
-from fcljax.models import checkpoints
-from fcljax.models.checkpoints import imports, read
-from fcljax.models.pretrained import load_backbone
+from fcljax.models.weights import checkpoints
+from fcljax.models.weights.checkpoints import imports, read
+from fcljax.models.weights.pretrained import load_backbone
 
-TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b/c": np.array([1.5], np.float16), "empty": np.zeros((0, 2))}
+TENSORS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b/c": np.array([1.5], np.float16),
+    "empty": np.zeros((0, 2)),
+}
 
 
 def refuses(path, message):
@@ -53,7 +58,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-# ---- what is read --------------------------------------------------------------------------------------------------------------------
+# ---- what is read ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -67,7 +72,21 @@ def test_tensors_come_back_as_they_were_with_the_file_s_digest(tmp_path, suffix)
 
 @pytest.mark.parametrize(
     "kind",
-    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"],
+    [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+    ],
 )
 def test_every_type_of_a_safetensors_file_is_read(tmp_path, kind):
     tensors = {
@@ -87,14 +106,16 @@ def test_float32_tensors_of_a_safetensors_file_are_views_of_it(tmp_path):
 def test_json_beside_a_model_is_read_and_beside_other_names_it_is_not(tmp_path):
     for name in ("config", "preprocessor_config"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"of": name}))
-    model, other = (read(files.save(tmp_path / f"{name}.safetensors", TENSORS)) for name in ("model", "other"))
+    model, other = (
+        read(files.save(tmp_path / f"{name}.safetensors", TENSORS)) for name in ("model", "other")
+    )
     assert (model.config, model.preprocessor) == ({"of": "config"}, {"of": "preprocessor_config"})
     assert other.config == other.preprocessor == {}
     (tmp_path / "config.json").write_text("{")
     refuses(tmp_path / "model.safetensors", "config.json' is no JSON")
 
 
-# ---- files that do not work ----------------------------------------------------------------------------------------------------------
+# ---- files that do not work --------------------------------------------------------------------------------
 
 
 def test_missing_files_folders_and_other_kinds_are_named(tmp_path):
@@ -114,7 +135,12 @@ def test_damaged_files_are_named(tmp_path, suffix, content):
         files.save(path, {"x": np.ones(1000)})
     whole = path.read_bytes()
     path.write_bytes(
-        {"half": whole[: len(whole) // 2], "nothing": b"", "text": b"<html>no</html>\n" * 50, "tar": bytes(10240)}[content]
+        {
+            "half": whole[: len(whole) // 2],
+            "nothing": b"",
+            "text": b"<html>no</html>\n" * 50,
+            "tar": bytes(10240),
+        }[content]
     )
     refuses(path, f"checkpoint: '.*weights{re.escape(suffix)}' is damaged or not what its name says: .")
 
@@ -190,7 +216,7 @@ def test_a_file_beyond_the_limit_is_refused_unread(tmp_path):
     refuses(path, "is larger than 64 GiB$")
 
 
-# ---- torch files, as far as they can be judged without torch ---------------------------------------------------------------------------
+# ---- torch files, as far as they can be judged without torch -----------------------------------------------
 
 
 def torch_zip(path, content, padding=0):
@@ -232,7 +258,10 @@ def test_a_bare_pickle_that_would_run_code_is_refused_by_name_and_does_not_run(t
 def test_without_torch_a_harmless_torch_file_is_refused_with_the_way_out(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "torch", None)
     KINDS[kind](tmp_path / "a.pth", HARMLESS)
-    refuses(tmp_path / "a.pth", r"is a torch file: pip install 'fcljax\[torch\]', or convert it once with `fcljax convert`")
+    refuses(
+        tmp_path / "a.pth",
+        r"is a torch file: pip install 'fcljax\[torch\]', or convert it once with `fcljax convert`",
+    )
 
 
 def test_a_zip_without_a_pickle_is_no_torch_file(tmp_path):
@@ -248,7 +277,10 @@ def test_every_pickle_of_an_archive_is_looked_at(tmp_path):
     refuses(tmp_path / "a.pth", "would run os.system")
 
 
-text = {word: b"\x8c" + bytes([len(word)]) + word.encode() for word in ("posix", "system", "collections", "OrderedDict")}
+text = {
+    word: b"\x8c" + bytes([len(word)]) + word.encode()
+    for word in ("posix", "system", "collections", "OrderedDict")
+}
 
 
 @pytest.mark.parametrize(
@@ -259,9 +291,23 @@ text = {word: b"\x8c" + bytes([len(word)]) + word.encode() for word in ("posix",
         (b"\x80\x02\x82\x01.", ["copyreg extension 1"]),
         (b"\x80\x04" + text["posix"] + text["system"] + b"\x93.", ["posix.system"]),
         (b"\x80\x04" + text["posix"] + b"\x94" + text["system"] + b"\x940h\x00h\x01\x93.", ["posix.system"]),
-        (b"\x80\x04" + text["posix"] + text["system"] + text["collections"] + text["OrderedDict"] + b"00\x93.", ["?.?"]),
         (
-            b"\x80\x04" + text["posix"] + text["system"] + text["collections"] + b"\x85" + text["OrderedDict"] + b"\x860\x93.",
+            b"\x80\x04"
+            + text["posix"]
+            + text["system"]
+            + text["collections"]
+            + text["OrderedDict"]
+            + b"00\x93.",
+            ["?.?"],
+        ),
+        (
+            b"\x80\x04"
+            + text["posix"]
+            + text["system"]
+            + text["collections"]
+            + b"\x85"
+            + text["OrderedDict"]
+            + b"\x860\x93.",
             ["?.?"],
         ),
         (b"\x80\x04\x93.", ["?"]),
@@ -273,7 +319,16 @@ def test_imports_are_read_off_opcodes_and_a_hidden_one_is_never_taken_for_a_harm
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins.eval", "torch.hub.load", "torch.load", "torch._utils.x", "numpy.load", "collections.x", "os.system"]
+    "name",
+    [
+        "builtins.eval",
+        "torch.hub.load",
+        "torch.load",
+        "torch._utils.x",
+        "numpy.load",
+        "collections.x",
+        "os.system",
+    ],
 )
 def test_what_acts_on_the_outside_is_not_among_the_harmless(tmp_path, name):
     module, _, function = name.rpartition(".")
@@ -281,13 +336,14 @@ def test_what_acts_on_the_outside_is_not_among_the_harmless(tmp_path, name):
     refuses(tmp_path / "a.pth", f"would run {re.escape(name)} when unpickled")
 
 
-# ---- the hub -------------------------------------------------------------------------------------------------------------------------
+# ---- the hub -----------------------------------------------------------------------------------------------
 
 COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A hub with one repository. files: content by name. served: what GET sends instead. cut: names whose GET ends after ten bytes."""
+    """A hub with one repository. files: content by name. served: what GET sends instead. cut: names whose GET
+    ends after ten bytes."""
 
     daemon_threads = True
 
@@ -312,7 +368,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body):
         hub = self.server
         hub.requests.append(f"{self.command} {self.path}")
-        found = re.fullmatch(r"/someone/vit-tiny/resolve/(main|v1|c0ffee0+)/(.+)", self.path.partition("?")[0])
+        found = re.fullmatch(
+            r"/someone/vit-tiny/resolve/(main|v1|c0ffee0+)/(.+)", self.path.partition("?")[0]
+        )
         if not found or found[2] not in hub.files:
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
@@ -320,7 +378,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             return self.end_headers()
         name, content = found[2], hub.files[found[2]]
-        etag = hashlib.sha256(content).hexdigest() if name.endswith((".safetensors", ".bin")) else hashlib.sha1(content).hexdigest()
+        etag = (
+            hashlib.sha256(content).hexdigest()
+            if name.endswith((".safetensors", ".bin"))
+            else hashlib.sha1(content).hexdigest()
+        )
         if body:
             content = hub.served.get(name, content)
         start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, 0])[1])
@@ -365,14 +427,18 @@ def test_a_network_comes_from_the_hub_with_its_heads_and_constants(hub):
     encoder = files.encoder()
     hub.files["model.safetensors"] = blob(files.huggingface(encoder, files.head()))
     hub.files["config.json"] = json.dumps({"num_attention_heads": 3, "layer_norm_eps": 1e-6}).encode()
-    hub.files["preprocessor_config.json"] = json.dumps({"image_mean": [0.1] * 3, "image_std": [0.2] * 3}).encode()
+    hub.files["preprocessor_config.json"] = json.dumps(
+        {"image_mean": [0.1] * 3, "image_std": [0.2] * 3}
+    ).encode()
     loaded = load_backbone(None, "hf:someone/vit-tiny", None)
     files.same(loaded.params, encoder)
     assert (loaded.config.heads, loaded.mean, loaded.std) == (3, (0.1,) * 3, (0.2,) * 3)
     assert loaded.digest == hashlib.sha256(hub.files["model.safetensors"]).hexdigest()
 
 
-@pytest.mark.parametrize("spec", ["hf:someone/vit-tiny", "hf:someone/vit-tiny@v1", "hf:someone/vit-tiny@v1:model.safetensors"])
+@pytest.mark.parametrize(
+    "spec", ["hf:someone/vit-tiny", "hf:someone/vit-tiny@v1", "hf:someone/vit-tiny@v1:model.safetensors"]
+)
 def test_revision_and_file_can_be_named(hub, spec):
     hub.files["model.safetensors"] = blob(TENSORS)
     found = read(spec)
@@ -382,7 +448,11 @@ def test_revision_and_file_can_be_named(hub, spec):
 
 
 def test_a_file_in_a_folder_has_its_own_config(hub):
-    hub.files |= {"b16/weights.safetensors": blob(TENSORS), "config.json": b'{"of": "all"}', "b16/config.json": b'{"of": "b16"}'}
+    hub.files |= {
+        "b16/weights.safetensors": blob(TENSORS),
+        "config.json": b'{"of": "all"}',
+        "b16/config.json": b'{"of": "b16"}',
+    }
     assert read("hf:someone/vit-tiny:b16/weights.safetensors").config == {"of": "b16"}
 
 
@@ -395,7 +465,8 @@ def test_the_second_time_nothing_is_downloaded_and_without_the_hub_the_cache_ser
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     equal(read("hf:someone/vit-tiny").tensors, TENSORS)
     refuses(
-        "hf:someone/vit-tiny:other.safetensors", "cannot reach the hub for 'other.safetensors' .*and the cache does not have it$"
+        "hf:someone/vit-tiny:other.safetensors",
+        "cannot reach the hub for 'other.safetensors' .*and the cache does not have it$",
     )
 
 
@@ -406,7 +477,9 @@ def test_torch_weights_are_taken_where_there_are_no_others(hub, tmp_path):
 
 
 def test_repositories_and_files_that_are_not_there_are_named(hub):
-    refuses("hf:someone/vit-tiny", "'hf:someone/vit-tiny' has no file model.safetensors or pytorch_model.bin$")
+    refuses(
+        "hf:someone/vit-tiny", "'hf:someone/vit-tiny' has no file model.safetensors or pytorch_model.bin$"
+    )
     refuses("hf:someone/vit-tiny:a.npz", "has no file a.npz$")
     refuses("hf:someone/other", "cannot get 'model.safetensors' of 'hf:someone/other' from the hub: .")
 
@@ -418,7 +491,10 @@ def test_a_place_that_is_none_is_refused_with_the_form(spec):
 
 def test_without_the_library_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refuses("hf:someone/vit-tiny", r"needs the hub's library: pip install 'fcljax\[hub\]', or give the path of a file$")
+    refuses(
+        "hf:someone/vit-tiny",
+        r"needs the hub's library: pip install 'fcljax\[hub\]', or give the path of a file$",
+    )
     refuses("hf:someone/vit-tiny:weights.msgpack", "suffix '.msgpack'")
 
 

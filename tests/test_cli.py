@@ -1,4 +1,5 @@
-"""The command line: what it prints, what its options mean, and one line for every mistake, with nothing left behind."""
+"""The command line: what it prints, what its options mean, and one line for every mistake, with nothing left
+behind."""
 
 import dataclasses
 import json
@@ -16,10 +17,10 @@ import small_runs
 import yaml
 
 from fcljax import __version__, cli, config
-from fcljax.data.sources import DATASETS
+from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
-from fcljax.models.pretrained import save_native
 from fcljax.models.vit import VITS, init_vit
+from fcljax.models.weights.pretrained import save_native
 
 OUT = "new-run"
 
@@ -60,7 +61,7 @@ def program(*arguments, code, **options):
     return done.returncode, done.stdout, done.stderr
 
 
-# ---- mistakes on the command line ----------------------------------------------------------------------------------------------------
+# ---- mistakes on the command line --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_mistake_is_one_line_that_says_what_would_be_valid(arguments, words, c
         assert word in line
 
 
-# ---- mistakes in files ---------------------------------------------------------------------------------------------------------------
+# ---- mistakes in files -------------------------------------------------------------------------------------
 
 
 def save_npz(path, label):
@@ -146,13 +147,17 @@ def test_labels_must_be_integers_from_0(label, words, capsys):
 def test_a_truncated_npz_is_named(capsys):
     save_npz("whole.npz", [0, 1] * 20)
     Path("data.npz").write_bytes(Path("whole.npz").read_bytes()[:-100])
-    assert "'data.npz' is damaged" in mistake(capsys, "run", "linear", "--dataset", "npz:data.npz", "--out", OUT)
+    assert "'data.npz' is damaged" in mistake(
+        capsys, "run", "linear", "--dataset", "npz:data.npz", "--out", OUT
+    )
 
 
 def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
     other = dataclasses.replace(VITS["vit_micro"], width=48, mlp=96)
     save_native("other.safetensors", init_vit(jax.random.key(0), other), {})
-    line = mistake(capsys, "run", "linear", "--backbone", "vit_micro", "--checkpoint", "other.safetensors", "--out", OUT)
+    line = mistake(
+        capsys, "run", "linear", "--backbone", "vit_micro", "--checkpoint", "other.safetensors", "--out", OUT
+    )
     assert "checkpoint: does not fit vit_micro" in line
     assert "block_00.attn.proj.kernel has shape (48, 48), needs (96, 96)" in line
 
@@ -188,7 +193,7 @@ def test_a_config_file_that_is_no_text_is_named(capsys):
     assert "'settings.yaml'" in mistake(capsys, "run", "linear", "--config", "settings.yaml", "--out", OUT)
 
 
-# ---- mistakes about run directories --------------------------------------------------------------------------------------------------
+# ---- mistakes about run directories ------------------------------------------------------------------------
 
 
 def test_a_run_directory_that_exists_is_left_as_it_is(linear_run, capsys):
@@ -204,7 +209,9 @@ def test_a_file_is_no_run_directory(capsys):
 
 def test_resuming_with_other_settings_names_them(linear_run, capsys):
     run = shutil.copytree(linear_run, "run")
-    line = mistake(capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--beta", "2")
+    line = mistake(
+        capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--beta", "2"
+    )
     assert line == "resume: 'run' was run with other settings: beta (2.0, not 0.5), lr (0.5, not 0.001)"
 
 
@@ -221,15 +228,20 @@ def test_a_run_directory_that_cannot_be_made_is_named(out, capsys):
     assert line.startswith(f"out: cannot write to {out!r}: ")
 
 
-@pytest.mark.parametrize(("limit", "left"), [(100, set()), (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"})])
+@pytest.mark.parametrize(
+    ("limit", "left"), [(100, set()), (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"})]
+)
 def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here, tmp_path_factory):
-    # No file may grow beyond the limit: too little for config.yaml in the one case, for the first checkpoint in the other.
+    # No file may grow beyond the limit: too little for config.yaml in the one case, for the first checkpoint
+    # in the other.
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "import sys; from fcljax.cli import main; sys.exit(main())"
     )
     options = {"env": small_runs.environment(tmp_path_factory, here) | {"PYTHONWARNINGS": "ignore"}}
-    code, out, err = program("run", "linear", *small_runs.OPTIONS["linear"], "--out", OUT, code=["-c", code], **options)
+    code, out, err = program(
+        "run", "linear", *small_runs.OPTIONS["linear"], "--out", OUT, code=["-c", code], **options
+    )
     assert (code, out) == (2, "")
     assert "Traceback" not in err and "ERROR" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("fcljax: ")]
@@ -251,7 +263,7 @@ def test_compare_cannot_write_its_figure_below_a_file(linear_run, capsys):
     assert "'file" in mistake(capsys, "compare", str(linear_run), "--out", "file/accuracy.png")
 
 
-# ---- what works ----------------------------------------------------------------------------------------------------------------------
+# ---- what works --------------------------------------------------------------------------------------------
 
 
 def test_the_program_ends_with_the_exit_code_of_main():
@@ -297,7 +309,12 @@ def test_compare_prints_both_runs_and_draws_them(linear_run, tmp_path_factory, c
 
 
 def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_counts():
-    given = cli.parse({"run": config.RunConfig}, ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"], "", "")
+    given = cli.parse(
+        {"run": config.RunConfig},
+        ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"],
+        "",
+        "",
+    )
     assert given == {"tasks": 4, "lr": 0.01, "image_size": None}
 
 
@@ -309,15 +326,24 @@ def test_switches_are_turned_on_and_off():
 
 
 def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
-    Path("settings.yaml").write_text(yaml.safe_dump({"method": "fppl", "tasks": 2, "lr": 0.5, "wo_pool": True}))
+    Path("settings.yaml").write_text(
+        yaml.safe_dump({"method": "fppl", "tasks": 2, "lr": 0.5, "wo_pool": True})
+    )
     resolved = cli.settings("fppl", {"tasks": 4, "wo_pool": False}, cli.Paths(config="settings.yaml"))
-    assert (resolved.tasks, resolved.lr, resolved.wo_pool, resolved.rounds) == (4, 0.5, False, config.RunConfig().rounds)
+    assert (resolved.tasks, resolved.lr, resolved.wo_pool, resolved.rounds) == (
+        4,
+        0.5,
+        False,
+        config.RunConfig().rounds,
+    )
 
 
 def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypatch, capsys):
     made = []
     summary = json.loads((linear_run / "summary.json").read_text())
-    monkeypatch.setattr("fcljax.experiment.run", lambda method, cfg, out, resume: made.append(out) or summary)
+    monkeypatch.setattr(
+        "fcljax.runs.experiment.run", lambda method, cfg, out, resume: made.append(out) or summary
+    )
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
     for dataset in ("digits", "npz:some/where/my data.npz"):
         assert cli.main(["run", "linear", "--dataset", dataset, "--seed", "7"]) == 0
@@ -336,13 +362,13 @@ def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeyp
     def stop(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("fcljax.experiment.run", stop)
+    monkeypatch.setattr("fcljax.runs.experiment.run", stop)
     assert cli.main(["run", "linear", "--out", OUT]) == status
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
 
 
-# ---- data, convert -------------------------------------------------------------------------------------------------------------------
+# ---- data, convert -----------------------------------------------------------------------------------------
 
 
 def test_data_list_says_what_is_here_and_what_to_do_for_the_rest(capsys):
@@ -386,8 +412,14 @@ def test_data_show_overwrites_nothing(capsys):
         (["convert", "absent.npz"], ["absent.npz"]),
         (["embed", "--preprocess", "hepko"], ["preprocess", "'hepko'", "'hepco'"]),
         (["embed", "--normalize", "unit"], ["--normalize", "--normalise"]),
-        (["run", "linear", "--dataset", "cifar100", "--data-dir", "nowhere"], ["'cifar100' is not here", "cifar-100-binary"]),
-        (["run", "linear", "--data-budget", "1", "--eval-batch-size", "999"], ["data_budget: 1 MiB", "nearest valid value"]),
+        (
+            ["run", "linear", "--dataset", "cifar100", "--data-dir", "nowhere"],
+            ["'cifar100' is not here", "cifar-100-binary"],
+        ),
+        (
+            ["run", "linear", "--data-budget", "1", "--eval-batch-size", "999"],
+            ["data_budget: 1 MiB", "nearest valid value"],
+        ),
     ],
 )
 def test_mistakes_with_data_and_checkpoints_are_one_line(arguments, words, capsys):

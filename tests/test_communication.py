@@ -13,7 +13,12 @@ def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def test_scalars_are_floating_point_leaves_only_and_bytes_are_everything():
-    tree = {"w": jnp.ones((2, 3)), "h": jnp.ones(4, jnp.bfloat16), "index": jnp.arange(5), "mask": jnp.ones(7, bool)}
+    tree = {
+        "w": jnp.ones((2, 3)),
+        "h": jnp.ones(4, jnp.bfloat16),
+        "index": jnp.arange(5),
+        "mask": jnp.ones(7, bool),
+    }
     assert scalars(tree) == 10
     assert num_bytes(tree) == 24 + 8 + 20 + 7
 
@@ -31,12 +36,18 @@ def test_empty_trees_and_empty_leaves_count_nothing():
 
 def test_pilora_on_cifar_sends_27648_and_receives_19968_numbers():  # PILoRA section 9
     lora, prototypes = {"A": shape(2, 4, 768), "B": shape(2, 768, 4)}, shape(10, 768)
-    upload = Upload(mean=lora, gather={"prototype": prototypes, "feature_mean": shape(10, 768)}, weight=shape())
+    upload = Upload(
+        mean=lora, gather={"prototype": prototypes, "feature_mean": shape(10, 768)}, weight=shape()
+    )
     assert traffic(upload, Broadcast(wire=(lora, prototypes))) == Traffic(27_648, 110_592 + 4, 19_968, 79_872)
 
 
 def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 with T = 10
-    mean = {"head": {"kernel": shape(768, 100), "bias": shape(100)}, "coslinear": shape(10, 768), "prompt": shape(5, 4, 5, 768)}
+    mean = {
+        "head": {"kernel": shape(768, 100), "bias": shape(100)},
+        "coslinear": shape(10, 768),
+        "prompt": shape(5, 4, 5, 768),
+    }
     upload = Upload(mean=mean, gather={"prototype": shape(10, 768), "present": shape(10, dtype=jnp.bool_)})
     counted = traffic(upload, Broadcast(wire=mean, held=shape(10, 5, 4, 5, 768)))
     assert counted.upload_scalars == 169_060
@@ -45,11 +56,18 @@ def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 wi
 
 
 def test_held_state_is_storage_and_not_traffic():
-    broadcast = Broadcast(wire=shape(3), held={"past": shape(10, 5, 4, 5, 768), "known": shape(10, dtype=jnp.bool_)})
+    broadcast = Broadcast(
+        wire=shape(3), held={"past": shape(10, 5, 4, 5, 768), "known": shape(10, dtype=jnp.bool_)}
+    )
     assert traffic(Upload(), broadcast) == Traffic(0, 4, 3, 12)
     assert extra_storage(broadcast) == {"scalars": 768_000, "bytes": 4 * 768_000 + 10}
 
 
 def test_sums_are_counted_like_means_and_the_total_scales_with_client_rounds():
     one = traffic(Upload(sum=shape(6), mean=shape(2)), Broadcast(wire=shape(5)))
-    assert total(one, 300) == {"upload_scalars": 2400, "upload_bytes": 36 * 300, "download_scalars": 1500, "download_bytes": 6000}
+    assert total(one, 300) == {
+        "upload_scalars": 2400,
+        "upload_bytes": 36 * 300,
+        "download_scalars": 1500,
+        "download_bytes": 6000,
+    }

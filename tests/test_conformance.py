@@ -1,4 +1,5 @@
-"""What every method must hold, one test body for all of them, on a tiny ViT with four clients, one of them without rows."""
+"""What every method must hold, one test body for all of them, on a tiny ViT with four clients, one of them
+without rows."""
 
 import functools
 
@@ -18,7 +19,9 @@ from fcljax.models.vit import Injection, ViTConfig, apply_vit, init_vit, vit_bac
 from fcljax.types import Setting
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)  # the second task has two classes and a padding class
+SETTING = Setting(
+    classes=5, tasks=2, task_classes=3, clients=4, rounds=2
+)  # the second task has two classes and a padding class
 STREAM = make_tasks(5, 2)
 RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
@@ -42,7 +45,8 @@ def deal(label, task, counts) -> Roster:
 
 LABEL = np.arange(60) % SETTING.classes
 DATA = toys.Rows(
-    jnp.asarray(np.random.default_rng(0).normal(size=(60, 8, 8, 3)), jnp.float32), jnp.asarray(LABEL, jnp.int32)
+    jnp.asarray(np.random.default_rng(0).normal(size=(60, 8, 8, 3)), jnp.float32),
+    jnp.asarray(LABEL, jnp.int32),
 )
 DEALS = [deal(LABEL, task, (9, 0, 4, 7)) for task in STREAM]
 
@@ -56,7 +60,9 @@ class Federation:
         self.engine = self.build(self.method, Lanes(2, "vmap"))
         extras = {"opening": self.method.opening, "closing": self.method.closing}
         self.extras = {
-            when: self.build(extra_method(self.method, extra), Lanes(2, "vmap")) for when, extra in extras.items() if extra
+            when: self.build(extra_method(self.method, extra), Lanes(2, "vmap"))
+            for when, extra in extras.items()
+            if extra
         }
         self.start = jax.jit(self.method.init)(jax.random.key(2), FROZEN)
         self.begin = jax.jit(self.method.begin_task)
@@ -69,7 +75,8 @@ class Federation:
         return init_clients(self.method, self.start, SETTING.clients, KEY)
 
     def run(self, deals=DEALS, ids=None, data=DATA):
-        """(server, states) after every round of both tasks, with whatever comes before and after the rounds of a task."""
+        """(server, states) after every round of both tasks, with whatever comes before and after the rounds
+        of a task."""
         server, states, history = self.start, jax.tree.map(jnp.copy, self.states), []
         for task, roster in zip(STREAM, deals, strict=True):
             server = self.begin(server, task, KEY)
@@ -110,7 +117,11 @@ def test_every_method_is_here():
 
 def test_everything_stays_finite_and_the_model_moves(name):
     leaves = jax.tree.leaves(history(name)[-1])
-    assert all(np.all(np.isfinite(np.asarray(leaf, np.float64))) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.number))
+    assert all(
+        np.all(np.isfinite(np.asarray(leaf, np.float64)))
+        for leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.number)
+    )
     before, after = jax.tree.leaves(federation(name).start), jax.tree.leaves(history(name)[-1][0])
     assert any(np.any(np.asarray(x) != np.asarray(y)) for x, y in zip(before, after, strict=True))
 
@@ -122,7 +133,9 @@ def test_uploads_and_states_do_not_depend_on_who_else_takes_part(name):
     total = jax.tree.map(jnp.zeros_like, (together.mean, together.sum))
     for rank, client in enumerate([0, 2, 3]):
         alone, its = play([client])
-        same(jax.tree.map(lambda x: x[0], alone.gather), jax.tree.map(lambda x, i=rank: x[i], together.gather))
+        same(
+            jax.tree.map(lambda x: x[0], alone.gather), jax.tree.map(lambda x, i=rank: x[i], together.gather)
+        )
         same(jax.tree.map(lambda x, i=client: x[i], its), jax.tree.map(lambda x, i=client: x[i], after))
         total = jax.tree.map(jnp.add, total, (alone.mean, alone.sum))
     close(total, (together.mean, together.sum), atol=1e-4)
@@ -131,8 +144,12 @@ def test_uploads_and_states_do_not_depend_on_who_else_takes_part(name):
 def test_uploads_do_not_depend_on_lanes(name):
     made, (server, states) = federation(name), history(name)[1]
     single = made.build(made.method, Lanes(1, "loop"))
-    two, one = (receive(engine, FROZEN, server, states, DATA, DEALS[1], [0, 2, 3], STREAM[1]) for engine in (made.engine, single))
-    # A student that still equals its teacher has a gradient of nothing but rounding, of which Adam makes whole steps.
+    two, one = (
+        receive(engine, FROZEN, server, states, DATA, DEALS[1], [0, 2, 3], STREAM[1])
+        for engine in (made.engine, single)
+    )
+    # A student that still equals its teacher has a gradient of nothing but rounding, of which Adam makes
+    # whole steps.
     steps = RATE * 6 * float(jnp.sum(two[0].weight)) if name == "lwf" else 1e-3
     close((two[0].mean, two[0].sum, two[0].gather), (one[0].mean, one[0].sum, one[0].gather), atol=steps)
     assert two[0].valid.tolist() == one[0].valid.tolist() and two[0].id.tolist() == one[0].id.tolist()
@@ -147,7 +164,10 @@ def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
     row = lambda tree, client: jax.tree.map(lambda x: np.asarray(x[client]), tree)
     for client in (0, 1, 3):
         same(row(after, client), row(before, client))
-    changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(row(after, 2)), jax.tree.leaves(row(before, 2)), strict=True)]
+    changed = [
+        np.any(x != y)
+        for x, y in zip(jax.tree.leaves(row(after, 2)), jax.tree.leaves(row(before, 2)), strict=True)
+    ]
     assert any(changed) and name in STATEFUL
 
 
@@ -160,7 +180,9 @@ def test_rows_that_nobody_holds_may_be_nan(name):
 
 def test_permuting_clients_changes_no_prediction(name):
     if name in ("icarl", "fppl"):
-        pytest.skip("what a client draws from its memory, and where its prototypes lie in the pool, belongs to its number")
+        pytest.skip(
+            "what a client draws from its memory, and where its prototypes lie in the pool, belongs to its number"
+        )
     order = [3, 2, 0, 1]
     renamed = []
     for roster in DEALS:
@@ -191,7 +213,8 @@ def test_the_next_task_starts_where_the_last_one_ended_and_replays_bit_for_bit(n
 
 @pytest.mark.parametrize("method", ["joint", "fedclm", "ewc", "lwf", "icarl"])
 def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
-    """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the definition of LoRA."""
+    """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the
+    definition of LoRA."""
     rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
     alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SETTING.classes)
     made = federation(method)
@@ -210,7 +233,9 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     for epoch in range(2):
         order = toys.epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
         for batch in np.split(order, range(4, len(rows), 4)):
-            update, optimiser = adam.update(gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser)
+            update, optimiser = adam.update(
+                gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser
+            )
             tuned = optax.apply_updates(tuned, update)
     close(trained, tuned, atol=RATE / 20)
     start = made.start.tuned if method == "fedclm" else made.start

@@ -12,10 +12,10 @@ import safetensors
 import vit_files as files
 from flax.traverse_util import flatten_dict
 
-from fcljax.data.augment import NORMALISE
 from fcljax.errors import InputError
-from fcljax.models.naming import Facts, interpret
-from fcljax.models.pretrained import ConvertOptions, convert, load_backbone, save_native
+from fcljax.models.weights.naming import Facts, interpret
+from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone, save_native
+from fcljax.pixels import NORMALISE
 
 ENCODER, DECODER, HEAD = files.encoder(), files.decoder(), files.head()
 TIMM = files.timm(ENCODER, HEAD)
@@ -57,10 +57,19 @@ def refuses(message, *arguments):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_converted_file_gives_the_network_that_its_source_gives(folder, kind):
     path = source(folder, SOURCES[kind])
-    convert(path, "ours.safetensors", dataclasses.replace(TWO, keep_head=True, decoder_heads=4 if kind == "mae" else None))
+    convert(
+        path,
+        "ours.safetensors",
+        dataclasses.replace(TWO, keep_head=True, decoder_heads=4 if kind == "mae" else None),
+    )
     before = load_backbone(None, path, None, heads=2, decoder_heads=4 if kind == "mae" else None)
     after = load_backbone(None, "ours.safetensors", None)
-    assert (after.config, after.mean, after.std, after.mapping) == (before.config, before.mean, before.std, "fcljax")
+    assert (after.config, after.mean, after.std, after.mapping) == (
+        before.config,
+        before.mean,
+        before.std,
+        "fcljax",
+    )
     files.same((after.params, after.head, after.decoder), (before.params, before.head, before.decoder))
     assert not any("assumed" in note for note in after.notes)
 
@@ -97,7 +106,15 @@ def test_rows_say_what_was_found_and_written(folder):
     found = dict(row for row in rows if row[0] != "note")
     parameters = sum(x.size for x in jax.tree.leaves(ENCODER))
     assert found == {
-        **{"mapping": "timm", "width": "12", "depth": "2", "heads": "2", "mlp": "20", "patch": "4", "image size": "8"},
+        **{
+            "mapping": "timm",
+            "width": "12",
+            "depth": "2",
+            "heads": "2",
+            "mlp": "20",
+            "patch": "4",
+            "image size": "8",
+        },
         **{
             "class token": "yes",
             "final norm": "yes",
@@ -157,7 +174,9 @@ def test_weights_can_be_stored_in_half_the_space(folder, dtype):
     loaded = load_backbone(None, "ours.safetensors", None)
     files.same(loaded.params, jax.tree.map(lambda x: jnp.asarray(x).astype(dtype).astype("float32"), ENCODER))
     with safetensors.safe_open("ours.safetensors", "np") as file:
-        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F16" if dtype == "float16" else "BF16"}  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {
+            "F16" if dtype == "float16" else "BF16"
+        }
 
 
 def test_values_beyond_float16_are_refused_and_nothing_is_written(folder):
@@ -195,11 +214,15 @@ def test_targets_that_cannot_be_are_named_before_the_source_is_read():
 
 def test_the_target_of_a_hub_repository_is_named_after_it(folder):
     (folder / "vit-tiny.safetensors").touch()
-    for place in ("hf:someone/vit-tiny", "hf:someone/vit-tiny@main", "hf:someone/vit-tiny@main:b/weights.npz"):
+    for place in (
+        "hf:someone/vit-tiny",
+        "hf:someone/vit-tiny@main",
+        "hf:someone/vit-tiny@main:b/weights.npz",
+    ):
         refuses("target: 'vit-tiny.safetensors' exists", place, None, TWO)
 
 
-# ---- our own format ------------------------------------------------------------------------------------------------------------------
+# ---- our own format ----------------------------------------------------------------------------------------
 
 
 def test_saved_parameters_come_back_bit_for_bit_with_their_provenance(folder):

@@ -1,4 +1,5 @@
-"""Who holds what in which round: static clients keep their rows, those of a redrawn population get others in every round."""
+"""Who holds what in which round: static clients keep their rows, those of a redrawn population get others in
+every round."""
 
 import dataclasses
 import hashlib
@@ -11,16 +12,29 @@ import small_runs
 
 from fcljax import cli
 from fcljax.config import DealConfig
+from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet
-from fcljax.data.sources import load_dataset
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.inputs import deal
+from fcljax.runs.inputs import deal
 
 CLASSES, TASKS = 10, 5
 BY_TASK = ["quantity", "shards", "task_dirichlet"]
 PARTITIONS = ["dirichlet", "iid", *BY_TASK]
-OPTIONS = ["--tasks", "2", "--rounds", "2", "--clients", "2", "--epochs", "1", "--image-size", "8", "--batch-size", "256"]
+OPTIONS = [
+    "--tasks",
+    "2",
+    "--rounds",
+    "2",
+    "--clients",
+    "2",
+    "--epochs",
+    "1",
+    "--image-size",
+    "8",
+    "--batch-size",
+    "256",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +52,37 @@ def held(dealt, task, round_=0):
     return [part.tolist() for part in np.split(rows, offset[1:-1])]
 
 
-# ---- static clients --------------------------------------------------------------------------------------------------------------------
+# ---- static clients ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("partition", "sizes", "first", "digest"),
     [
-        ("dirichlet", [31, 157, 93], [163, 1293, 624, 93], "23722a062e747a6807cb3bc8c067d80d832ae6d5cea880cb0123522e5993761c"),
-        ("iid", [95, 93, 93], [712, 1199, 418, 273], "ed80e9b0173a907a4a85f26c3abe1e7433c53bb5b4e545cc4eec98f5b7d861dd"),
+        (
+            "dirichlet",
+            [31, 157, 93],
+            [163, 1293, 624, 93],
+            "23722a062e747a6807cb3bc8c067d80d832ae6d5cea880cb0123522e5993761c",
+        ),
+        (
+            "iid",
+            [95, 93, 93],
+            [712, 1199, 418, 273],
+            "ed80e9b0173a907a4a85f26c3abe1e7433c53bb5b4e545cc4eec98f5b7d861dd",
+        ),
     ],
 )
-def test_static_deals_of_the_whole_training_set_are_what_they_always_were(digits, partition, sizes, first, digest):
+def test_static_deals_of_the_whole_training_set_are_what_they_always_were(
+    digits, partition, sizes, first, digest
+):
     dealt = deal(digits, settings(partition=partition))
     assert np.diff(dealt.rows(0, 0).offset).tolist() == sizes
     assert dealt.rows(0, 0).rows[:4].tolist() == first
-    parts = [array for task in range(TASKS) for array in (dealt.rows(task, 0).rows.astype("<i4"), dealt.rows(task, 0).offset)]
+    parts = [
+        array
+        for task in range(TASKS)
+        for array in (dealt.rows(task, 0).rows.astype("<i4"), dealt.rows(task, 0).offset)
+    ]
     content = b"".join(array.tobytes() for array in (*parts, dealt.train_label, dealt.test_label))
     assert hashlib.sha256(content).hexdigest() == digest
 
@@ -65,7 +95,9 @@ def test_static_clients_hold_the_same_rows_in_every_round(digits, partition):
 
 @pytest.mark.parametrize("population", ["static", "redrawn"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_clients_hold_rows_of_the_tasks_classes_only_and_share_none_but_in_shards(digits, partition, population):
+def test_clients_hold_rows_of_the_tasks_classes_only_and_share_none_but_in_shards(
+    digits, partition, population
+):
     dealt = deal(digits, settings(partition=partition, population=population))
     for task, described in enumerate(make_tasks(CLASSES, TASKS)):
         rows = np.concatenate(held(dealt, task)).astype(int)
@@ -107,7 +139,7 @@ def test_rows_beyond_the_training_share_belong_to_nobody(digits, partition, popu
             assert len(mine) == np.ceil(0.8 * len(members))
 
 
-# ---- redrawn populations ---------------------------------------------------------------------------------------------------------------
+# ---- redrawn populations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -140,7 +172,7 @@ def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits
         deal(digits, settings(partition="quantity", alpha=3, population="redrawn")).rows(0, 0)
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def finished(options, factory):
@@ -148,13 +180,19 @@ def finished(options, factory):
     out = factory.getbasetemp() / "-".join(["deal", *options]).replace("--", "")
     if not out.exists():
         with small_runs.compile_cache(factory):
-            assert cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)]) == 0
+            assert (
+                cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)])
+                == 0
+            )
     return out
 
 
 @pytest.mark.parametrize(
     ("partition", "population"),
-    [*((partition, "redrawn") for partition in PARTITIONS), *((partition, "static") for partition in BY_TASK)],
+    [
+        *((partition, "redrawn") for partition in PARTITIONS),
+        *((partition, "static") for partition in BY_TASK),
+    ],
 )
 def test_a_run_finishes_under_every_partition_and_population(partition, population, tmp_path_factory):
     out = finished(["--partition", partition, "--population", population], tmp_path_factory)
@@ -202,7 +240,9 @@ def test_settings_of_a_deal_that_cannot_be_are_one_line(options, parts, tmp_path
 
 
 @pytest.mark.parametrize("partition", BY_TASK)
-def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(digits, partition, tmp_path, capsys):
+def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
+    digits, partition, tmp_path, capsys
+):
     options = ["--clients", "3", "--partition", partition, "--population", "redrawn"]
     assert cli.main(["data", "show", "digits", *options, "--out", str(tmp_path)]) == 0
     dealt = deal(digits, settings(partition=partition, population="redrawn"))

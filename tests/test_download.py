@@ -1,4 +1,5 @@
-"""Official archives are downloaded whole or resumed, checked, unpacked safely, and leave nothing else behind when something fails."""
+"""Official archives are downloaded whole or resumed, checked, unpacked safely, and leave nothing else behind
+when something fails."""
 
 import contextlib
 import functools
@@ -21,11 +22,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data import download
 from fcljax.data.augment import Geometry
-from fcljax.data.download import OFFICIAL, Archive, fetch, leads_out
-from fcljax.data.listings import NAMED
-from fcljax.data.sources import known_datasets, load_dataset, prepare
+from fcljax.data.files import download
+from fcljax.data.files.download import OFFICIAL, Archive, fetch, leads_out
+from fcljax.data.files.listings import NAMED
+from fcljax.data.files.sources import known_datasets, load_dataset, prepare
 from fcljax.errors import InputError
 
 WNIDS = ("n01443537", "n01484850")
@@ -59,7 +60,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start = 0 if behaviour.get("no_range") else start
         self.send_response(206 if start else 200)
         if start:
-            self.send_header("Content-Range", behaviour.get("content_range", f"bytes {start}-{len(content) - 1}/{len(content)}"))
+            self.send_header(
+                "Content-Range",
+                behaviour.get("content_range", f"bytes {start}-{len(content) - 1}/{len(content)}"),
+            )
         if not behaviour.get("no_length"):
             self.send_header("Content-Length", str(behaviour.get("length", len(content) - start)))
         self.end_headers()
@@ -78,7 +82,9 @@ def server(monkeypatch):
     for variable in ("no_proxy", "NO_PROXY"):  # a proxy is not to be asked for the machine's own files
         monkeypatch.setenv(variable, "127.0.0.1")
     files, asked, behaviour = {}, [], {}
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, server_state=(files, asked, behaviour)))
+    running = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, server_state=(files, asked, behaviour))
+    )
     running.handle_error = lambda *args: None  # a client that hangs up is part of the test
     thread = threading.Thread(target=running.serve_forever, args=(0.02,))
     thread.start()
@@ -137,7 +143,11 @@ def renditions(count=10):
 
 @pytest.fixture
 def birds(server):
-    members = {f"CUB_200_2011/images/{bird}/{index}.jpg": image(index) for bird in ("001.Auk", "002.Owl") for index in range(10)}
+    members = {
+        f"CUB_200_2011/images/{bird}/{index}.jpg": image(index)
+        for bird in ("001.Auk", "002.Owl")
+        for index in range(10)
+    }
     more = {
         "attributes.txt": np.random.RandomState(0).bytes(5000),
         "CUB_200_2011/images/001.Auk/._0.jpg": b"of a file manager",
@@ -170,7 +180,11 @@ def left(folder):
     """What lies in a data folder, but for the empty files that processes lock."""
     for file in folder.glob(".*.lock"):
         assert file.stat().st_size == 0
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    )
 
 
 def partial_file(folder, archive):
@@ -201,7 +215,14 @@ def test_an_unpacked_tree_equals_the_official_one(server, tmp_path):
     members = renditions()
     get(
         "imagenet_r",
-        [offer(server, "imagenet-r.tar", packed_tar({"./imagenet-r/README.txt": b"read"} | members), "imagenet-r")],
+        [
+            offer(
+                server,
+                "imagenet-r.tar",
+                packed_tar({"./imagenet-r/README.txt": b"read"} | members),
+                "imagenet-r",
+            )
+        ],
         tmp_path,
     )
     assert (tmp_path / "imagenet-r" / "README.txt").read_bytes() == b"read"
@@ -225,13 +246,17 @@ def test_several_archives_make_one_data_set(server, tmp_path):
     get("domainnet", domains(server), tmp_path)
     data = load("domainnet", tmp_path)
     assert data.class_names == ("ant", "zoo") and len(data.y_train) == 48 and len(data.y_test) == 12
-    assert sorted(path.name for path in (tmp_path / "domainnet").iterdir()) == sorted(archive.takes for archive in domains(server))
+    assert sorted(path.name for path in (tmp_path / "domainnet").iterdir()) == sorted(
+        archive.takes for archive in domains(server)
+    )
 
 
 def test_a_set_whose_last_archive_fails_is_not_there_at_all(server, tmp_path):
     archives = domains(server)
     sketch = server.files.pop("groundtruth/sketch.zip")
-    assert "sketch.zip was refused by the server (HTTP status 404)" in refusal("domainnet", archives, tmp_path)
+    assert "sketch.zip was refused by the server (HTTP status 404)" in refusal(
+        "domainnet", archives, tmp_path
+    )
     assert len(left(tmp_path)) == 5 and all(file.endswith(".part") for file in left(tmp_path))
     server.files["groundtruth/sketch.zip"] = sketch
     server.asked.clear()
@@ -258,12 +283,17 @@ def test_omniglot_is_found_where_it_is_unpacked(server, tmp_path):
 
 def fashion(server):
     def idx(array):
-        return gzip.compress(struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes())
+        return gzip.compress(
+            struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes()
+        )
 
     archives = []
     for split, count in (("train", 20), ("t10k", 10)):
         labels = np.arange(count, dtype=np.uint8) % 10
-        for kind, array in (("images-idx3", labels[:, None, None] + np.zeros((1, 28, 28), np.uint8)), ("labels-idx1", labels)):
+        for kind, array in (
+            ("images-idx3", labels[:, None, None] + np.zeros((1, 28, 28), np.uint8)),
+            ("labels-idx1", labels),
+        ):
             archives.append(offer(server, f"{split}-{kind}-ubyte.gz", idx(array), "", "fashion_mnist"))
     return tuple(archives)
 
@@ -276,7 +306,9 @@ def test_prepare_downloads_what_is_not_here(server, tmp_path, monkeypatch):
     data = load_dataset("fashion_mnist", data_dir=tmp_path, console=quiet())
     assert data.x_train[:, 5, 5, 0].tolist() == data.y_train.tolist() == list(range(10)) * 2
     names = [archive.file for archive in OFFICIAL["fashion_mnist"]]
-    assert sorted(path.name for path in (tmp_path / "fashion_mnist").iterdir()) == sorted(["notes.txt", *names])
+    assert sorted(path.name for path in (tmp_path / "fashion_mnist").iterdir()) == sorted(
+        ["notes.txt", *names]
+    )
     prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
     assert len(server.asked) == 4
 
@@ -295,14 +327,20 @@ def test_a_failed_download_names_the_official_files_and_where_to_put_them(server
     with pytest.raises(InputError) as error:
         prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
     message = str(error.value)
-    assert "cannot download 'fashion_mnist': train-images-idx3-ubyte.gz was refused by the server (HTTP status 503)" in message
+    assert (
+        "cannot download 'fashion_mnist': train-images-idx3-ubyte.gz was refused by the server (HTTP status 503)"
+        in message
+    )
     assert NAMED["fashion_mnist"].put in message and str(tmp_path) in message and "\n" not in message
     assert left(tmp_path) == []
 
 
 def test_a_redirected_address_and_one_with_a_query_are_followed(server, tmp_path, birds):
     get("cub200", [birds._replace(url=f"{server.url}/old/CUB_200_2011.tgz?download=1")], tmp_path)
-    assert [path for path, *_ in server.asked] == ["/old/CUB_200_2011.tgz?download=1", "/CUB_200_2011.tgz?download=1"]
+    assert [path for path, *_ in server.asked] == [
+        "/old/CUB_200_2011.tgz?download=1",
+        "/CUB_200_2011.tgz?download=1",
+    ]
     assert len(load("cub200", tmp_path).y_train) == 16
 
 
@@ -333,13 +371,19 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path, birds):
 # Broken connections
 
 
-@pytest.mark.parametrize("behaviour", [{"cut": 700}, {"cut": 700, "no_length": True}, {"cut": 700, "reset": True}])
+@pytest.mark.parametrize(
+    "behaviour", [{"cut": 700}, {"cut": 700, "no_length": True}, {"cut": 700, "reset": True}]
+)
 def test_a_download_that_broke_off_is_resumed(server, tmp_path, birds, behaviour):
     server.behaviour.update(behaviour)
     message = refusal("cub200", [birds], tmp_path)
-    assert "cannot download 'cub200': CUB_200_2011.tgz broke off after" in message and message.endswith("or put the files there")
+    assert "cannot download 'cub200': CUB_200_2011.tgz broke off after" in message and message.endswith(
+        "or put the files there"
+    )
     got = partial_file(tmp_path, birds).stat().st_size if left(tmp_path) else 0
-    assert 0 <= got <= 700 if behaviour.get("reset") else got == 700  # a reset may overtake what was sent before it
+    assert (
+        0 <= got <= 700 if behaviour.get("reset") else got == 700
+    )  # a reset may overtake what was sent before it
     server.behaviour.clear()
     get("cub200", [birds], tmp_path)
     assert server.asked[-1][1] == (f"bytes={got}-" if got else None)
@@ -363,7 +407,11 @@ def test_what_came_of_another_version_is_not_continued(server, tmp_path, birds):
     server.behaviour["cut"] = 700
     refusal("cub200", [birds], tmp_path)
     server.behaviour.clear()
-    get("cub200", [offer(server, "CUB_200_2011.tgz", server.files["CUB_200_2011.tgz"] + b"\0", birds.takes)], tmp_path)
+    get(
+        "cub200",
+        [offer(server, "CUB_200_2011.tgz", server.files["CUB_200_2011.tgz"] + b"\0", birds.takes)],
+        tmp_path,
+    )
     assert [part for _, part, _ in server.asked] == [None, None]
 
 
@@ -402,10 +450,14 @@ def test_another_part_than_the_one_asked_for_is_not_taken(server, tmp_path, bird
 # Files that are not the official ones
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-1] + b"?", lambda content: b"<html>" + content[6:]])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-1] + b"?", lambda content: b"<html>" + content[6:]]
+)
 def test_a_file_with_another_checksum_is_refused_and_removed(server, tmp_path, birds, damage):
     server.files["CUB_200_2011.tgz"] = damage(server.files["CUB_200_2011.tgz"])
-    assert "CUB_200_2011.tgz does not have the checksum of the official file" in refusal("cub200", [birds], tmp_path)
+    assert "CUB_200_2011.tgz does not have the checksum of the official file" in refusal(
+        "cub200", [birds], tmp_path
+    )
     assert left(tmp_path) == []
 
 
@@ -451,14 +503,32 @@ LINK = (0o120777, "../../outside")
         ("x.zip", b"PK no archive", "cannot be unpacked (BadZipFile"),
         ("x.tar", packed_tar(GOOD | {"../outside": b"bad"}), "'../outside', which leads out of it"),
         ("x.tar", packed_tar(GOOD | {"/outside": b"bad"}), "'/outside', which leads out of it"),
-        ("x.tar", packed_tar(GOOD | {"cub/link": (tarfile.SYMTYPE, "../../outside")}), "'cub/link', which is no regular file"),
-        ("x.tar", packed_tar(GOOD | {"cub/link": (tarfile.LNKTYPE, "cub/a/1.jpg")}), "'cub/link', which is no regular file"),
-        ("x.tar", packed_tar(GOOD | {"cub/pipe": (tarfile.FIFOTYPE, "")}), "'cub/pipe', which is no regular file"),
-        ("x.tgz", packed_tar(GOOD | {"cub/bomb": bytes(1 << 22)}, "w:gz"), "holds more than 10 times its own size"),
+        (
+            "x.tar",
+            packed_tar(GOOD | {"cub/link": (tarfile.SYMTYPE, "../../outside")}),
+            "'cub/link', which is no regular file",
+        ),
+        (
+            "x.tar",
+            packed_tar(GOOD | {"cub/link": (tarfile.LNKTYPE, "cub/a/1.jpg")}),
+            "'cub/link', which is no regular file",
+        ),
+        (
+            "x.tar",
+            packed_tar(GOOD | {"cub/pipe": (tarfile.FIFOTYPE, "")}),
+            "'cub/pipe', which is no regular file",
+        ),
+        (
+            "x.tgz",
+            packed_tar(GOOD | {"cub/bomb": bytes(1 << 22)}, "w:gz"),
+            "holds more than 10 times its own size",
+        ),
         ("x.tgz", packed_tar(GOOD, "w:gz")[:-20], "cannot be unpacked (EOFError"),
         ("x.tar", b"no archive", "cannot be unpacked (ReadError"),
     ],
-    ids=lambda value: "content" if isinstance(value, bytes) else value,  # a gzip file holds the time it was made
+    ids=lambda value: (
+        "content" if isinstance(value, bytes) else value
+    ),  # a gzip file holds the time it was made
 )
 def test_what_an_archive_should_not_hold_is_refused_and_nothing_stays(server, tmp_path, file, content, words):
     folder = tmp_path / "data" / "folder"
@@ -469,7 +539,8 @@ def test_what_an_archive_should_not_hold_is_refused_and_nothing_stays(server, tm
 
 
 @pytest.mark.parametrize(
-    "member, out", [("a/b.c", False), ("a..b/..c", False), ("..", True), ("a/..", True), ("\\a", True), ("D:a", True)]
+    "member, out",
+    [("a/b.c", False), ("a..b/..c", False), ("..", True), ("a/..", True), ("\\a", True), ("D:a", True)],
 )
 def test_paths_that_lead_out_are_recognised(member, out):
     assert leads_out(member) == out
@@ -484,7 +555,9 @@ def test_a_kill_while_unpacking_leaves_the_archive_to_the_next_try(server, tmp_p
         with pytest.raises(KeyboardInterrupt):
             get("cub200", [birds], tmp_path)
     assert partial_file(tmp_path, birds).stat().st_size == birds.bytes
-    (tmp_path / ".CUB_200_2011.tmp-left" / "CUB_200_2011").mkdir(parents=True)  # as by a process that could not clean up
+    (tmp_path / ".CUB_200_2011.tmp-left" / "CUB_200_2011").mkdir(
+        parents=True
+    )  # as by a process that could not clean up
     get("cub200", [birds], tmp_path)
     assert len(server.asked) == 1 and len(left(tmp_path)) == 20 and not list(tmp_path.glob(".*tmp*"))
 
@@ -524,7 +597,9 @@ def test_the_official_archives_fit_the_layouts_that_are_looked_for():
             assert len(archive.sha256) == 64 and set(archive.sha256) <= set("0123456789abcdef")
             if name not in ("fashion_mnist", "omniglot", "domainnet"):
                 assert f"{archive.place}/" in NAMED[name].put
-            assert archive.file.endswith((".zip", ".tar", ".tar.gz", ".tgz") if archive.takes else "-ubyte.gz")
+            assert archive.file.endswith(
+                (".zip", ".tar", ".tar.gz", ".tgz") if archive.takes else "-ubyte.gz"
+            )
 
 
 def test_the_official_archives_are_those_of_the_registry_of_tensorflow_datasets():
@@ -534,6 +609,15 @@ def test_the_official_archives_are_those_of_the_registry_of_tensorflow_datasets(
         for folder, ending in (("url_checksums", "txt"), ("datasets", "tsv"))
         for path in sorted((root / folder).rglob(f"*.{ending}"))
     ]
-    registry = {line.split("\t")[0]: line.split("\t")[1:3] for part in lines for line in part if line.count("\t") >= 2}
-    known = [archive for name, archives in OFFICIAL.items() for archive in archives if name not in ("domainnet", "tiny_imagenet")]
-    assert [registry[archive.url] for archive in known] == [[str(archive.bytes), archive.sha256] for archive in known]
+    registry = {
+        line.split("\t")[0]: line.split("\t")[1:3] for part in lines for line in part if line.count("\t") >= 2
+    }
+    known = [
+        archive
+        for name, archives in OFFICIAL.items()
+        for archive in archives
+        if name not in ("domainnet", "tiny_imagenet")
+    ]
+    assert [registry[archive.url] for archive in known] == [
+        [str(archive.bytes), archive.sha256] for archive in known
+    ]

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from fcljax import cli
-from fcljax.embed import EmbedConfig, embed
 from fcljax.errors import InputError
-from fcljax.metrics import nearest_class_mean
-from fcljax.models.pretrained import save_native
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit
+from fcljax.models.weights.pretrained import save_native
+from fcljax.runs.embed import EmbedConfig, embed
+from fcljax.runs.metrics import nearest_class_mean
 
 TINY = ViTConfig(image_size=8, patch=4, width=64, depth=1, heads=1, mlp=32)
 
@@ -23,7 +23,10 @@ def folder(tmp_path_factory):
               for part, n in (("train", 30), ("test", 12))}  # fmt: skip
     np.savez(folder / "data.npz", **images, **labels)
     params = init_vit(jax.random.key(0), TINY)
-    head = {"kernel": rng.normal(size=(64, 5)).astype(np.float32), "bias": rng.normal(size=5).astype(np.float32)}
+    head = {
+        "kernel": rng.normal(size=(64, 5)).astype(np.float32),
+        "bias": rng.normal(size=5).astype(np.float32),
+    }
     save_native(folder / "headless.safetensors", params, {})
     save_native(folder / "with-head.safetensors", params | {"head": head}, {})
     return folder, images, labels, params, head
@@ -41,7 +44,11 @@ def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_pa
     summary = embed(settings(path, "with-head", keep_head=True, preprocess="hepco"), tmp_path / "out.npz")
     with np.load(tmp_path / "out.npz", allow_pickle=False) as file:
         found = dict(file)
-    both = np.concatenate([images["x_train"], images["x_test"]])[..., None] / np.float32(255) * np.ones(3, np.float32)
+    both = (
+        np.concatenate([images["x_train"], images["x_test"]])[..., None]
+        / np.float32(255)
+        * np.ones(3, np.float32)
+    )
     cls = np.asarray(jax.jit(lambda image: apply_vit(TINY, params, image).cls)(both))
     assert found["features"].dtype == np.float32
     np.testing.assert_allclose(found["features"], cls, atol=1e-4)
@@ -79,7 +86,21 @@ def test_the_command_takes_the_options_of_run(folder, tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     path = folder[0]
     arguments = ["--dataset", f"npz:{path / 'data.npz'}", "--checkpoint", str(path / "headless.safetensors")]
-    assert cli.main(["embed", *arguments, "--preprocess", "pilora", "--image-size", "12", "--data-dir", str(tmp_path / "data")]) == 0
+    assert (
+        cli.main(
+            [
+                "embed",
+                *arguments,
+                "--preprocess",
+                "pilora",
+                "--image-size",
+                "12",
+                "--data-dir",
+                str(tmp_path / "data"),
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "data-headless.npz" in out and "nearest class mean" in out
     assert "position embeddings were interpolated" in " ".join(err.split())
@@ -88,6 +109,8 @@ def test_the_command_takes_the_options_of_run(folder, tmp_path, capsys, monkeypa
 
 
 def test_the_nearest_class_mean_by_hand():
-    train = np.array([[0.0, 0.0], [2.0, 0.0], [10.0, 0.0]], np.float32)  # class 4 has mean (1, 0), class 7 (10, 0)
+    train = np.array(
+        [[0.0, 0.0], [2.0, 0.0], [10.0, 0.0]], np.float32
+    )  # class 4 has mean (1, 0), class 7 (10, 0)
     test = np.array([[5.0, 9.0], [6.0, 0.0], [5.6, 0.0]], np.float32)
     assert nearest_class_mean(train, np.array([4, 4, 7]), test, np.array([4, 7, 4])) == pytest.approx(2 / 3)

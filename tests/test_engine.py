@@ -1,4 +1,5 @@
-"""The engine gives the numbers of plain loops over clients, epochs and batches: for every channel of the protocol, however it is run."""
+"""The engine gives the numbers of plain loops over clients, epochs and batches: for every channel of the
+protocol, however it is run."""
 
 import chex
 import jax
@@ -6,7 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from toys import CLIENTS, FROZEN, KEY, PARTICIPATION, TOYS, begin_run, close, engine_of, receive, same, stack, tasks
+from toys import (
+    CLIENTS,
+    FROZEN,
+    KEY,
+    PARTICIPATION,
+    TOYS,
+    begin_run,
+    close,
+    engine_of,
+    receive,
+    same,
+    stack,
+    tasks,
+)
 
 from fcljax.federated.aggregation import coordinate_median
 from fcljax.federated.engine import Lanes, init_clients, run_round
@@ -27,7 +41,10 @@ def deals(data):
 def plain(data, deals):
     """What plain loops give for each toy: (server, states, reports)."""
     places = {name: engine_of(name, "vmap3").capacity.participants for name in TOYS}
-    return {name: toys.drive_plain(toy(), data, deals, places[name], PARTICIPATION.get(name, 1.0)) for name, toy in TOYS.items()}
+    return {
+        name: toys.drive_plain(toy(), data, deals, places[name], PARTICIPATION.get(name, 1.0))
+        for name, toy in TOYS.items()
+    }
 
 
 def assert_as_plain(result, expected):
@@ -39,7 +56,7 @@ def assert_as_plain(result, expected):
         assert (report.participants, report.rejected) == (plain_report.participants, plain_report.rejected)
 
 
-# ---- conformance -------------------------------------------------------------------------------------------------------------------
+# ---- conformance -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", toys.WAYS)
@@ -61,17 +78,21 @@ def test_the_toys_learn_and_their_clients_differ(plain):
     """Equality with plain loops would say little if nothing moved."""
     for name, (server, states, reports) in plain.items():
         assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
-        close(jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])), True)
+        close(
+            jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])),
+            True,
+        )
         if name in ("remembering", "personal"):
             assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, 0])) == CLIENTS
 
 
-# ---- numbers by hand ---------------------------------------------------------------------------------------------------------------
+# ---- numbers by hand ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def hand():
-    """Two clients and one step each from w = 0 at rate 0.1: client 0 has one row, client 1 two. `shares` scale their weights."""
+    """Two clients and one step each from w = 0 at rate 0.1: client 0 has one row, client 1 two. `shares`
+    scale their weights."""
     image = np.zeros((4, 1, 1, 3), np.float32)
     image[1, 0, 0], image[2, 0, 0], image[3, 0, 0] = (1, 0, 0), (0, 2, 0), (0, 0, 1)
     data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 2, 1], jnp.int32))
@@ -87,20 +108,28 @@ def hand():
 
 
 def test_one_step_of_two_clients_by_hand(hand):
-    """Client 0: w = 0.1 * 1 * (1, 0, 0). Client 1: w = 0.1 / 2 * (2 * (0, 2, 0) + 1 * (0, 0, 1)). Weights 1 and 2 of 3."""
+    """Client 0: w = 0.1 * 1 * (1, 0, 0). Client 1: w = 0.1 / 2 * (2 * (0, 2, 0) + 1 * (0, 0, 1)). Weights 1
+    and 2 of 3."""
     server, states, _ = hand()
     np.testing.assert_allclose(server["weight"], [0.1 / 3, 0.2 * 2 / 3, 0.05 * 2 / 3], rtol=1e-6)
     assert states.tolist() == [1, 1]
 
 
 def test_metrics_are_means_over_rows(hand):
-    """At w = 0 the losses of the three rows are 1/2, 4/2 and 1/2: 1 on average, where the mean over clients would be 0.875."""
+    """At w = 0 the losses of the three rows are 1/2, 4/2 and 1/2: 1 on average, where the mean over clients
+    would be 0.875."""
     assert hand()[2].metrics == {"loss": pytest.approx(1.0)}
 
 
 def test_the_report_counts_rows_and_steps(hand):
     _, _, report = hand()
-    assert (report.participants, report.rows, report.first_phase_rows, report.useful_steps, report.paid_steps) == (2, 3, 3, 2, 2)
+    assert (
+        report.participants,
+        report.rows,
+        report.first_phase_rows,
+        report.useful_steps,
+        report.paid_steps,
+    ) == (2, 3, 3, 2, 2)
     assert report.slot_efficiency == 1.0
 
 
@@ -120,7 +149,7 @@ def test_if_all_weights_are_0_the_server_stays(hand):
     assert hand(shares=(0.0, 0.0))[0]["weight"].tolist() == [0, 0, 0]
 
 
-# ---- absent and broken clients -----------------------------------------------------------------------------------------------------
+# ---- absent and broken clients -----------------------------------------------------------------------------
 
 
 def poisoned(data: toys.Rows, roster, clients, value) -> toys.Rows:
@@ -134,14 +163,22 @@ def poisoned(data: toys.Rows, roster, clients, value) -> toys.Rows:
 def play_once(engine, data, roster, ids):
     server, states = begin_run(engine.method)
     ids, states = np.array(ids), stack(states)
-    return run_round(engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, roster, ids, tasks()[0], 0, KEY), server, states
+    return (
+        run_round(
+            engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, roster, ids, tasks()[0], 0, KEY
+        ),
+        server,
+        states,
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
 def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, deals):
     engine = engine_of(name, "vmap3")
-    (server, states, report), _, before = play_once(engine, poisoned(data, deals[0], [3], value), deals[0], [0, 1, 3, 6])
+    (server, states, report), _, before = play_once(
+        engine, poisoned(data, deals[0], [3], value), deals[0], [0, 1, 3, 6]
+    )
     (without, others, _), _, _ = play_once(engine, data, deals[0], [0, 1, 6])
     close(server, without, atol=1e-6)
     close(states, others, atol=1e-6)
@@ -181,7 +218,9 @@ def test_a_client_without_rows_is_absent_and_keeps_its_state(data, deals):
 
 
 def test_a_round_without_any_rows_changes_nothing(data, deals):
-    (server, states, report), server_before, before = play_once(engine_of("remembering", "vmap3"), data, deals[0], [2])
+    (server, states, report), server_before, before = play_once(
+        engine_of("remembering", "vmap3"), data, deals[0], [2]
+    )
     same((server, states), (server_before, before))
     assert report.participants == 0
 
@@ -192,7 +231,7 @@ def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, deal
     assert changed.tolist() == (deals[0].count > 0).tolist()
 
 
-# ---- rules, predictions, keys ------------------------------------------------------------------------------------------------------
+# ---- rules, predictions, keys ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import small_runs
 
-from fcljax import cli, config, report
-from fcljax.data.sources import load_dataset
+from fcljax import cli, config
+from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
 from fcljax.methods.linear import linear
+from fcljax.runs import report
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
 HEAD = WIDTH * CLASSES + CLASSES
@@ -42,11 +43,17 @@ def lines_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------
 
 
 def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "figures"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "figures",
+    }
     figures = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
     assert set(figures) == {"accuracy.png", "matrix.png", "classes.png"}
     assert all(content.startswith(b"\x89PNG") for content in figures.values())
@@ -64,7 +71,7 @@ def test_config_yaml_gives_the_same_settings_back(run):
     assert config.to_yaml(summary["method"], again) == (run / "config.yaml").read_text()
 
 
-# ---- summary.json --------------------------------------------------------------------------------------------------------------------
+# ---- summary.json ------------------------------------------------------------------------------------------
 
 
 def test_the_summary_has_every_field_that_reports_read(run):
@@ -85,7 +92,9 @@ def test_average_accuracy_and_forgetting_follow_from_the_matrix(run):
     assert summary["A"] == pytest.approx([np.mean(a[t, : t + 1]) for t in range(TASKS)])
     assert summary["A_avg"] == pytest.approx(np.mean(summary["A"]))
     assert summary["A_last"] == summary["A"][-1]
-    assert summary["forgetting"]["diagonal"] == pytest.approx(np.mean([a[i, i] - a[-1, i] for i in range(TASKS - 1)]))
+    assert summary["forgetting"]["diagonal"] == pytest.approx(
+        np.mean([a[i, i] - a[-1, i] for i in range(TASKS - 1)])
+    )
     assert summary["backward_transfer"] == pytest.approx(-summary["forgetting"]["diagonal"])
 
 
@@ -116,14 +125,18 @@ def test_communication_of_fppl_is_prompt_gate_head_and_prototypes(fppl_run):
     assert summary["trainable_params"] == prompt + gate + HEAD
     assert summary["communication"]["upload_scalars"] == prompt + gate + HEAD + prototypes
     assert summary["communication"]["download_scalars"] == prompt + gate + HEAD + prototypes
-    assert summary["communication"]["upload_bytes"] == 4 * summary["communication"]["upload_scalars"] + 2 + 4  # two flags, a weight
+    assert (
+        summary["communication"]["upload_bytes"] == 4 * summary["communication"]["upload_scalars"] + 2 + 4
+    )  # two flags, a weight
     assert summary["extra_storage"] == {"scalars": TASKS * prompt, "bytes": 4 * TASKS * prompt}
 
 
 def test_total_communication_counts_every_upload(run):
     summary, uploads = summary_of(run), sum(line["participants"] for line in lines_of(run))
     assert uploads > 0
-    assert summary["communication_total"] == {name: value * uploads for name, value in summary["communication"].items()}
+    assert summary["communication_total"] == {
+        name: value * uploads for name, value in summary["communication"].items()
+    }
 
 
 def test_times_and_rates_are_positive_and_efficiency_is_a_share(run):
@@ -141,12 +154,14 @@ def test_client_accuracy_is_per_client_and_methods_without_personal_models_have_
     assert summary["personal_accuracy"] is None
 
 
-# ---- metrics.jsonl -------------------------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl -----------------------------------------------------------------------------------------
 
 
 def test_metrics_have_a_line_per_round_in_order(run):
     rounds = summary_of(run)["config"]["rounds"]
-    assert [(line["task"], line["round"]) for line in lines_of(run)] == [(t, r) for t in range(TASKS) for r in range(rounds)]
+    assert [(line["task"], line["round"]) for line in lines_of(run)] == [
+        (t, r) for t in range(TASKS) for r in range(rounds)
+    ]
 
 
 def test_accuracy_is_logged_at_the_end_of_tasks_and_is_the_summarys(run):
@@ -167,11 +182,12 @@ def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run, fppl_run
     assert all(line["participants"] <= 2 for line in lines_of(fppl_run))
 
 
-# ---- personal models -----------------------------------------------------------------------------------------------------------------
+# ---- personal models ---------------------------------------------------------------------------------------
 
 
 def counting(options, setting, backbone, epochs, batch_size, lr):
-    """`linear` whose client's personal model predicts the class that is numbered like the rounds the client took part in."""
+    """`linear` whose client's personal model predicts the class that is numbered like the rounds the client
+    took part in."""
     method = linear(options, setting, backbone, epochs, batch_size, lr)
     finish = method.client.finish
 

@@ -1,4 +1,5 @@
-"""The files in experiments/ are claims: each says where its numbers come from, loads, and sends what it says."""
+"""The files in experiments/ are claims: each says where its numbers come from, loads, and sends what it
+says."""
 
 import shlex
 from pathlib import Path
@@ -10,10 +11,10 @@ import yaml
 
 from fcljax import cli, config
 from fcljax.data.tasks import make_tasks
-from fcljax.experiment import Experiment, wire_shapes
 from fcljax.federated.communication import traffic
 from fcljax.methods import METHODS
 from fcljax.models.vit import VITS, vit_backbone
+from fcljax.runs.experiment import Experiment, wire_shapes
 from fcljax.types import Setting
 
 FOLDER = small_runs.ROOT / "experiments"
@@ -26,7 +27,9 @@ STATUS = ("unverified", "reproduced", "not reproduced")
 
 def header(file):
     """The comment at the top: field -> text; the first line is the title."""
-    title, *lines = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+    title, *lines = [
+        line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")
+    ]
     return {"title": title} | dict(line.split(": ", 1) for line in lines)
 
 
@@ -34,7 +37,9 @@ def parts(command):
     """(method, where its settings come from, other options) of a command."""
     program, verb, method, *options = shlex.split(command)
     assert (program, verb) == ("fcljax", "run")
-    given = cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+    given = cli.parse(
+        {"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", ""
+    )
     paths = {name: given.pop(name) for name in ("config", "out", "resume") if name in given}
     return method, paths, given
 
@@ -46,14 +51,22 @@ def load(file):
 
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-each_of_pilora = pytest.mark.parametrize("file", sorted(FOLDER.glob("pilora_*.yaml")), ids=lambda file: file.stem)
+each_of_pilora = pytest.mark.parametrize(
+    "file", sorted(FOLDER.glob("pilora_*.yaml")), ids=lambda file: file.stem
+)
 each_of_fppl = pytest.mark.parametrize("file", sorted(FOLDER.glob("fppl_*.yaml")), ids=lambda file: file.stem)
 
 
 def test_every_row_of_fppl_in_the_papers_tables_has_a_file():
     ablation = [f"fppl_table3_{parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")]
     clients = [f"fppl_table4_{clients}-clients" for clients in (20, 30, 40)]
-    others = ["fppl_table1_imagenet-r", "fppl_table1_cub-200", "fppl_table5_iid", "fppl_table5_beta0.5", "fppl_cifar-100"]
+    others = [
+        "fppl_table1_imagenet-r",
+        "fppl_table1_cub-200",
+        "fppl_table5_iid",
+        "fppl_table5_beta0.5",
+        "fppl_cifar-100",
+    ]
     assert {*ablation, *clients, *others} <= {file.stem for file in FILES}
 
 
@@ -63,7 +76,9 @@ def test_the_header_names_source_expectation_status_and_cost(file):
     assert found["title"]
     assert set(FIELDS) <= set(found)
     assert found["status"] in STATUS
-    assert found["status"] == "unverified" or found["cost"] != "not measured"  # who has run it knows what it cost
+    assert (
+        found["status"] == "unverified" or found["cost"] != "not measured"
+    )  # who has run it knows what it cost
 
 
 @each
@@ -95,8 +110,22 @@ def test_settings_are_the_papers(file):
 @each_of_fppl
 def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
     values = set(yaml.safe_load(file.read_text()))
-    fixed = {"tasks", "clients", "partition", "rounds", "epochs", "batch_size", "lr", "seed", "fidelity", "normalise", "augment"}
-    disputed = set(METHODS["fppl"].fidelity["intended"])  # a preset may change; what made the table's numbers does not
+    fixed = {
+        "tasks",
+        "clients",
+        "partition",
+        "rounds",
+        "epochs",
+        "batch_size",
+        "lr",
+        "seed",
+        "fidelity",
+        "normalise",
+        "augment",
+    }
+    disputed = set(
+        METHODS["fppl"].fidelity["intended"]
+    )  # a preset may change; what made the table's numbers does not
     assert fixed | disputed <= values
     assert values >= {"beta"} or load(file)[1].partition == "iid"
 
@@ -107,11 +136,17 @@ def test_the_upload_in_the_header_is_what_a_client_sends(file):
     classes = CLASSES[cfg.dataset]
     setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds)
     backbone = vit_backbone(VITS[cfg.backbone])
-    built = METHODS[method].build(config.method_options(method, cfg), setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr)
+    built = METHODS[method].build(
+        config.method_options(method, cfg), setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr
+    )
     unused = Experiment(*[None] * len(Experiment._fields))
-    exp = unused._replace(method=built, tasks=make_tasks(classes, cfg.tasks), setting=setting, key=jax.random.key(0))
+    exp = unused._replace(
+        method=built, tasks=make_tasks(classes, cfg.tasks), setting=setting, key=jax.random.key(0)
+    )
     upload, broadcast, _ = wire_shapes(exp)
-    assert header(file)["upload"].startswith(f"{traffic(upload, broadcast).upload_scalars:,} numbers per client and round")
+    assert header(file)["upload"].startswith(
+        f"{traffic(upload, broadcast).upload_scalars:,} numbers per client and round"
+    )
 
 
 def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
@@ -122,13 +157,19 @@ def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
         assert "".join(part for part, is_on in on.items() if is_on) == parts
 
 
-# ---- PILoRA --------------------------------------------------------------------------------------------------------------------------
+# ---- PILoRA ------------------------------------------------------------------------------------------------
 
-COLUMNS = {1: ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"), 2: ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"), 3: ("a6", "b0.5")}
+COLUMNS = {
+    1: ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"),
+    2: ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"),
+    3: ("a6", "b0.5"),
+}
 
 
 def test_every_column_of_pilora_s_tables_has_a_file():
-    assert {f"pilora_table{table}_{column}" for table in COLUMNS for column in COLUMNS[table]} <= {file.stem for file in FILES}
+    assert {f"pilora_table{table}_{column}" for table in COLUMNS for column in COLUMNS[table]} <= {
+        file.stem for file in FILES
+    }
 
 
 @each_of_pilora
@@ -150,7 +191,10 @@ def test_the_settings_of_a_column_serve_every_baseline(file, method):
     assert cli.settings(method, {}, cli.Paths(config=str(file))).rounds == 30
 
 
-@pytest.mark.parametrize("options", [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "all"], ["--tune", "none"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "all"], ["--tune", "none"]],
+)
 def test_the_rows_of_table_three_are_options(options):
     command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]
     method, paths, given = parts(shlex.join(command))

@@ -1,6 +1,8 @@
-"""FPPL: the numeric oracles of the paper and its release, the ablations, and every point on which the two differ.
+"""FPPL: the numeric oracles of the paper and its release, the ablations, and every point on which the two
+differ.
 
-Most tests run the method on a backbone that is a formula: the feature of an image is the image plus the mean prompt of every block.
+Most tests run the method on a backbone that is a formula: the feature of an image is the image plus the mean
+  prompt of every block.
 """
 
 import dataclasses
@@ -14,16 +16,24 @@ import pytest
 
 from fcljax import config
 from fcljax.data.tasks import make_tasks
-from fcljax.experiment import Experiment, wire_shapes
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity
 from fcljax.methods import METHODS, resolve_options
-from fcljax.methods.fppl import FIDELITY, FPPLConfig, Prototypes, debias, fppl, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import (
+    FIDELITY,
+    FPPLConfig,
+    Prototypes,
+    debias,
+    fppl,
+    store_prototypes,
+    unified_representation_loss,
+)
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
 from fcljax.models.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_backbone
+from fcljax.runs.experiment import Experiment, wire_shapes
 from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting, Upload
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
@@ -36,7 +46,9 @@ TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 
 def encode(frozen, image, injection):
     del frozen
-    return image if injection is None else image + sum(prompt.mean(-2) for prompt in injection.prompt.values())
+    return (
+        image if injection is None else image + sum(prompt.mean(-2) for prompt in injection.prompt.values())
+    )
 
 
 FORMULA = Backbone(encode, WIDTH, 2)
@@ -54,7 +66,10 @@ def batch(labels, seed=1, padding=0.0):
     image = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
     image[len(labels) :] = padding
     mask = np.arange(4) < len(labels)
-    return jax.tree.map(jnp.asarray, Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)))
+    return jax.tree.map(
+        jnp.asarray,
+        Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)),
+    )
 
 
 def info(rows=1, id_=0):
@@ -83,7 +98,9 @@ def receive(uploads, ids, valid):
     clients = SETTING.clients
     pad = clients - len(uploads)
     stack = lambda *x: jnp.asarray(np.stack([*map(np.asarray, x), *[np.zeros_like(x[0])] * pad]))
-    mean, gather = (jax.tree.map(stack, *parts) for parts in zip(*((u.mean, u.gather) for u in uploads), strict=True))
+    mean, gather = (
+        jax.tree.map(stack, *parts) for parts in zip(*((u.mean, u.gather) for u in uploads), strict=True)
+    )
     ids, valid = jnp.asarray([*ids, *[clients] * pad]), jnp.asarray([*valid, *[False] * pad])
     weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
     return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
@@ -92,11 +109,14 @@ def receive(uploads, ids, valid):
 def sent(vectors):
     """Prototypes as a client sends them: None where it has no rows of the class."""
     held = [vector is not None for vector in vectors]
-    return Prototypes(np.asarray([[0.0] * WIDTH if v is None else v for v in vectors], np.float32), np.asarray(held))
+    return Prototypes(
+        np.asarray([[0.0] * WIDTH if v is None else v for v in vectors], np.float32), np.asarray(held)
+    )
 
 
 def serve(method, server, task, prototypes, ids, valid=None):
-    """The server after a round in which the clients `ids` sent these prototypes and left the trained parts as they were."""
+    """The server after a round in which the clients `ids` sent these prototypes and left the trained parts as
+    they were."""
     trained = method.client.start(method.broadcast(server, task), (), task, info(), jax.random.key(0)).trained
     uploads = [Upload(gather=p, weight=1.0) for p in prototypes]
     aggregate = receive(uploads, ids, [True] * len(ids) if valid is None else valid)
@@ -107,7 +127,7 @@ def changed(before, after):
     return np.asarray(jnp.abs(after - before) > 0)
 
 
-# ---- counts ------------------------------------------------------------------------------------------------------------------------
+# ---- counts ------------------------------------------------------------------------------------------------
 
 
 VIT_B16 = parameter_shapes(VITS["vit_b16"])
@@ -170,12 +190,18 @@ def test_trained_parameters_without_head_are_a_thousandth_of_the_backbone():
     backbone = scalars(VIT_B16)
     assert backbone == 590_592 + 768 + 151_296 + 12 * 7_087_872 + 1_536 == 85_798_656
     assert backbone + scalars(trainable["head"]) == 85_952_456
-    assert 100 * scalars((trainable["prompt"], trainable["gate"])) / backbone == pytest.approx(0.1074, abs=5e-5)
+    assert 100 * scalars((trainable["prompt"], trainable["gate"])) / backbone == pytest.approx(
+        0.1074, abs=5e-5
+    )
 
 
-# ---- gate and fusion ---------------------------------------------------------------------------------------------------------------
+# ---- gate and fusion ---------------------------------------------------------------------------------------
 
-QUERY, PSI, SEEN = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0], [0, 2], [1, 1]]), jnp.array([True, True, False])
+QUERY, PSI, SEEN = (
+    jnp.array([[3.0, 4.0]]),
+    jnp.array([[1.0, 0], [0, 2], [1, 1]]),
+    jnp.array([True, True, False]),
+)
 
 
 @pytest.mark.parametrize(("sigma", "soft", "weights"), [
@@ -228,10 +254,12 @@ def test_the_first_round_of_a_task_starts_from_the_previous_prompt_and_leaves_th
     begun = method.begin_task(server, TASKS[2], jax.random.key(0))
     np.testing.assert_array_equal(begun.prompts, server.prompts.at[2].set(server.prompts[1]))
     np.testing.assert_array_equal(begun.gate.psi, server.gate.psi)
-    np.testing.assert_array_equal(method.begin_task(server, TASKS[0], jax.random.key(0)).prompts, server.prompts)
+    np.testing.assert_array_equal(
+        method.begin_task(server, TASKS[0], jax.random.key(0)).prompts, server.prompts
+    )
 
 
-# ---- prompts in the transformer ----------------------------------------------------------------------------------------------------
+# ---- prompts in the transformer ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +283,9 @@ def test_a_prompted_block_of_vit_b16_lets_out_as_many_tokens_as_came_in():
 
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     tapped = jax.eval_shape(taps, VIT_B16, shape(2, 224, 224, 3), shape(2, 5, 20, 768))
-    assert {name: tap.shape for name, tap in tapped.items()} == dict.fromkeys(tapped, (2, 197, 768)) and len(tapped) == 13
+    assert {name: tap.shape for name, tap in tapped.items()} == dict.fromkeys(tapped, (2, 197, 768)) and len(
+        tapped
+    ) == 13
 
 
 def test_prompts_as_keys_and_values_equal_tokens_that_are_appended_and_dropped(network):
@@ -268,7 +298,10 @@ def test_prompts_as_keys_and_values_equal_tokens_that_are_appended_and_dropped(n
             longer = jnp.concatenate([x, prompts[:, i]], axis=1)
             x = Block(TINY).apply({"params": params[f"block_{i:02d}"]}, longer)[:, : x.shape[1]]
         centred = x[:, 0] - x[:, 0].mean(-1, keepdims=True)
-        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * params["norm"]["scale"] + params["norm"]["bias"]
+        return (
+            centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * params["norm"]["scale"]
+            + params["norm"]["bias"]
+        )
 
     expected = appended(params, image, prompts)
     np.testing.assert_allclose(prompted(params, image, prompts), expected, atol=1e-5)
@@ -277,17 +310,24 @@ def test_prompts_as_keys_and_values_equal_tokens_that_are_appended_and_dropped(n
 
 def test_permuting_the_prompts_leaves_the_class_token(network):
     params, image, prompts = network
-    np.testing.assert_allclose(prompted(params, image, prompts), prompted(params, image, prompts[:, :, ::-1]), atol=2e-6)
+    np.testing.assert_allclose(
+        prompted(params, image, prompts), prompted(params, image, prompts[:, :, ::-1]), atol=2e-6
+    )
 
 
-# ---- losses ------------------------------------------------------------------------------------------------------------------------
+# ---- losses ------------------------------------------------------------------------------------------------
 
-FEATURE, CORNERS = jnp.array([[3.0, 4.0]]), Prototypes(jnp.array([[1.0, 0], [0, 1], [1, 1]]), jnp.ones(3, bool))
+FEATURE, CORNERS = (
+    jnp.array([[3.0, 4.0]]),
+    Prototypes(jnp.array([[1.0, 0], [0, 1], [1, 1]]), jnp.ones(3, bool)),
+)
 
 
 def unified(feature, label, prototypes=CORNERS, mask=None, classes=(0, 1, 2), **how):
     mask = jnp.ones(len(label), bool) if mask is None else jnp.asarray(mask)
-    return unified_representation_loss(feature, jnp.asarray(label), mask, prototypes, jnp.asarray(classes), 0.2, **how)
+    return unified_representation_loss(
+        feature, jnp.asarray(label), mask, prototypes, jnp.asarray(classes), 0.2, **how
+    )
 
 
 @pytest.mark.parametrize(("label", "loss"), [(0, 2.374459), (1, 1.374459), (2, 0.424711)])
@@ -342,7 +382,7 @@ def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
     assert hits == [1, 1]
 
 
-# ---- the client --------------------------------------------------------------------------------------------------------------------
+# ---- the client --------------------------------------------------------------------------------------------
 
 
 def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_and_nothing_else():
@@ -363,7 +403,9 @@ def test_the_first_round_of_a_task_has_no_unified_loss():
     results = []
     for wo_unified in (False, True):
         method, server = make(wo_unified=wo_unified)
-        server = server._replace(pool=Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True)))
+        server = server._replace(
+            pool=Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True))
+        )
         results.append(client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trained)
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -385,11 +427,19 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
     local = method.client.start(broadcast, (), TASKS[1], info(), jax.random.key(0))
     seen = jnp.array([True, True, False])
     weights = gate_weights(local.trained.gate, data.image, seen)
-    feature = encode(None, data.image, prompt_injection(fuse(weights, server.prompts, local.trained.prompt, jnp.int32(1))))
+    feature = encode(
+        None, data.image, prompt_injection(fuse(weights, server.prompts, local.trained.prompt, jnp.int32(1)))
+    )
     logits = apply_head(local.trained.head, feature)
     expected = cross_entropy(logits, data.label, jnp.asarray(TASKS[1].current), data.mask, "sum")
     assert reported[True] == pytest.approx(float(expected), rel=1e-5)
-    pull = unified(feature, data.label, Prototypes(server.pool.vector.mean(0)[2:4], jnp.ones(2, bool)), data.mask, classes=(2, 3))
+    pull = unified(
+        feature,
+        data.label,
+        Prototypes(server.pool.vector.mean(0)[2:4], jnp.ones(2, bool)),
+        data.mask,
+        classes=(2, 3),
+    )
     assert reported[False] == pytest.approx(float(expected + 3 * pull), rel=1e-5)
 
 
@@ -397,7 +447,9 @@ def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
     method, server = make(wo_fusion=True)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
     jax.tree.map(np.testing.assert_array_equal, before.trained.gate, after.trained.gate)
-    weights = gate_weights(before.trained.gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False)
+    weights = gate_weights(
+        before.trained.gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False
+    )
     np.testing.assert_array_equal(np.sort(weights, -1), np.tile([0, 0, 1], (4, 1)))
     assert not weights[:, 2].any()
 
@@ -419,12 +471,14 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
 
 def test_padding_rows_change_no_upload():
     method, server = make()
-    one, other = (upload_of(method, full_pool(server), TASKS[1], batch([2, 3, 3], padding=x)) for x in (0.0, 9.0))
+    one, other = (
+        upload_of(method, full_pool(server), TASKS[1], batch([2, 3, 3], padding=x)) for x in (0.0, 9.0)
+    )
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), one.mean, other.mean)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), one.gather, other.gather)
 
 
-# ---- where paper and release differ ------------------------------------------------------------------------------------------------
+# ---- where paper and release differ ------------------------------------------------------------------------
 
 
 def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
@@ -439,7 +493,10 @@ def test_a_given_value_wins_over_the_preset():
 
 def test_only_the_intended_reading_normalises_pixels_as_the_checkpoint_was_trained():
     for fidelity, normalise in (("intended", "checkpoint"), ("paper", "release"), ("released", "release")):
-        assert config.resolve("fppl", config.from_mapping("fppl", {"fidelity": fidelity}, "test")).normalise == normalise
+        assert (
+            config.resolve("fppl", config.from_mapping("fppl", {"fidelity": fidelity}, "test")).normalise
+            == normalise
+        )
     kept = config.from_mapping("fppl", {"fidelity": "released", "normalise": "imagenet"}, "test")
     assert config.resolve("fppl", kept).normalise == "imagenet"
 
@@ -470,15 +527,24 @@ def test_reduction_scales_the_clients_gradient_by_its_rows():
         method, server = make(reduction=choice)
         _, after, metrics = client_step(method, full_pool(server), TASKS[1], batch([2, 3, 3, 2]))
         moments[choice], reported[choice] = after.optimiser[0].mu, metrics["loss"]
-    jax.tree.map(lambda s, m: np.testing.assert_allclose(s, 4 * m, rtol=1e-4, atol=1e-7), moments["sum"], moments["mean"])
+    jax.tree.map(
+        lambda s, m: np.testing.assert_allclose(s, 4 * m, rtol=1e-4, atol=1e-7),
+        moments["sum"],
+        moments["mean"],
+    )
     np.testing.assert_allclose(reported["sum"], reported["mean"], rtol=1e-5)
 
 
 def test_unified_average_divides_by_all_rows_or_by_those_with_a_prototype():
-    data, pull = batch([2, 3, 4, 5]), {}  # two of the four rows are of classes that have no prototype in this task
+    data, pull = (
+        batch([2, 3, 4, 5]),
+        {},
+    )  # two of the four rows are of classes that have no prototype in this task
     for choice in ("holders", "batch"):
         method, server = make(unified_average=choice, local_classes="all")
-        loss = lambda server, method=method: float(client_step(method, server, TASKS[1], data)[2]["loss"].total)
+        loss = lambda server, method=method: float(
+            client_step(method, server, TASKS[1], data)[2]["loss"].total
+        )
         pull[choice] = loss(full_pool(server)) - loss(server)
     assert pull["holders"] == pytest.approx(2 * pull["batch"], rel=1e-4) != 0
 
@@ -509,13 +575,15 @@ def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
         broadcast = method.broadcast(server, TASKS[1])
         assert broadcast.wire.trained.prompt.shape == uploads[0].mean.prompt.shape
         assert scalars(broadcast.held) == (0 if tasks else server.prompts.size)
-        servers[choice], _ = method.server(None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0))
+        servers[choice], _ = method.server(
+            None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0)
+        )
         assert changed(server.prompts[1], servers[choice].prompts[1]).all()
         np.testing.assert_allclose(servers[choice].prompts[0], server.prompts[0], rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), servers["current"], servers["all"])
 
 
-# ---- the server --------------------------------------------------------------------------------------------------------------------
+# ---- the server --------------------------------------------------------------------------------------------
 
 
 def test_models_are_averaged_by_rows_over_the_clients_that_have_some():
@@ -533,7 +601,9 @@ def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
     np.testing.assert_array_equal(prototypes.held, [True, False])
     np.testing.assert_allclose(prototypes.vector, [[1, 3, 0, 0], [0, 0, 0, 0]])
     client, label = np.nonzero(np.asarray(server.pool.held))
-    np.testing.assert_array_equal([client, label], [[0, 2], [2, 2]])  # what debias would train on: two rows, both of class 2
+    np.testing.assert_array_equal(
+        [client, label], [[0, 2], [2, 2]]
+    )  # what debias would train on: two rows, both of class 2
     np.testing.assert_allclose(server.pool.vector[client, label], [a, b])
 
 
@@ -552,9 +622,13 @@ def test_clients_that_are_absent_or_rejected_leave_the_pool_as_it_is():
     method, server = make(wo_debias=True)
     server = full_pool(server)
     poison = sent([[np.nan] * WIDTH] * 2)
-    after, _ = serve(method, server, TASKS[1], [sent([[7.0] * WIDTH] * 2), poison], (0, 2), valid=(True, False))
+    after, _ = serve(
+        method, server, TASKS[1], [sent([[7.0] * WIDTH] * 2), poison], (0, 2), valid=(True, False)
+    )
     np.testing.assert_array_equal(after.pool.vector[1:], server.pool.vector[1:])
-    np.testing.assert_array_equal(after.pool.vector[0, jnp.array([0, 1, 4, 5])], server.pool.vector[0, jnp.array([0, 1, 4, 5])])
+    np.testing.assert_array_equal(
+        after.pool.vector[0, jnp.array([0, 1, 4, 5])], server.pool.vector[0, jnp.array([0, 1, 4, 5])]
+    )
     np.testing.assert_array_equal(after.pool.vector[0, 2:4], np.full((2, WIDTH), 7.0))
 
 
@@ -566,7 +640,9 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
         sends = Prototypes(jnp.ones((10, 10, 2)), jnp.ones((10, 10), bool))
         pool = store(pool, sends, jnp.arange(10), everyone, task.classes)
         assert int(pool.held.sum()) == 10 * 10 * (t + 1)
-    _, metrics = debias(Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3)
+    _, metrics = debias(
+        Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3
+    )
     assert float(metrics["debias_loss"].weight) == 80
 
 
@@ -594,9 +670,9 @@ jitted_debias = jax.jit(debias, static_argnums=(3, 4, 5, 6))
 @pytest.fixture
 def head_and_pool():
     draw = np.random.default_rng(0).normal
-    return Head(jnp.asarray(draw(size=(3, 4)), jnp.float32), jnp.asarray(draw(size=4), jnp.float32)), jnp.asarray(
-        draw(size=(2, 4, 3)), jnp.float32
-    )
+    return Head(
+        jnp.asarray(draw(size=(3, 4)), jnp.float32), jnp.asarray(draw(size=4), jnp.float32)
+    ), jnp.asarray(draw(size=(2, 4, 3)), jnp.float32)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -629,7 +705,8 @@ def test_an_empty_pool_leaves_the_head(head_and_pool):
 
 
 @pytest.mark.parametrize(("fields", "trained", "rate"), [
-    (dict(server_epochs=1, server_batch_size=16), [0, 1, 2, 3], 0.01),  # the rate is the clients' unless it is given
+    # the rate is the clients' unless it is given
+    (dict(server_epochs=1, server_batch_size=16), [0, 1, 2, 3], 0.01),
     (dict(server_epochs=1, wo_pool=True, server_lr=0.02), [2, 3], 0.02),
     (dict(wo_debias=True), [], 0.0),
 ])  # fmt: skip
@@ -640,7 +717,9 @@ def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, traine
     vectors = np.random.default_rng(0).normal(size=(3, 2, WIDTH))
     after, metrics = serve(method, server, TASKS[1], [sent(list(v)) for v in vectors], (0, 1, 2))
     np.testing.assert_allclose(
-        jnp.abs(after.head.bias - server.head.bias), np.where(np.isin(np.arange(6), trained), rate, 0), rtol=1e-3
+        jnp.abs(after.head.bias - server.head.bias),
+        np.where(np.isin(np.arange(6), trained), rate, 0),
+        rtol=1e-3,
     )
     np.testing.assert_array_equal(after.pool.held, np.tile(TASKS[1].seen, (3, 1)))
     assert ("debias_loss" in metrics) == bool(trained)
@@ -649,8 +728,12 @@ def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, traine
 def test_without_debias_the_head_is_the_mean_of_the_clients_heads():
     method, server = make(wo_debias=True)
     uploads = [upload_of(method, server, TASKS[1], data) for data in (batch([2, 3, 3]), batch([2], seed=4))]
-    after, _ = method.server(None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0))
-    mean = jax.tree.map(lambda a, b: (3 * np.asarray(a) + np.asarray(b)) / 4, *(upload.mean for upload in uploads))
+    after, _ = method.server(
+        None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0)
+    )
+    mean = jax.tree.map(
+        lambda a, b: (3 * np.asarray(a) + np.asarray(b)) / 4, *(upload.mean for upload in uploads)
+    )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), after.head, mean.head)
     np.testing.assert_allclose(after.prompts[1], mean.prompt, rtol=1e-5)
 
@@ -665,7 +748,9 @@ def test_fedavg_sends_no_prototypes():
     method, server = make(name="fedavg")
     upload, broadcast = upload_of(method, server, TASKS[1], batch([2, 3])), method.broadcast(server, TASKS[1])
     assert upload.gather == () and broadcast.wire.prototypes == () and len(method.client.phases) == 1
-    after, metrics = method.server(None, server, receive([upload], (0,), (True,)), TASKS[1], jax.random.key(0))
+    after, metrics = method.server(
+        None, server, receive([upload], (0,), (True,)), TASKS[1], jax.random.key(0)
+    )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after.head, upload.mean.head)
     assert metrics == {} and not after.pool.held.any()
 
@@ -686,7 +771,7 @@ def test_cached_queries_change_no_prediction():
     np.testing.assert_array_equal(cached, method.predict(None, server, image, None, TASKS[2]))
 
 
-# ---- uneven tasks: the padding class -1 --------------------------------------------------------------------------------------------
+# ---- uneven tasks: the padding class -1 --------------------------------------------------------------------
 
 
 def test_padding_classes_store_and_send_nothing():
@@ -694,7 +779,9 @@ def test_padding_classes_store_and_send_nothing():
     method, server = make(setting=UNEVEN)
     server = full_pool(server)
     junk = jax.tree.map(lambda x: x[None], sent([[1.0] * WIDTH, None, [9.0] * WIDTH]))
-    pool = jax.jit(store_prototypes)(server.pool, junk, jnp.array([1]), jnp.array([True]), UNEVEN_TASKS[1].classes)
+    pool = jax.jit(store_prototypes)(
+        server.pool, junk, jnp.array([1]), jnp.array([True]), UNEVEN_TASKS[1].classes
+    )
     np.testing.assert_array_equal(pool.vector[:, :3], server.pool.vector[:, :3])
     np.testing.assert_array_equal(pool.vector[1, 3], [1.0] * WIDTH)
     np.testing.assert_array_equal(pool.held[1], [True, True, True, True, False])
@@ -705,21 +792,27 @@ def test_padding_classes_store_and_send_nothing():
 def test_no_row_is_of_a_padding_class():
     sums, counts = class_sums(batch([]).image, batch([]).label, jnp.array([0, -1]), batch([]).mask)
     assert not sums.any() and not counts.any()
-    np.testing.assert_array_equal(class_sums(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0])
+    np.testing.assert_array_equal(
+        class_sums(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0]
+    )
 
 
 def test_a_padding_class_adds_nothing_to_the_unified_loss():
-    padded = Prototypes(jnp.concatenate([CORNERS.vector, CORNERS.vector[:1]]), jnp.array([True, True, True, False]))
+    padded = Prototypes(
+        jnp.concatenate([CORNERS.vector, CORNERS.vector[:1]]), jnp.array([True, True, True, False])
+    )
     assert float(unified(FEATURE, [1], padded, classes=(0, 1, 2, -1))) == float(unified(FEATURE, [1]))
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------------------------
+# ---- all of it ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def short_run():
     """Two uneven tasks of two rounds with three clients; client 2 has no row of the second task."""
-    options = dataclasses.replace(resolve_options("fppl", FPPLConfig(), "intended"), prompt_length=3, prompt_blocks=2)
+    options = dataclasses.replace(
+        resolve_options("fppl", FPPLConfig(), "intended"), prompt_length=3, prompt_blocks=2
+    )
     method = fppl(options, UNEVEN, FORMULA, epochs=4, batch_size=4, lr=0.03)
     label = np.tile(np.arange(5), 12)
     owner = np.where(label >= 3, np.arange(60) // 5 % 2, np.arange(60) // 5 % 3)
@@ -735,7 +828,9 @@ def short_run():
         server = method.begin_task(server, task, jax.random.key(0))
         ids = np.flatnonzero(rosters[t].count)
         for r in range(2):
-            server, states, report = run_round(engine, None, server, states, data, rosters[t], ids, task, r, jax.random.key(3))
+            server, states, report = run_round(
+                engine, None, server, states, data, rosters[t], ids, task, r, jax.random.key(3)
+            )
             reports.append(report)
         servers.append(server)
     logits = jax.jit(method.predict)(None, server, data[0], None, UNEVEN_TASKS[1])
@@ -754,7 +849,9 @@ def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
     holds[owner, label] = True
     np.testing.assert_array_equal(servers[-1].pool.held, holds)
     np.testing.assert_array_equal(servers[-1].pool.vector[:, :3], servers[1].pool.vector[:, :3])
-    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(r.rejected for r in reports)
+    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(
+        r.rejected for r in reports
+    )
 
 
 def test_a_run_learns_and_traces_everything_once(short_run):

@@ -1,4 +1,5 @@
-"""The rendered alphabets: no digits, no look-alikes, and images that depend on nothing but seed, character and index."""
+"""The rendered alphabets: no digits, no look-alikes, and images that depend on nothing but seed, character
+and index."""
 
 import unicodedata
 
@@ -17,7 +18,9 @@ def few():
 
 
 def nearest_mean(x, y, x_test, y_test):
-    flat = lambda images: images[..., 0].reshape(len(images), -1) / 255 - images[..., 0].mean((1, 2))[:, None] / 255
+    flat = lambda images: (
+        images[..., 0].reshape(len(images), -1) / 255 - images[..., 0].mean((1, 2))[:, None] / 255
+    )
     means = np.stack([flat(x[y == c]).mean(0) for c in range(y.max() + 1)])
     distance = ((flat(x_test)[:, None] - means[None]) ** 2).sum(-1)
     return (distance.argmin(1) == y_test).mean()
@@ -25,8 +28,16 @@ def nearest_mean(x, y, x_test, y_test):
 
 @pytest.mark.parametrize("alphabet", [PRETRAIN, GLYPHS])
 def test_no_character_is_numeric_in_any_sense_of_unicode(alphabet):
-    assert not [c for c in alphabet if unicodedata.category(c).startswith("N") or unicodedata.numeric(c, None) is not None]
-    assert not [c for c in alphabet if {"DIGIT", "NUMBER", "NUMERAL", "FRACTION", "TONE"} & set(unicodedata.name(c).split())]
+    assert not [
+        c
+        for c in alphabet
+        if unicodedata.category(c).startswith("N") or unicodedata.numeric(c, None) is not None
+    ]
+    assert not [
+        c
+        for c in alphabet
+        if {"DIGIT", "NUMBER", "NUMERAL", "FRACTION", "TONE"} & set(unicodedata.name(c).split())
+    ]
 
 
 def test_the_alphabets_are_disjoint_and_have_600_and_100_classes():
@@ -113,7 +124,9 @@ def test_clean_classes_are_separable_by_their_pixels():
     )
     fields, rng = glyph_fields(GLYPHS[:20]), np.random.default_rng(0)
     y, y_test = np.repeat(np.arange(20), 30), np.repeat(np.arange(20), 10)
-    x, x_test = (np.repeat(sample_glyphs(fields, label, rng, style=still)[..., None], 3, -1) for label in (y, y_test))
+    x, x_test = (
+        np.repeat(sample_glyphs(fields, label, rng, style=still)[..., None], 3, -1) for label in (y, y_test)
+    )
     assert nearest_mean(x, y, x_test, y_test) > 0.7  # chance is 0.05
 
 

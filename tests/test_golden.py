@@ -1,4 +1,5 @@
-"""Weights of other libraries in their own names and layouts give those libraries' outputs; golden/make_golden.py made both."""
+"""Weights of other libraries in their own names and layouts give those libraries' outputs;
+golden/make_golden.py made both."""
 
 import functools
 from pathlib import Path
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from fcljax.models.mae import decode, mask_by_noise, reconstruction_loss, sincos_positions
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import Injection, apply_vit
+from fcljax.models.weights.pretrained import load_backbone
 
 FOLDER = Path(__file__).parent / "golden"
 HEADS = 2
@@ -42,8 +43,16 @@ def features(loaded, expected):
 
 
 def test_every_file_is_compared_with_what_its_library_made_of_it_and_is_small(expected):
-    files = {path.name: path.stat().st_size for pattern in ("*.npz", "*.safetensors") for path in FOLDER.glob(pattern)}
-    assert set(files) - {"expected.npz"} == {name.split("/")[0] for name in expected if "/" in name} == set(FILES)
+    files = {
+        path.name: path.stat().st_size
+        for pattern in ("*.npz", "*.safetensors")
+        for path in FOLDER.glob(pattern)
+    }
+    assert (
+        set(files) - {"expected.npz"}
+        == {name.split("/")[0] for name in expected if "/" in name}
+        == set(FILES)
+    )
     assert max(files.values()) <= 200_000
     assert {name.split("/")[0] for name in expected if name.endswith("/logits")} == set(CLASSIFIERS)
     assert {name.split("/")[0] for name in expected if name.endswith("/prediction")} == set(AUTOENCODERS)
@@ -57,7 +66,9 @@ def test_the_class_token_is_that_of_the_source_library(name, expected):
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_the_logits_are_those_of_the_source_library(name, expected):
     loaded = load(name)
-    agree(features(loaded, expected) @ loaded.head["kernel"] + loaded.head["bias"], expected[f"{name}/logits"])
+    agree(
+        features(loaded, expected) @ loaded.head["kernel"] + loaded.head["bias"], expected[f"{name}/logits"]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in CLASSIFIERS])
@@ -78,10 +89,15 @@ def test_the_predicted_pixels_are_those_of_the_source_library(name, expected):
     config, params = loaded.decoder
     masking = mask_by_noise(jnp.asarray(expected[f"{name}/noise"]), 0.75)
     np.testing.assert_array_equal(masking.masked, expected[f"{name}/masked"].astype(bool))
-    latent = encode(loaded.config, loaded.params, expected["image"], Injection(keep=masking.keep), True).tokens
+    latent = encode(
+        loaded.config, loaded.params, expected["image"], Injection(keep=masking.keep), True
+    ).tokens
     prediction = jax.jit(decode, static_argnums=0)(config, params, latent, masking.restore)
     agree(prediction, expected[f"{name}/prediction"])
-    agree(reconstruction_loss(prediction, jnp.asarray(expected["image"]), masking.masked), expected[f"{name}/loss"])
+    agree(
+        reconstruction_loss(prediction, jnp.asarray(expected["image"]), masking.masked),
+        expected[f"{name}/loss"],
+    )
 
 
 @pytest.mark.parametrize("name", AUTOENCODERS)
@@ -100,7 +116,10 @@ def exchange(params, order):
     changed = dict(params)
     for name in (name for name in params if name.startswith("block_")):
         qkv = params[name]["attn"]["qkv"]
-        mixed = {leaf: jnp.concatenate([jnp.split(x, 3, axis=-1)[i] for i in order], axis=-1) for leaf, x in qkv.items()}
+        mixed = {
+            leaf: jnp.concatenate([jnp.split(x, 3, axis=-1)[i] for i in order], axis=-1)
+            for leaf, x in qkv.items()
+        }
         changed[name] = params[name] | {"attn": params[name]["attn"] | {"qkv": mixed}}
     return changed
 

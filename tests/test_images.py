@@ -1,4 +1,5 @@
-"""An image becomes the pixels that torchvision's transforms would make of it, or is refused in one line before it can do harm."""
+"""An image becomes the pixels that torchvision's transforms would make of it, or is refused in one line
+before it can do harm."""
 
 import io
 import struct
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fcljax.data.augment import Geometry
-from fcljax.data.images import MAX_PIXELS, centre, decode, fits, quiet, size_of
+from fcljax.data.files.images import MAX_PIXELS, centre, decode, fits, quiet, size_of
 from fcljax.errors import InputError
 
 BICUBIC, BILINEAR = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR
@@ -81,7 +82,9 @@ def test_the_crop_offset_rounds_half_to_even():
 def test_squashed_test_images_keep_nothing_of_their_shape(kernel, filter):
     image = noise(50, 30)
     _, fit = fits(Geometry(test=20, squash=True, kernel=kernel))
-    np.testing.assert_array_equal(decode(content(image), "a", fit).pixels, np.asarray(image.resize((20, 20), filter)))
+    np.testing.assert_array_equal(
+        decode(content(image), "a", fit).pixels, np.asarray(image.resize((20, 20), filter))
+    )
 
 
 @pytest.mark.parametrize("kernel", ["bicubic", "bilinear"])
@@ -101,7 +104,9 @@ def test_a_sliver_does_not_fill_the_memory(size):
 def test_decoded_pixels_are_fitted_like_files():
     image = noise(40, 20)
     _, fit = fits(Geometry(test=16))
-    np.testing.assert_array_equal(decode(np.asarray(image), "a", fit).pixels, decode(content(image), "a", fit).pixels)
+    np.testing.assert_array_equal(
+        decode(np.asarray(image), "a", fit).pixels, decode(content(image), "a", fit).pixels
+    )
     gray = np.asarray(image)[..., :1]
     assert (decode(gray, "a").pixels == gray).all() and decode(gray, "a").pixels.shape == (20, 40, 3)
     assert size_of(gray, "a") == size_of(content(image), "a") == (20, 40)
@@ -136,11 +141,14 @@ def test_images_of_all_8_bit_modes_become_rgb(mode, format, options):
 
 
 def test_images_of_16_bits_are_refused():
-    assert "mode 'I;16'; convert it to 8 bits" in refusal(content(Image.fromarray(np.full((8, 8), 40000, np.uint16))))
+    assert "mode 'I;16'; convert it to 8 bits" in refusal(
+        content(Image.fromarray(np.full((8, 8), 40000, np.uint16)))
+    )
 
 
 @pytest.mark.parametrize(
-    "bad", [b"", b"not an image", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a", b"BM", b"RIFF\0\0\0\0WEBP"]
+    "bad",
+    [b"", b"not an image", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a", b"BM", b"RIFF\0\0\0\0WEBP"],
 )
 def test_what_is_no_image_is_refused(bad):
     assert "is not a readable image" in refusal(bad)

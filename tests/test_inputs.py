@@ -1,4 +1,5 @@
-"""What commands start from: which pixels the backbone gets, where the images lie, and the frozen features that are kept between runs."""
+"""What commands start from: which pixels the backbone gets, where the images lie, and the frozen features
+that are kept between runs."""
 
 import dataclasses
 import json
@@ -15,12 +16,16 @@ import small_runs
 from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
-from fcljax import cli, experiment
+from fcljax import cli
 from fcljax.config import InputConfig
 from fcljax.data.augment import train_view
-from fcljax.data.sources import Dataset
+from fcljax.data.files.sources import Dataset
+from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.inputs import (
+from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.weights.pretrained import save_native
+from fcljax.runs import experiment
+from fcljax.runs.inputs import (
     backbone_name,
     feature_file,
     fetch,
@@ -31,9 +36,6 @@ from fcljax.inputs import (
     save_features,
     saved_features,
 )
-from fcljax.models.pretrained import save_native
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
-from fcljax.streaming import Host
 
 SMALL = InputConfig(image_size=8, normalise="checkpoint")  # 8 pixels are one patch of vit_micro
 
@@ -41,7 +43,14 @@ SMALL = InputConfig(image_size=8, normalise="checkpoint")  # 8 pixels are one pa
 def mib(count):
     """A data set whose images take so many MiB, a quarter of them test images."""
     images = np.zeros((count * 4, 512, 512, 1), np.uint8)
-    return Dataset("zeros", images[count:], np.zeros(3 * count, np.int64), images[:count], np.zeros(count, np.int64), ("a",))
+    return Dataset(
+        "zeros",
+        images[count:],
+        np.zeros(3 * count, np.int64),
+        images[:count],
+        np.zeros(count, np.int64),
+        ("a",),
+    )
 
 
 def where(budget, eval_batch_size=1):
@@ -49,7 +58,7 @@ def where(budget, eval_batch_size=1):
     return make_splits(dataset, dataset.y_train, dataset.y_test, budget, eval_batch_size)
 
 
-# ---- pixels --------------------------------------------------------------------------------------------------------------------------
+# ---- pixels ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +115,9 @@ def photographs(tmp_path_factory):
 
 @pytest.mark.parametrize("pipeline", ["fppl", "hepco"])
 def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, photographs, tmp_path):
-    cfg = dataclasses.replace(SMALL, dataset=f"folder:{photographs}", data_dir=str(tmp_path), preprocess=pipeline, store_size=30)
+    cfg = dataclasses.replace(
+        SMALL, dataset=f"folder:{photographs}", data_dir=str(tmp_path), preprocess=pipeline, store_size=30
+    )
     found = load_inputs(cfg)
     dataset = found.dataset
     assert dataset.x_train.shape == (24, 30, 30, 3)
@@ -115,23 +126,49 @@ def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, p
     train, test = make_splits(dataset, dataset.y_train, dataset.y_test, None, 4)
     rows, keys = jnp.arange(24), jax.random.split(jax.random.key(0), 24)
     image, label, _ = fetch(found.preprocess, True, train, rows, keys, True)
-    expected = train_view(found.preprocess, jnp.asarray(dataset.x_train), keys, jnp.asarray(dataset.size_train))
+    expected = train_view(
+        found.preprocess, jnp.asarray(dataset.x_train), keys, jnp.asarray(dataset.size_train)
+    )
     np.testing.assert_array_equal(image, expected)
-    assert np.abs(image - train_view(found.preprocess, jnp.asarray(dataset.x_train), keys)).max() > 0.1  # sizes matter
+    assert (
+        np.abs(image - train_view(found.preprocess, jnp.asarray(dataset.x_train), keys)).max() > 0.1
+    )  # sizes matter
     np.testing.assert_array_equal(label, dataset.y_train)
     clean = read_clean(found.preprocess, test, jnp.arange(6))
     assert clean.shape == (6, 8, 8, 3)
 
 
 def test_a_run_over_photographs_of_many_sizes_streams_and_finishes(photographs, tmp_path, capsys):
-    arguments = ["--dataset", f"folder:{photographs}", "--data-dir", str(tmp_path / "data"), "--image-size", "8", "--tasks", "2"]
-    arguments += ["--clients", "2", "--rounds", "1", "--epochs", "1", "--min-rows", "1", "--eval-batch-size", "2", "--store-size", "400"]
+    arguments = [
+        "--dataset",
+        f"folder:{photographs}",
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--image-size",
+        "8",
+        "--tasks",
+        "2",
+    ]
+    arguments += [
+        "--clients",
+        "2",
+        "--rounds",
+        "1",
+        "--epochs",
+        "1",
+        "--min-rows",
+        "1",
+        "--eval-batch-size",
+        "2",
+        "--store-size",
+        "400",
+    ]
     assert cli.main(["run", "linear", *arguments, "--data-budget", "8", "--out", str(tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["traces"] == 1
     capsys.readouterr()
 
 
-# ---- where the images lie ------------------------------------------------------------------------------------------------------------
+# ---- where the images lie ----------------------------------------------------------------------------------
 
 
 def test_images_that_fit_into_the_budget_lie_on_the_device():
@@ -152,31 +189,44 @@ def test_a_small_budget_keeps_both_splits_on_the_host():
 
 
 def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
-    with pytest.raises(InputError, match=r"^data_budget: 1 MiB hold no windows of 32 images; nearest valid value: 32$"):
+    with pytest.raises(
+        InputError, match=r"^data_budget: 1 MiB hold no windows of 32 images; nearest valid value: 32$"
+    ):
         where(1, eval_batch_size=16)
 
 
 @pytest.mark.parametrize("method", ["fppl", "linear"])
 def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_images(method, tmp_path):
-    """In a process of its own, with XLA as users have it: the older emitters that these tests compile with round some sums by the
-    shapes of the arrays that they gather from."""
+    """In a process of its own, with XLA as users have it: the older emitters that these tests compile with
+    round some sums by the shapes of the arrays that they gather from."""
     script = "import json, sys; from fcljax import cli; sys.exit(max(cli.main(run) for run in json.loads(sys.argv[1])))"
     resident, streamed = str(tmp_path / "resident"), str(tmp_path / "streamed")
     common = ["run", method, *OPTIONS[method]]
     runs = [[*common, "--out", resident], [*common, "--data-budget", "2", "--out", streamed]]
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(small_runs.ROOT)}
-    subprocess.run([sys.executable, "-c", script, json.dumps(runs)], env=environment, check=True, timeout=300, capture_output=True)
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": str(small_runs.ROOT),
+    }
+    subprocess.run(
+        [sys.executable, "-c", script, json.dumps(runs)],
+        env=environment,
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
     assert_same_run(Path(streamed), Path(resident), but=("config",))
 
 
 def test_several_devices_and_images_on_the_host_are_refused(tmp_path, capsys):
     arguments = ["run", "linear", *OPTIONS["linear"], "--data-budget", "2", "--devices", "2", "--lanes", "2"]
     assert cli.main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith("fcljax: devices: 2 devices need all images on each of them; nearest: 1")
+    assert capsys.readouterr().err.startswith(
+        "fcljax: devices: 2 devices need all images on each of them; nearest: 1"
+    )
     assert not (tmp_path / "run").exists()
 
 
-# ---- frozen features -----------------------------------------------------------------------------------------------------------------
+# ---- frozen features ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +267,18 @@ def test_features_are_kept_under_all_that_decides_them(inputs, features, tmp_pat
     assert saved_features(dataclasses.replace(cfg, eval_batch_size=32), inputs, "test") is None
     other = inputs._replace(preprocess=dataclasses.replace(inputs.preprocess, mean=(0.0, 0.0, 0.0)))
     assert saved_features(cfg, other, "test") is None
-    assert saved_features(cfg, inputs._replace(backbone=inputs.backbone._replace(digest="other")), "test") is None
-    assert saved_features(cfg, inputs._replace(dataset=inputs.dataset._replace(digest="other")), "test") is None
+    assert (
+        saved_features(cfg, inputs._replace(backbone=inputs.backbone._replace(digest="other")), "test")
+        is None
+    )
+    assert (
+        saved_features(cfg, inputs._replace(dataset=inputs.dataset._replace(digest="other")), "test") is None
+    )
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"text"])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"text"]
+)
 def test_damaged_features_are_computed_again(damage, inputs, features, tmp_path):
     cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
     save_features(cfg, inputs, "test", features)
@@ -235,7 +292,9 @@ def test_a_run_takes_the_features_that_embed_has_left(tmp_path, tmp_path_factory
     common = ["--data-dir", str(tmp_path / "data")]
     with small_runs.compile_cache(tmp_path_factory):
         assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
-        monkeypatch.setattr(experiment, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again"))
+        monkeypatch.setattr(
+            experiment, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again")
+        )
         assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))
     capsys.readouterr()

@@ -1,4 +1,5 @@
-"""What must not matter: lanes, devices, chunks, the order of clients, who else takes part, what lies in rows that are masked."""
+"""What must not matter: lanes, devices, chunks, the order of clients, who else takes part, what lies in rows
+that are masked."""
 
 import collections
 
@@ -40,15 +41,15 @@ def deals(data):
 
 
 def uploads(engine, data, roster, ids):
-    """(weights [P, 3] that the participants of a round uploaded, in order of id; all clients' states) of a toy with random starts,
-    random steps and state."""
+    """(weights [P, 3] that the participants of a round uploaded, in order of id; all clients' states) of a
+    toy with random starts, random steps and state."""
     server, states = begin_run(engine.method)
     received, states = receive(engine, FROZEN, server, stack(states), data, roster, ids, tasks()[0])
     assert received.valid.tolist() == [True] * len(ids) + [False] * (len(received.valid) - len(ids))
     return np.asarray(received.gather), states
 
 
-# ---- lanes, chunks, devices, co-participants ---------------------------------------------------------------------------------------
+# ---- lanes, chunks, devices, co-participants ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,9 +92,14 @@ def test_spare_room_in_the_tables_is_inert(data, deals):
     """Twice the ticks, more rows, more slots and more participants than any round fills."""
     method, tight = toys.remembering(), engine_of("remembering", "vmap3").capacity
     roomy = tight._replace(
-        ticks=tuple(2 * t for t in tight.ticks), rows=tight.rows + 37, slots=tight.slots + 3, participants=tight.participants + 4
+        ticks=tuple(2 * t for t in tight.ticks),
+        rows=tight.rows + 37,
+        slots=tight.slots + 3,
+        participants=tight.participants + 4,
     )
-    weights, states = uploads(make_engine(method, toys.fetch, Lanes(3, "vmap"), roomy), data, deals[0], PRESENT)
+    weights, states = uploads(
+        make_engine(method, toys.fetch, Lanes(3, "vmap"), roomy), data, deals[0], PRESENT
+    )
     expected, its_states = uploads(engine_of("remembering", "vmap3"), data, deals[0], PRESENT)
     same((weights[: len(expected)], states), (expected, its_states))
     assert not weights[len(expected) :].any()
@@ -106,25 +112,32 @@ def mesh():
 
 @pytest.mark.parametrize("name", ["two_pass", "remembering", "personal"])
 def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):
-    """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced again."""
+    """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced
+    again."""
     participation = toys.PARTICIPATION.get(name, 1.0)
     spread = toys.build(toys.TOYS[name](), deals, Lanes(8, "vmap"), 3, participation, mesh=mesh)
     server, states, reports = toys.drive_engine(spread, data, deals, participation)
-    expected, its_states, its_reports = toys.drive_engine(engine_of(name, "loop1"), data, deals, participation)
+    expected, its_states, its_reports = toys.drive_engine(
+        engine_of(name, "loop1"), data, deals, participation
+    )
     close((server, states), (expected, its_states), atol=1e-6)
     for report, its_report in zip(reports, its_reports, strict=True):
         assert report.metrics == pytest.approx(its_report.metrics, rel=1e-5)
     if name == "remembering":  # every client plays alone on its device, as it does on the only lane of one
-        same(uploads(spread, data, deals[0], PRESENT), uploads(engine_of(name, "loop1"), data, deals[0], PRESENT))
+        same(
+            uploads(spread, data, deals[0], PRESENT),
+            uploads(engine_of(name, "loop1"), data, deals[0], PRESENT),
+        )
     assert set(spread.traces.values()) == {1}
 
 
-# ---- masked rows -------------------------------------------------------------------------------------------------------------------
+# ---- masked rows -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
-    """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and 1 rows."""
+    """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and
+    1 rows."""
     engine, held = engine_of("remembering", way), np.zeros(len(data.label), bool)
     assert not np.isin([0], np.concatenate([deal.rows for deal in deals])).any()
     for client in PRESENT:
@@ -134,7 +147,7 @@ def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
     same(uploads(engine, poisoned, deals[0], PRESENT), uploads(engine, data, deals[0], PRESENT))
 
 
-# ---- the order and the number of clients -------------------------------------------------------------------------------------------
+# ---- the order and the number of clients -------------------------------------------------------------------
 
 
 def owned_rows(roster: Roster) -> list[np.ndarray]:
@@ -151,11 +164,15 @@ def twice(data, deals):
 
 @pytest.fixture(scope="module")
 def shared(twice, deals):
-    """An engine without randomness but the order of rows, and a round of it: (roster, shares, ids) -> (server, states, report)."""
+    """An engine without randomness but the order of rows, and a round of it: (roster, shares, ids) ->
+    (server, states, report)."""
     engine = toys.build(toys.sharing(View(2, 4, augment=False)), [deals[0], twice], Lanes(3, "vmap"))
 
     def play(data, roster, shares, ids=range(CLIENTS)):
-        server, states = {"weight": jnp.ones(3), "share": jnp.asarray(shares, jnp.float32)}, jnp.zeros(CLIENTS, jnp.int32)
+        server, states = (
+            {"weight": jnp.ones(3), "share": jnp.asarray(shares, jnp.float32)},
+            jnp.zeros(CLIENTS, jnp.int32),
+        )
         return run_round(engine, FROZEN, server, states, data, roster, np.array(ids), tasks()[0], 0, KEY)
 
     return play
@@ -167,23 +184,31 @@ def test_permuting_clients_does_not_change_the_aggregate(seed, shared, data, dea
     shares = np.arange(1.0, 1 + CLIENTS)
     owned = owned_rows(deals[0])
     renamed = toys.make_roster([owned[i] for i in order], np.asarray(data.label))
-    (server, states, _), (expected, its_states, _) = shared(data, renamed, shares[order]), shared(data, deals[0], shares)
+    (server, states, _), (expected, its_states, _) = (
+        shared(data, renamed, shares[order]),
+        shared(data, deals[0], shares),
+    )
     close(server["weight"], expected["weight"], atol=1e-6)
     assert states.tolist() == its_states[order].tolist()
 
 
 def test_a_client_listed_twice_with_half_its_weight_equals_that_client_once(shared, twice, data, deals):
-    (once, _, _), (both, states, _) = shared(data, deals[0], np.ones(7)), shared(data, twice, [1, 1, 0.5, 0.5, 1, 1, 1])
+    (once, _, _), (both, states, _) = (
+        shared(data, deals[0], np.ones(7)),
+        shared(data, twice, [1, 1, 0.5, 0.5, 1, 1, 1]),
+    )
     close(both["weight"], once["weight"], atol=1e-6)
     assert states.tolist() == [1] * CLIENTS
     unequal, _, _ = shared(data, twice, np.ones(7))
     assert not np.allclose(unequal["weight"], once["weight"], atol=1e-4)
 
 
-# ---- FPPL --------------------------------------------------------------------------------------------------------------------------
+# ---- FPPL --------------------------------------------------------------------------------------------------
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4)  # the second task has two classes and a padding class
+SETTING = Setting(
+    classes=5, tasks=2, task_classes=3, clients=4
+)  # the second task has two classes and a padding class
 STREAM = make_tasks(5, 2)
 OPTIONS = resolve_options("fppl", FPPLConfig(prompt_length=3, prompt_blocks=2, server_epochs=2), "intended")
 EPOCHS, BATCH, RATE = 2, 4, 1e-3
@@ -204,7 +229,9 @@ class Federation:
     def __init__(self):
         rng = np.random.default_rng(0)
         label = np.arange(60) % SETTING.classes
-        self.data = toys.Rows(jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32), jnp.asarray(label, jnp.int32))
+        self.data = toys.Rows(
+            jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32), jnp.asarray(label, jnp.int32)
+        )
         self.deals = [sizes_to_roster(label, task, (9, 0, 4, 7)) for task in STREAM]
         self.alone = sizes_to_roster(label, STREAM[1], (22, 0, 0, 0))
         self.frozen = init_vit(jax.random.key(1), TINY)
@@ -219,7 +246,9 @@ class Federation:
         chex.clear_trace_counter()
         once = chex.assert_max_traces(n=1)
         server, broadcast = once(self.method.server), once(self.method.broadcast)
-        self.engine = self.build(Lanes(2, "vmap"), self.method._replace(client=counted, server=server, broadcast=broadcast))
+        self.engine = self.build(
+            Lanes(2, "vmap"), self.method._replace(client=counted, server=server, broadcast=broadcast)
+        )
         self.one_lane = self.build(Lanes(1, "loop"), self.method)
         self.start = jax.jit(self.method.init)(jax.random.key(2), self.frozen)
         self.states = init_clients(self.method, self.start, SETTING.clients, KEY)
@@ -232,7 +261,9 @@ class Federation:
         return call
 
     def build(self, lanes, method):
-        return make_engine(method, read, lanes, capacity(method.client, [*self.deals, self.alone], lanes.count, 128))
+        return make_engine(
+            method, read, lanes, capacity(method.client, [*self.deals, self.alone], lanes.count, 128)
+        )
 
     def receive(self, engine, server, roster, ids, task=STREAM[0], data=None):
         data = self.data if data is None else data
@@ -246,7 +277,16 @@ class Federation:
             for round_ in range(rounds):
                 ids = np.flatnonzero(roster.count)
                 server, _, _ = run_round(
-                    self.engine, self.frozen, server, self.states, data, roster, ids, task, round_, jax.random.key(3)
+                    self.engine,
+                    self.frozen,
+                    server,
+                    self.states,
+                    data,
+                    roster,
+                    ids,
+                    task,
+                    round_,
+                    jax.random.key(3),
                 )
                 servers.append(server)
         return servers
@@ -293,7 +333,8 @@ def test_fppl_classes_not_seen_and_padding_classes_never_win(federation, servers
 
 
 def test_fppl_is_traced_in_the_first_round_only(federation, servers):
-    """What a client does is traced for its shapes and for the loop, but never again in later rounds and tasks."""
+    """What a client does is traced for its shapes and for the loop, but never again in later rounds and
+    tasks."""
     assert set(federation.engine.traces.values()) == {1}
     before = dict(federation.traces)
     assert set(before) == {"start", "step", "finish"}
@@ -329,14 +370,18 @@ def test_fppl_rows_that_nobody_holds_may_be_nan(federation, servers):
 def test_fppl_permuting_clients_permutes_the_pool_and_nothing_else(federation, servers):
     order = [3, 2, 0, 1]
     label = np.asarray(federation.data.label)
-    renamed = [toys.make_roster([owned_rows(deal)[i] for i in order], label, SETTING.classes) for deal in federation.deals]
+    renamed = [
+        toys.make_roster([owned_rows(deal)[i] for i in order], label, SETTING.classes)
+        for deal in federation.deals
+    ]
     server, expected = federation.run(renamed, rounds=1)[0], servers[0]
     close((server.prompts, server.gate), (expected.prompts, expected.gate), atol=1e-5)
     close(server.pool, one(expected.pool, np.array(order)), atol=1e-5)
 
 
 def test_fppl_with_one_client_that_holds_all_rows_is_centralised_training(federation):
-    """A plain optax loop on unpadded batches, written from the paper's equations, against the upload of the only client."""
+    """A plain optax loop on unpadded batches, written from the paper's equations, against the upload of the
+    only client."""
     task, start, rows = STREAM[1], federation.start, federation.alone.rows
     received = federation.receive(federation.engine, start, federation.alone, [0], task)
     trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
@@ -344,7 +389,9 @@ def test_fppl_with_one_client_that_holds_all_rows_is_centralised_training(federa
 
     def loss(parameters, image, label):
         prompt, psi, sigma, kernel, bias = parameters
-        gate = jax.nn.softmax(sigma * cosine(apply_vit(TINY, federation.frozen, image).cls, psi))  # both tasks are seen
+        gate = jax.nn.softmax(
+            sigma * cosine(apply_vit(TINY, federation.frozen, image).cls, psi)
+        )  # both tasks are seen
         fused = jnp.einsum("bt,tmld->bmld", gate, jnp.stack([start.prompts[0], prompt]))
         logits = apply_vit(TINY, federation.frozen, image, prompt_injection(fused)).cls @ kernel + bias
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, 3:5], label - 3))

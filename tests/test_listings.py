@@ -1,4 +1,5 @@
-"""The named data sets: which image is in which split under which label, for every official layout and for tensorflow-datasets."""
+"""The named data sets: which image is in which split under which label, for every official layout and for
+tensorflow-datasets."""
 
 import gzip
 import io
@@ -16,11 +17,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data import download, listings
 from fcljax.data.augment import Geometry
-from fcljax.data.download import OFFICIAL
-from fcljax.data.listings import NAMED
-from fcljax.data.sources import DATASETS, data_folder, known_datasets, load_dataset, prepare
+from fcljax.data.files import download, listings
+from fcljax.data.files.download import OFFICIAL
+from fcljax.data.files.listings import NAMED
+from fcljax.data.files.sources import DATASETS, data_folder, known_datasets, load_dataset, prepare
 from fcljax.errors import InputError
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -29,7 +30,9 @@ WNIDS = ("n01443537", "n01484850", "n02096585")
 
 
 def load(name, folder, **options):
-    return load_dataset(name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options)
+    return load_dataset(
+        name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+    )
 
 
 def refusal(name, folder, call=load, **options):
@@ -40,7 +43,9 @@ def refusal(name, folder, call=load, **options):
 
 
 def prepare_in(name, folder, **options):
-    return prepare(name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options)
+    return prepare(
+        name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+    )
 
 
 def picture(path, number, size=(6, 6)):
@@ -88,7 +93,8 @@ def test_the_split_of_pilot_is_taken_where_it_is_there(tmp_path, name, root):
 
 
 @pytest.mark.parametrize(
-    "name, root", [("imagenet_r", "imagenet-r"), ("imagenet_r_hepco", "imagenet-r"), ("cub200", "CUB_200_2011/images")]
+    "name, root",
+    [("imagenet_r", "imagenet-r"), ("imagenet_r_hepco", "imagenet-r"), ("cub200", "CUB_200_2011/images")],
 )
 def test_without_a_split_80_percent_are_drawn_for_training_as_hepco_does(tmp_path, name, root):
     tree(tmp_path / root, ("n1", "n2", "n3"), 10)
@@ -100,7 +106,9 @@ def test_without_a_split_80_percent_are_drawn_for_training_as_hepco_does(tmp_pat
 
 def test_hepco_pools_the_split_of_pilot(tmp_path):
     for number, (label, index) in enumerate(itertools.product(("n1", "n2"), range(10))):
-        picture(tmp_path / "imagenet-r" / ("test" if index % 3 == 1 else "train") / label / f"{index}.jpg", number)
+        picture(
+            tmp_path / "imagenet-r" / ("test" if index % 3 == 1 else "train") / label / f"{index}.jpg", number
+        )
     assert_random_split(load("imagenet_r_hepco", tmp_path), 10)
 
 
@@ -197,7 +205,9 @@ def test_imagenet_subsets_are_the_first_classes_of_the_usual_permutation(imagene
     data = load(f"imagenet{count}", imagenet(chosen))
     assert data.class_names == tuple(chosen)
     assert numbers(data.x_train) == data.y_train.tolist() == list(range(count))
-    assert numbers(data.x_test) == list(range(500, 500 + count)) and data.y_test.tolist() == list(range(count))
+    assert numbers(data.x_test) == list(range(500, 500 + count)) and data.y_test.tolist() == list(
+        range(count)
+    )
 
 
 def test_the_usual_subset_starts_with_these_classes():
@@ -260,8 +270,14 @@ def test_half_of_omniglot_is_refused(tmp_path):
 def cifar_batch(path, labels, start=0):
     """Records of two-colored images; image n has green n."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    planes = [bytes([9] * 1024 + [start + number] * 1024 + list(range(256)) * 4) for number in range(len(labels))]
-    path.write_bytes(b"".join(bytes(np.atleast_1d(label).tolist()) + plane for label, plane in zip(labels, planes, strict=True)))
+    planes = [
+        bytes([9] * 1024 + [start + number] * 1024 + list(range(256)) * 4) for number in range(len(labels))
+    ]
+    path.write_bytes(
+        b"".join(
+            bytes(np.atleast_1d(label).tolist()) + plane for label, plane in zip(labels, planes, strict=True)
+        )
+    )
 
 
 @pytest.fixture
@@ -278,7 +294,12 @@ def test_cifar10_is_read_from_its_binary_files(cifar10):
     data = load_dataset("cifar10", data_dir=cifar10.parent)
     assert data.class_names == ("airplane", "truck") and data.augment
     assert data.x_train.shape == (10, 32, 32, 3) and data.size_train is None
-    assert data.x_train[:, 3, 4, 1].tolist() == list(range(10)) and data.y_train.tolist() == [0, 1, 1, 1] * 2 + [0, 1]
+    assert data.x_train[:, 3, 4, 1].tolist() == list(range(10)) and data.y_train.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ] * 2 + [0, 1]
     assert data.x_test[:, 0, 0, 1].tolist() == [100, 101, 102] and data.y_test.tolist() == [1, 0, 0]
     np.testing.assert_array_equal(data.x_train[0, ..., 2], np.tile(np.arange(256), 4).reshape(32, 32))
     assert (data.x_train[..., 0] == 9).all()
@@ -310,7 +331,8 @@ def test_damaged_cifar_files_are_named(cifar10):
 
 
 @pytest.mark.parametrize(
-    "name, pickled, binary", [("cifar10", "cifar-10-batches-py", "-bin/"), ("cifar100", "cifar-100-python", "-binary/")]
+    "name, pickled, binary",
+    [("cifar10", "cifar-10-batches-py", "-bin/"), ("cifar100", "cifar-100-python", "-binary/")],
 )
 def test_the_pickled_version_of_cifar_is_never_read(tmp_path, name, pickled, binary):
     (tmp_path / pickled).mkdir()
@@ -332,8 +354,16 @@ def fashion(tmp_path, request):
     root = tmp_path / "fashion_mnist"
     for split, count in (("train", 20), ("t10k", 10)):
         images = np.arange(count, dtype=np.uint8)[:, None, None] + np.arange(28, dtype=np.uint8)
-        idx(root / f"{split}-images-idx3-ubyte{end}", np.broadcast_to(images, (count, 28, 28)).copy(), pack=request.param)
-        idx(root / f"{split}-labels-idx1-ubyte{end}", np.arange(count, dtype=np.uint8) % 10, pack=request.param)
+        idx(
+            root / f"{split}-images-idx3-ubyte{end}",
+            np.broadcast_to(images, (count, 28, 28)).copy(),
+            pack=request.param,
+        )
+        idx(
+            root / f"{split}-labels-idx1-ubyte{end}",
+            np.arange(count, dtype=np.uint8) % 10,
+            pack=request.param,
+        )
     return root
 
 
@@ -393,7 +423,8 @@ def test_fashion_mnist_with_a_file_missing_or_wrong_is_refused(fashion):
 
 @pytest.fixture(scope="module")
 def tfds():
-    # Its dependencies may deprecate this and that while they are imported; what it does afterwards is held to no warnings.
+    # Its dependencies may deprecate this and that while they are imported; what it does afterwards is held to
+    # no warnings.
     import warnings
 
     with warnings.catch_warnings():
@@ -418,12 +449,25 @@ def generate(tfds, folder, name, features, splits, version="1.0.0", config=None)
         return {split: enumerate(map(opened, examples)) for split, examples in splits.items()}
 
     def opened(example):
-        return {key: io.BytesIO(value) if isinstance(value, bytes) else value for key, value in example.items()}
+        return {
+            key: io.BytesIO(value) if isinstance(value, bytes) else value for key, value in example.items()
+        }
 
-    body = {"name": name, "VERSION": tfds.core.Version(version), "_info": info, "_split_generators": generators}
-    body |= {"_generate_examples": None, "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)] if config else []}
+    body = {
+        "name": name,
+        "VERSION": tfds.core.Version(version),
+        "_info": info,
+        "_split_generators": generators,
+    }
+    body |= {
+        "_generate_examples": None,
+        "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)] if config else [],
+    }
     kind = types.new_class(
-        "Made", (tfds.core.GeneratorBasedBuilder,), {"skip_registration": True}, lambda space: space.update(body)
+        "Made",
+        (tfds.core.GeneratorBasedBuilder,),
+        {"skip_registration": True},
+        lambda space: space.update(body),
     )
     kind(data_dir=folder / "tensorflow_datasets", file_format="array_record").download_and_prepare()
 
@@ -434,7 +478,9 @@ def labelled(tfds, names, **more):
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_cifar_of_tfds_comes_in_its_official_order(tfds, tmp_path, name):
-    features = labelled(tfds, ["bee", "ant"], id=tfds.features.Text()) | {"image": tfds.features.Image(shape=(6, 6, 3))}
+    features = labelled(tfds, ["bee", "ant"], id=tfds.features.Text()) | {
+        "image": tfds.features.Image(shape=(6, 6, 3))
+    }
     splits = {
         split: [{"image": encoded(base + n), "label": n % 2, "id": f"{split}_{n:05d}"} for n in range(20)]
         for split, base in (("train", 0), ("test", 100))
@@ -462,7 +508,9 @@ def test_imagenet_r_of_tfds_equals_its_official_files(tfds, tmp_path):
 def test_cub_of_tfds_equals_its_official_files(tfds, tmp_path):
     tree(tmp_path / "files" / "CUB_200_2011" / "images", BIRDS, 10)
     mask = tfds.features.Image(shape=(None, None, 1))
-    features = labelled(tfds, BIRDS, segmentation_mask=mask, bbox=tfds.features.BBoxFeature(), label_name=tfds.features.Text())
+    features = labelled(
+        tfds, BIRDS, segmentation_mask=mask, bbox=tfds.features.BBoxFeature(), label_name=tfds.features.Text()
+    )
     features["image/filename"] = tfds.features.Text()
     examples = [
         {
@@ -483,7 +531,10 @@ def test_cub_of_tfds_equals_its_official_files(tfds, tmp_path):
 def test_domainnet_of_tfds_is_pooled_and_its_classes_sorted(tfds, tmp_path):
     for base, domain in enumerate(DOMAINS):
         splits = {
-            split: [{"image": encoded(100 * base + 10 * part + n, (6, 6 + n % 2)), "label": n % 2} for n in range(6)]
+            split: [
+                {"image": encoded(100 * base + 10 * part + n, (6, 6 + n % 2)), "label": n % 2}
+                for n in range(6)
+            ]
             for part, split in enumerate(("train", "test"))
         }
         generate(tfds, tmp_path, "domainnet", labelled(tfds, ["zoo", "ant"]), splits, config=domain)
@@ -491,7 +542,10 @@ def test_domainnet_of_tfds_is_pooled_and_its_classes_sorted(tfds, tmp_path):
     everything = [100 * base + 10 * part + n for base in range(6) for part in range(2) for n in range(6)]
     assert data.class_names == ("ant", "zoo") and len(data.y_train) == int(0.8 * 72)
     assert sorted(numbers(data.x_train) + numbers(data.x_test)) == everything
-    assert all(label == 1 - number % 2 for number, label in zip(numbers(data.x_train), data.y_train.tolist(), strict=True))
+    assert all(
+        label == 1 - number % 2
+        for number, label in zip(numbers(data.x_train), data.y_train.tolist(), strict=True)
+    )
 
 
 def test_one_domain_of_tfds_is_not_enough(tfds, tmp_path):
@@ -501,7 +555,9 @@ def test_one_domain_of_tfds_is_not_enough(tfds, tmp_path):
 
 
 def test_omniglot_of_tfds_keeps_five_drawings_of_each_character_for_testing(tfds, tmp_path):
-    features = labelled(tfds, [f"name{n}" for n in range(3)], alphabet=tfds.features.ClassLabel(names=["Zulu", "Atlantean"]))
+    features = labelled(
+        tfds, [f"name{n}" for n in range(3)], alphabet=tfds.features.ClassLabel(names=["Zulu", "Atlantean"])
+    )
     features |= {"alphabet_char_id": np.int64}
     characters = [("Zulu", 0), ("Zulu", 1), ("Atlantean", 0)]
     examples = [
@@ -509,10 +565,19 @@ def test_omniglot_of_tfds_keeps_five_drawings_of_each_character_for_testing(tfds
         for n, (alphabet, character) in enumerate(characters)
         for index in range(8)
     ]
-    generate(tfds, tmp_path, "omniglot", features, {"train": examples[:16], "test": examples[16:], "small1": examples[:3]})
+    generate(
+        tfds,
+        tmp_path,
+        "omniglot",
+        features,
+        {"train": examples[:16], "test": examples[16:], "small1": examples[:3]},
+    )
     data, again = (load("omniglot", tmp_path) for _ in range(2))
     assert data.class_names == ("Atlantean/character01", "Zulu/character01", "Zulu/character02")
-    assert data.y_train.tolist() == [0] * 3 + [1] * 3 + [2] * 3 and data.y_test.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert (
+        data.y_train.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+        and data.y_test.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    )
     assert [number // 100 for number in numbers(data.x_train)] == [2] * 3 + [0] * 3 + [1] * 3
     assert len(set(numbers(data.x_train) + numbers(data.x_test))) == 24
     assert data.digest == again.digest
@@ -524,9 +589,26 @@ def test_fashion_mnist_of_tfds_is_gray_made_rgb(tfds, tmp_path):
         Image.new("L", (28, 28), level).save(stream, "PNG")
         return stream.getvalue()
 
-    names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
-    features = {"image": tfds.features.Image(shape=(28, 28, 1)), "label": tfds.features.ClassLabel(names=names)}
-    splits = {split: [{"image": gray(n), "label": n % 10} for n in range(count)] for split, count in (("train", 30), ("test", 10))}
+    names = [
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ]
+    features = {
+        "image": tfds.features.Image(shape=(28, 28, 1)),
+        "label": tfds.features.ClassLabel(names=names),
+    }
+    splits = {
+        split: [{"image": gray(n), "label": n % 10} for n in range(count)]
+        for split, count in (("train", 30), ("test", 10))
+    }
     generate(tfds, tmp_path, "fashion_mnist", features, splits)
     data = load_dataset("fashion_mnist", data_dir=tmp_path)
     assert data.class_names == tuple(names) and data.x_train.shape == (30, 28, 28, 3) and not data.augment
@@ -537,9 +619,18 @@ def test_fashion_mnist_of_tfds_is_gray_made_rgb(tfds, tmp_path):
 @pytest.fixture
 def made(tfds, tmp_path):
     features = labelled(tfds, WNIDS, file_name=tfds.features.Text())
-    examples = [{"image": encoded(n), "label": n % 3, "file_name": f"{WNIDS[n % 3]}/{n:02d}.png"} for n in range(30)]
+    examples = [
+        {"image": encoded(n), "label": n % 3, "file_name": f"{WNIDS[n % 3]}/{n:02d}.png"} for n in range(30)
+    ]
     for version in ("0.9.0", "0.10.0"):
-        generate(tfds, tmp_path, "imagenet_r", features, {"test": examples[: -3 if version == "0.9.0" else None]}, version)
+        generate(
+            tfds,
+            tmp_path,
+            "imagenet_r",
+            features,
+            {"test": examples[: -3 if version == "0.9.0" else None]},
+            version,
+        )
     return tmp_path / "tensorflow_datasets" / "imagenet_r"
 
 
@@ -572,7 +663,9 @@ def test_tfds_data_in_another_format_are_refused(made):
 
 def test_an_unreadable_image_in_tfds_data_is_named_or_skipped(tfds, tmp_path):
     features = labelled(tfds, WNIDS, file_name=tfds.features.Text())
-    examples = [{"image": encoded(n), "label": n % 3, "file_name": f"{WNIDS[n % 3]}/{n:02d}.png"} for n in range(30)]
+    examples = [
+        {"image": encoded(n), "label": n % 3, "file_name": f"{WNIDS[n % 3]}/{n:02d}.png"} for n in range(30)
+    ]
     examples[7]["image"] = b"no image"
     generate(tfds, tmp_path, "imagenet_r", features, {"test": examples})
     message = refusal("imagenet_r", tmp_path)
@@ -624,7 +717,11 @@ def test_prepare_downloads_only_what_is_not_here(tmp_path, made, cifar10, monkey
 def test_prepare_says_what_to_put_where_nothing_can_be_downloaded(tmp_path):
     for name in NAMED.keys() - OFFICIAL.keys():
         message = refusal(name, tmp_path, prepare_in)
-        assert "is not here and cannot be downloaded" in message and NAMED[name].put in message and str(tmp_path) in message
+        assert (
+            "is not here and cannot be downloaded" in message
+            and NAMED[name].put in message
+            and str(tmp_path) in message
+        )
 
 
 def test_states_of_data_sets(tmp_path, made, cifar10):
@@ -656,13 +753,17 @@ def test_two_prepared_versions_without_raw_files_are_not_guessed_between(cifar10
     os.utime(cifar10 / "test_batch.bin", ns=(0, 0))
     load("cifar10", tmp_path)
     cifar10.rename(tmp_path / "away")
-    assert "is prepared more than once, and its raw files are gone; remove one of" in refusal("cifar10", tmp_path)
+    assert "is prepared more than once, and its raw files are gone; remove one of" in refusal(
+        "cifar10", tmp_path
+    )
 
 
 def test_a_release_that_is_not_whole_is_noted(cifar10):
     console = Console(file=io.StringIO(), width=300)
     load_dataset("cifar10", data_dir=cifar10.parent, console=console)
-    assert "note: cifar10 has 60,000 images" in console.file.getvalue() and "holds 13" in console.file.getvalue()
+    assert (
+        "note: cifar10 has 60,000 images" in console.file.getvalue() and "holds 13" in console.file.getvalue()
+    )
 
 
 def test_a_class_that_a_split_lacks_is_named(tmp_path):

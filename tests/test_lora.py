@@ -1,4 +1,5 @@
-"""LoRA pairs: the rules by which pairs of several tasks act as one, the penalties, and which slots get a gradient."""
+"""LoRA pairs: the rules by which pairs of several tasks act as one, the penalties, and which slots get a
+gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +22,24 @@ def draw(seed=0, tasks=TASKS, blocks=BLOCKS, rank=RANK, width=WIDTH):
 
 def updates(pair):
     """B A of queries and of values, [blocks, width, width]."""
-    return np.stack([np.asarray(pair.b_q) @ np.asarray(pair.a_q), np.asarray(pair.b_v) @ np.asarray(pair.a_v)])
+    return np.stack(
+        [np.asarray(pair.b_q) @ np.asarray(pair.a_q), np.asarray(pair.b_v) @ np.asarray(pair.a_v)]
+    )
 
 
 def toy(a, b=None):
-    """A pair, or pairs, of one block whose queries and values have the same A and B; leaves [..., blocks, ...]."""
+    """A pair, or pairs, of one block whose queries and values have the same A and B; leaves [..., blocks,
+    ...]."""
     a = jnp.asarray(a, jnp.float32)[..., None, :, :]
-    b = jnp.zeros((*a.shape[:-2], a.shape[-1], a.shape[-2])) if b is None else jnp.asarray(b, jnp.float32)[..., None, :, :]
+    b = (
+        jnp.zeros((*a.shape[:-2], a.shape[-1], a.shape[-2]))
+        if b is None
+        else jnp.asarray(b, jnp.float32)[..., None, :, :]
+    )
     return Lora(a, b, a, b)
 
 
-# ---- init --------------------------------------------------------------------------------------------------------------------------
+# ---- init --------------------------------------------------------------------------------------------------
 
 
 def test_a_starts_uniform_within_one_over_the_root_of_the_width_and_b_at_zero():  # O12
@@ -42,8 +50,14 @@ def test_a_starts_uniform_within_one_over_the_root_of_the_width_and_b_at_zero():
 
 
 def test_the_gaussian_has_the_deviation_of_the_uniform():
-    uniform, gaussian = (init_pairs(jax.random.key(0), 10, 1, 4, 768, name).a_q for name in ("kaiming_uniform", "gaussian"))
-    assert float(gaussian.std()) == pytest.approx(float(uniform.std()), rel=0.02) == pytest.approx((3 * 768) ** -0.5, rel=0.02)
+    uniform, gaussian = (
+        init_pairs(jax.random.key(0), 10, 1, 4, 768, name).a_q for name in ("kaiming_uniform", "gaussian")
+    )
+    assert (
+        float(gaussian.std())
+        == pytest.approx(float(uniform.std()), rel=0.02)
+        == pytest.approx((3 * 768) ** -0.5, rel=0.02)
+    )
     assert gaussian.max() > uniform.max() * 1.5
 
 
@@ -52,13 +66,17 @@ def test_a_pair_of_vit_b16_has_12288_parameters():
     assert sum(leaf.size for leaf in pairs) == 10 * 12_288
 
 
-# ---- rules -------------------------------------------------------------------------------------------------------------------------
+# ---- rules -------------------------------------------------------------------------------------------------
 
 
 def test_the_product_of_sums_is_not_the_sum_of_products():  # O7
     pairs = toy([[[1, 0]], [[0, 2]]], [[[1], [0]], [[0], [3]]])
-    np.testing.assert_allclose(updates(summed(pairs, pair_of(pairs, 1), 1, "sum"))[:, 0], [[[1, 2], [3, 6]]] * 2)
-    np.testing.assert_allclose(updates(summed(pairs, pair_of(pairs, 1), 1, "products"))[:, 0], [[[1, 0], [0, 6]]] * 2)
+    np.testing.assert_allclose(
+        updates(summed(pairs, pair_of(pairs, 1), 1, "sum"))[:, 0], [[[1, 2], [3, 6]]] * 2
+    )
+    np.testing.assert_allclose(
+        updates(summed(pairs, pair_of(pairs, 1), 1, "products"))[:, 0], [[[1, 0], [0, 6]]] * 2
+    )
 
 
 @pytest.mark.parametrize("task", range(TASKS))
@@ -68,9 +86,16 @@ def test_rules_on_random_pairs(task):
     sum_of = lambda leaf: np.asarray(leaf)[: task + 1].sum(0)
     product_of_sums = updates(jax.tree.map(sum_of, slots))
     sum_of_products = sum(updates(pair_of(slots, i)) for i in range(task + 1))
-    expected = {"sum": product_of_sums, "products": sum_of_products, "current": updates(current), "first": updates(pair_of(slots, 0))}
+    expected = {
+        "sum": product_of_sums,
+        "products": sum_of_products,
+        "current": updates(current),
+        "first": updates(pair_of(slots, 0)),
+    }
     for rule, update in expected.items():
-        np.testing.assert_allclose(updates(combine(pairs, current, task, rule=rule)), update, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            updates(combine(pairs, current, task, rule=rule)), update, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("rule", ["sum", "current", "products", "first"])
@@ -78,13 +103,19 @@ def test_pairs_of_later_tasks_and_the_old_value_of_the_current_one_are_not_read(
     pairs, current = draw(), pair_of(draw(1), 0)
     poisoned = jax.tree.map(lambda leaf: leaf.at[1:].set(jnp.nan), pairs)
     jax.tree.map(
-        np.testing.assert_array_equal, combine(poisoned, current, 1, rule=rule), combine(pairs, current, 1, rule=rule)
+        np.testing.assert_array_equal,
+        combine(poisoned, current, 1, rule=rule),
+        combine(pairs, current, 1, rule=rule),
     )
 
 
 @pytest.mark.parametrize("rule", ["sum", "current", "products", "first"])
 def test_gradients_of_frozen_slots_are_exactly_zero_for_every_task(rule):
-    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.stack([x.sum() for x in summed(*args, rule)]) ** 2), argnums=(0, 1)))
+    gradient = jax.jit(
+        jax.grad(
+            lambda *args: jnp.sum(jnp.stack([x.sum() for x in summed(*args, rule)]) ** 2), argnums=(0, 1)
+        )
+    )
     for task in range(TASKS):
         frozen, current = gradient(draw(), pair_of(draw(1), 0), task)
         assert not any(leaf.any() for leaf in frozen)
@@ -92,7 +123,7 @@ def test_gradients_of_frozen_slots_are_exactly_zero_for_every_task(rule):
     assert gradient._cache_size() == 1  # the task is data
 
 
-# ---- penalties ---------------------------------------------------------------------------------------------------------------------
+# ---- penalties ---------------------------------------------------------------------------------------------
 
 
 def test_orthogonality_and_l1_of_the_toy():  # O6, for queries and again for values
@@ -103,9 +134,13 @@ def test_orthogonality_and_l1_of_the_toy():  # O6, for queries and again for val
 
 def test_orthogonality_adds_up_over_earlier_tasks_and_blocks():
     pairs, current = draw(), pair_of(draw(1), 0)
-    overlap = lambda i, a, b: sum(np.abs(np.asarray(a[i, m]) @ np.asarray(b[m]).T).sum() for m in range(BLOCKS))
+    overlap = lambda i, a, b: sum(
+        np.abs(np.asarray(a[i, m]) @ np.asarray(b[m]).T).sum() for m in range(BLOCKS)
+    )
     for task in range(TASKS):
-        expected = sum(overlap(i, pairs.a_q, current.a_q) + overlap(i, pairs.a_v, current.a_v) for i in range(task))
+        expected = sum(
+            overlap(i, pairs.a_q, current.a_q) + overlap(i, pairs.a_v, current.a_v) for i in range(task)
+        )
         assert float(jax.jit(orthogonality)(pairs, current, task)) == pytest.approx(expected, rel=1e-5)
 
 
@@ -123,7 +158,7 @@ def test_orthogonality_reads_no_b_and_moves_only_the_current_a():
     assert moved.a_q.all() and moved.a_v.all() and not moved.b_q.any() and not moved.b_v.any()
 
 
-# ---- in the transformer ------------------------------------------------------------------------------------------------------------
+# ---- in the transformer ------------------------------------------------------------------------------------
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 
@@ -131,7 +166,9 @@ TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 def test_a_pair_in_the_network_equals_its_product_added_to_the_projection():
     """One of two blocks gets a pair; its product is added to the weights of q and v by hand."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), parameter_shapes(TINY))
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), parameter_shapes(TINY)
+    )
     image = jnp.asarray(rng.normal(size=(3, 8, 8, 3)), jnp.float32)
     pairs = draw(tasks=2, blocks=1, rank=4, width=TINY.width)
     pair = summed(pairs, pair_of(pairs, 1), 1, "sum")
@@ -139,7 +176,10 @@ def test_a_pair_in_the_network_equals_its_product_added_to_the_projection():
     query, value = updates(pair)[:, 0]
     kernel = params["block_00"]["attn"]["qkv"]["kernel"]
     moved = kernel.at[:, : TINY.width].add(query.T).at[:, 2 * TINY.width :].add(value.T)
-    block = {**params["block_00"], "attn": {**params["block_00"]["attn"], "qkv": {**params["block_00"]["attn"]["qkv"], "kernel": moved}}}
+    block = {
+        **params["block_00"],
+        "attn": {**params["block_00"]["attn"], "qkv": {**params["block_00"]["attn"]["qkv"], "kernel": moved}},
+    }
     expected = encode({**params, "block_00": block}, None)
     np.testing.assert_allclose(encode(params, pair), expected, atol=1e-4)
     assert np.abs(expected - encode(params, None)).max() > 1e-2

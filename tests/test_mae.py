@@ -1,4 +1,5 @@
-"""Masking, the decoder of a masked autoencoder and its loss: counts and closed forms, and what must not matter."""
+"""Masking, the decoder of a masked autoencoder and its loss: counts and closed forms, and what must not
+matter."""
 
 import dataclasses
 import functools
@@ -66,7 +67,7 @@ def latent():
     return random(ROWS, 1 + PATCHES // 2, TINY.width)
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------------------------
+# ---- sizes -------------------------------------------------------------------------------------------------
 
 
 def test_the_decoder_has_the_published_number_of_parameters():
@@ -81,7 +82,9 @@ def test_the_decoder_has_the_published_number_of_parameters():
 def test_prompts_and_latents_of_pmae_have_the_published_sizes():
     assert scalars(parameter_shapes(VITS["vit_b16"])) == 85_798_656
     prompts = jax.eval_shape(lambda key: init_prompts(key, 1, 5, 20, 768)[0], jax.random.key(0))
-    reconstructive = jax.eval_shape(lambda key: init_prompts(key, 1, 1, 5, DecoderConfig().width)[0], jax.random.key(0))
+    reconstructive = jax.eval_shape(
+        lambda key: init_prompts(key, 1, 1, 5, DecoderConfig().width)[0], jax.random.key(0)
+    )
     head = 200 * (768 + 1)
     assert (prompts.shape, scalars(prompts)) == ((5, 20, 768), 76_800)
     assert (reconstructive.shape, scalars(reconstructive)) == ((1, 5, 512), 2_560)
@@ -97,11 +100,13 @@ def test_an_uploaded_latent_is_50_tokens_and_an_order_of_196_patches():
     assert latent.shape == (2, 50, 768) and math.prod(latent.shape[1:]) == 38_400
     assert masking.keep.shape == (2, 49) and masking.restore.shape == masking.masked.shape == (2, 196)
     config, prompt = DecoderConfig(), shape(5, 512)
-    out = jax.eval_shape(functools.partial(decode, config), decoder_shapes(config), latent, masking.restore, prompt)
+    out = jax.eval_shape(
+        functools.partial(decode, config), decoder_shapes(config), latent, masking.restore, prompt
+    )
     assert out.shape == (2, 196, 768)
 
 
-# ---- masking -------------------------------------------------------------------------------------------------------------------------
+# ---- masking -----------------------------------------------------------------------------------------------
 
 
 def test_the_patches_with_the_least_noise_stay():
@@ -142,17 +147,34 @@ def test_the_mask_of_a_sample_depends_on_its_own_key_alone():
 
 @pytest.mark.parametrize("ratio", [-0.1, 75.0])
 def test_a_ratio_that_is_no_share_is_refused(ratio):
-    with pytest.raises(InputError, match=rf"mask_ratio: {ratio} is not in \[0, 1\]; nearest: {int(ratio > 1)}"):
+    with pytest.raises(
+        InputError, match=rf"mask_ratio: {ratio} is not in \[0, 1\]; nearest: {int(ratio > 1)}"
+    ):
         random_mask(jax.random.key(0), 1, 4, ratio)
 
 
-# ---- patches and positions -----------------------------------------------------------------------------------------------------------
+# ---- patches and positions ---------------------------------------------------------------------------------
 
 
 def test_a_patch_lists_rows_then_columns_then_channels():
-    names = np.array([[["R00", "G00", "B00"], ["R01", "G01", "B01"]], [["R10", "G10", "B10"], ["R11", "G11", "B11"]]])
+    names = np.array(
+        [[["R00", "G00", "B00"], ["R01", "G01", "B01"]], [["R10", "G10", "B10"], ["R11", "G11", "B11"]]]
+    )
     order = np.asarray(patchify(jnp.arange(12.0).reshape(1, 2, 2, 3), 2))[0, 0].astype(int)
-    assert list(names.ravel()[order]) == ["R00", "G00", "B00", "R01", "G01", "B01", "R10", "G10", "B10", "R11", "G11", "B11"]
+    assert list(names.ravel()[order]) == [
+        "R00",
+        "G00",
+        "B00",
+        "R01",
+        "G01",
+        "B01",
+        "R10",
+        "G10",
+        "B10",
+        "R11",
+        "G11",
+        "B11",
+    ]
 
 
 def test_patches_are_numbered_row_by_row():
@@ -193,7 +215,9 @@ def test_positions_of_the_published_decoder():
         w = 10000 ** (-i / 128)
         found = [token[i], token[128 + i], token[256 + i], token[384 + i]]
         np.testing.assert_allclose(
-            found, [math.sin(column * w), math.cos(column * w), math.sin(row * w), math.cos(row * w)], atol=1e-6
+            found,
+            [math.sin(column * w), math.cos(column * w), math.sin(row * w), math.cos(row * w)],
+            atol=1e-6,
         )
 
 
@@ -206,20 +230,31 @@ def test_a_new_decoder_is_drawn_as_in_mae():
     wide = dataclasses.replace(SMALL, width=64, depth=1, mlp=96)
     params = jax.jit(init_decoder, static_argnums=1)(jax.random.key(0), wide)
     jax.tree.map(
-        lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)), params, decoder_shapes(wide)
+        lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)),
+        params,
+        decoder_shapes(wide),
     )
     np.testing.assert_array_equal(params["pos"], sincos_positions(2, 64))
     assert 0.01 < params["mask"].std() < 0.03
     block = params["block_00"]
     assert (block["norm1"]["scale"] == 1).all() and not block["norm1"]["bias"].any()
-    for dense in (params["embed"], params["predict"], block["attn"]["qkv"], block["attn"]["proj"], block["fc1"], block["fc2"]):
+    for dense in (
+        params["embed"],
+        params["predict"],
+        block["attn"]["qkv"],
+        block["attn"]["proj"],
+        block["fc1"],
+        block["fc2"],
+    ):
         bound = math.sqrt(6 / sum(dense["kernel"].shape))
         assert 0.95 * bound < jnp.abs(dense["kernel"]).max() <= bound and not dense["bias"].any()
     other = jax.jit(init_decoder, static_argnums=1)(jax.random.key(1), wide)
-    assert (other["embed"]["kernel"] != params["embed"]["kernel"]).all() and (other["mask"] != params["mask"]).all()
+    assert (other["embed"]["kernel"] != params["embed"]["kernel"]).all() and (
+        other["mask"] != params["mask"]
+    ).all()
 
 
-# ---- encoding and decoding -----------------------------------------------------------------------------------------------------------
+# ---- encoding and decoding ---------------------------------------------------------------------------------
 
 
 def test_all_patches_in_random_order_give_the_same_class_token(encoder, image):
@@ -233,7 +268,8 @@ def test_all_patches_in_random_order_give_the_same_class_token(encoder, image):
 
 
 def blocks_of(params, x, prompt):
-    """What follows the positions in a decoder, block by block: prompts are appended before the first and dropped after it."""
+    """What follows the positions in a decoder, block by block: prompts are appended before the first and
+    dropped after it."""
     config = ViTConfig(SMALL.image_size, SMALL.patch, SMALL.width, SMALL.depth, SMALL.heads, SMALL.mlp)
     x = jnp.concatenate([x, jnp.tile(prompt, (ROWS, 1, 1))], axis=1)
     for i in range(SMALL.depth):
@@ -251,19 +287,29 @@ def test_mask_tokens_stand_where_patches_are_missing_and_prompts_join_the_first_
     for given, appended in ((None, prompt[:0]), (prompt, prompt)):
         x = jax.jit(blocks_of)(decoder, tokens, appended)
         centred = x - x.mean(axis=-1, keepdims=True)
-        x = centred / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + 1e-6) * decoder["norm"]["scale"]
-        expected = (x + decoder["norm"]["bias"])[:, 1:] @ decoder["predict"]["kernel"] + decoder["predict"]["bias"]
+        x = (
+            centred
+            / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + 1e-6)
+            * decoder["norm"]["scale"]
+        )
+        expected = (x + decoder["norm"]["bias"])[:, 1:] @ decoder["predict"]["kernel"] + decoder["predict"][
+            "bias"
+        ]
         np.testing.assert_allclose(run(SMALL, decoder, latent, restore, given), expected, atol=1e-4)
 
 
 def test_the_order_in_which_visible_patches_are_stored_does_not_matter(decoder, latent, masking):
     swapped = latent[:, jnp.array([0, 2, 1])]
     restore = jnp.where(masking.restore < 2, 1 - masking.restore, masking.restore)
-    np.testing.assert_allclose(run(SMALL, decoder, swapped, restore), run(SMALL, decoder, latent, masking.restore), atol=1e-5)
+    np.testing.assert_allclose(
+        run(SMALL, decoder, swapped, restore), run(SMALL, decoder, latent, masking.restore), atol=1e-5
+    )
 
 
 def test_a_prompt_changes_pixels_and_not_their_number(decoder, latent, masking):
-    prompted, plain = (run(SMALL, decoder, latent, masking.restore, prompt) for prompt in (random(5, SMALL.width), None))
+    prompted, plain = (
+        run(SMALL, decoder, latent, masking.restore, prompt) for prompt in (random(5, SMALL.width), None)
+    )
     assert prompted.shape == plain.shape == (ROWS, PATCHES, PIXELS)
     assert jnp.abs(prompted - plain).max() > 0.01
 
@@ -271,7 +317,9 @@ def test_a_prompt_changes_pixels_and_not_their_number(decoder, latent, masking):
 def test_prompts_have_no_order_and_may_be_given_per_image(decoder, latent, masking):
     prompt = random(5, SMALL.width)
     expected = run(SMALL, decoder, latent, masking.restore, prompt)
-    np.testing.assert_allclose(run(SMALL, decoder, latent, masking.restore, prompt[::-1]), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        run(SMALL, decoder, latent, masking.restore, prompt[::-1]), expected, atol=1e-5
+    )
     each = jnp.stack([prompt, random(5, SMALL.width), prompt])
     found = run(SMALL, decoder, latent, masking.restore, each)
     np.testing.assert_allclose(found[::2], expected[::2], atol=1e-5)
@@ -313,11 +361,12 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_pixels(latent, masking):
     np.testing.assert_allclose(half, exact, atol=0.05)
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------------------
+# ---- the loss ----------------------------------------------------------------------------------------------
 
 
 def with_errors(errors):
-    """Predictions whose squared error is the given number in every pixel of a patch: [batch][patches], patches of 2 x 2."""
+    """Predictions whose squared error is the given number in every pixel of a patch: [batch][patches],
+    patches of 2 x 2."""
     image = random(len(errors), 4, 4, 3)
     return patchify(image, 2) + jnp.sqrt(jnp.asarray(errors, jnp.float32))[..., None], image
 
@@ -374,7 +423,11 @@ def test_a_decoder_prompt_learns_alone(encoder, decoder, image, masking):
     assert gradient.shape == prompt.shape and (jnp.abs(gradient).max(axis=1) > 1e-5).all()
     assert learn(prompt - 0.05 * gradient, decoder, encoder, image, masking)[0] < value
     args = (prompt, decoder, encoder, image, masking)
-    shapes = {tuple(sorted(x.shape)) for x in jax.tree.leaves((decoder, encoder)) if x.ndim == 2 and x.shape[0] != 1 + PATCHES}
+    shapes = {
+        tuple(sorted(x.shape))
+        for x in jax.tree.leaves((decoder, encoder))
+        if x.ndim == 2 and x.shape[0] != 1 + PATCHES
+    }
     # The fused projection is used in two parts, queries apart from keys and values.
     kernels = shapes - {(12, 36), (16, 48)} | {(w, n * w) for w in (12, 16) for n in (1, 2)}
     alone = set(products(jax.make_jaxpr(jax.grad(restore_loss))(*args).jaxpr))
@@ -386,7 +439,10 @@ def test_a_decoder_prompt_learns_alone(encoder, decoder, image, masking):
 def test_the_gradient_of_the_prompt_is_the_slope_of_the_loss(encoder, decoder, image, masking):
     prompt, way = random(5, SMALL.width), random(5, SMALL.width, scale=0.01)
     slope = learn(prompt, decoder, encoder, image, masking)[1]
-    rise = learn(prompt + way, decoder, encoder, image, masking)[0] - learn(prompt - way, decoder, encoder, image, masking)[0]
+    rise = (
+        learn(prompt + way, decoder, encoder, image, masking)[0]
+        - learn(prompt - way, decoder, encoder, image, masking)[0]
+    )
     np.testing.assert_allclose((slope * way).sum(), rise / 2, rtol=0.02, atol=1e-6)
 
 

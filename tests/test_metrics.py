@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from fcljax import metrics
 from fcljax.errors import InputError
+from fcljax.runs import metrics
 
 NAN = float("nan")
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]  # FPPL section 9, item 16
@@ -16,7 +16,13 @@ FORMS = {
     "none": SQUARE,
     "nan": np.array(SQUARE, float),
     "zeros above": np.array([[0.9, 0, 0], [0.7, 0.8, 0], [0.6, 0.85, 0.9]]),
-    "not finished": [[0.9] + [None] * 4, [0.7, 0.8] + [NAN] * 3, [0.6, 0.85, 0.9, NAN, NAN], [None] * 5, [NAN] * 5],
+    "not finished": [
+        [0.9] + [None] * 4,
+        [0.7, 0.8] + [NAN] * 3,
+        [0.6, 0.85, 0.9, NAN, NAN],
+        [None] * 5,
+        [NAN] * 5,
+    ],
 }
 
 
@@ -54,7 +60,11 @@ def test_the_first_rows_of_a_matrix_give_the_metrics_of_that_moment():
 
 
 def test_no_rows_at_all_give_nan_and_not_an_error():
-    assert metrics.average_accuracy([]).size == 0 and np.isnan(metrics.A_avg([])) and np.isnan(metrics.A_last([]))
+    assert (
+        metrics.average_accuracy([]).size == 0
+        and np.isnan(metrics.A_avg([]))
+        and np.isnan(metrics.A_last([]))
+    )
 
 
 def test_a_missing_task_is_left_out_of_the_means():
@@ -83,15 +93,24 @@ def test_spread_over_seeds_is_the_population_standard_deviation():
     assert metrics.over_seeds([0.70, 0.72, 0.75]) == pytest.approx((0.723333, 0.020548), abs=1e-6)
 
 
-CONFUSION = np.array([[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]])  # rows of classes: 10, 4, 20, 0
+CONFUSION = np.array(
+    [[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]]
+)  # rows of classes: 10, 4, 20, 0
 
 
 def test_confusion_counts_true_class_by_predicted_class():
     label, prediction = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 2, 2])
-    assert metrics.confusion_matrix(label, prediction, 4).tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 2, 0], [0, 0, 0, 0]]
+    assert metrics.confusion_matrix(label, prediction, 4).tolist() == [
+        [1, 1, 0, 0],
+        [0, 1, 0, 0],
+        [1, 0, 2, 0],
+        [0, 0, 0, 0],
+    ]
 
 
-@pytest.mark.parametrize("label, prediction, field", [([0, 4], [0, 0], "label"), ([0, 1], [0, -1], "prediction")])
+@pytest.mark.parametrize(
+    "label, prediction, field", [([0, 4], [0, 0], "label"), ([0, 1], [0, -1], "prediction")]
+)
 def test_a_class_out_of_range_is_refused(label, prediction, field):
     with pytest.raises(InputError, match=f"{field}: class"):
         metrics.confusion_matrix(np.array(label), np.array(prediction), 4)
@@ -113,4 +132,6 @@ def test_client_accuracy_weighs_classes_by_the_clients_own_seen_rows():
 
 def test_a_client_with_the_test_sets_distribution_has_the_test_sets_accuracy():
     counts = CONFUSION.sum(1, keepdims=True).T
-    assert metrics.client_accuracy(CONFUSION, counts)[0] == pytest.approx(np.trace(CONFUSION) / CONFUSION.sum())
+    assert metrics.client_accuracy(CONFUSION, counts)[0] == pytest.approx(
+        np.trace(CONFUSION) / CONFUSION.sum()
+    )

@@ -1,6 +1,8 @@
-"""PILoRA: the numeric oracles of the paper and its release, what crosses the wire, the ablations, and every point on which the two differ.
+"""PILoRA: the numeric oracles of the paper and its release, what crosses the wire, the ablations, and every
+point on which the two differ.
 
-Most tests run the method on a backbone that is a formula: the feature of an image is the scaled image plus its LoRA updates.
+Most tests run the method on a backbone that is a formula: the feature of an image is the scaled image plus
+  its LoRA updates.
 """
 
 import dataclasses
@@ -43,7 +45,10 @@ KEY = jax.random.key(0)
 
 def encode(frozen, image, injection):
     x = image * frozen["scale"]
-    return x + sum(x @ m.a_q.T @ m.b_q.T + 2 * x @ m.a_v.T @ m.b_v.T for m in (injection.lora.values() if injection else ()))
+    return x + sum(
+        x @ m.a_q.T @ m.b_q.T + 2 * x @ m.a_v.T @ m.b_v.T
+        for m in (injection.lora.values() if injection else ())
+    )
 
 
 FORMULA = Backbone(encode, WIDTH, 2)
@@ -54,7 +59,8 @@ def resolve(fidelity="intended", **fields):
 
 
 def make(fidelity="intended", setting=SETTING, lr=1e-2, **fields):
-    """A method on the formula, and a server whose prototypes and pairs are all far from 0, as after some training."""
+    """A method on the formula, and a server whose prototypes and pairs are all far from 0, as after some
+    training."""
     config = resolve(fidelity, **dict(lora_rank=2, lora_lr=1e-3) | fields)
     method = pilora(config, setting, FORMULA, 1, 8, lr)
     return method, trained_server(method)
@@ -72,7 +78,10 @@ def batch(labels, seed=1, padding=0.0):
     image = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
     image[len(labels) :] = padding
     mask = np.arange(4) < len(labels)
-    return jax.tree.map(jnp.asarray, Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)))
+    return jax.tree.map(
+        jnp.asarray,
+        Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)),
+    )
 
 
 def info(rows=1, round_=0):
@@ -96,10 +105,13 @@ def finish(method, server, task, local, rows):
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
-    """The server after clients sent these prototypes and mean features, by client and class; None where a client has no rows."""
+    """The server after clients sent these prototypes and mean features, by client and class; None where a
+    client has no rows."""
     pad = lambda v: [0.0] * WIDTH if v is None else [*v, *[0.0] * (WIDTH - len(v))]
     table = lambda rows: jnp.asarray([[pad(v) for v in client] for client in rows])
-    sent = Sent(table(prototypes), table(means), jnp.asarray([[v is not None for v in client] for client in means]))
+    sent = Sent(
+        table(prototypes), table(means), jnp.asarray([[v is not None for v in client] for client in means])
+    )
     valid = jnp.ones(len(prototypes), bool) if valid is None else jnp.asarray(valid)
     mean = current_part(server, task)._replace(prototypes=()) if mean is None else mean
     aggregate = Aggregate(mean, (), sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
@@ -114,7 +126,9 @@ def expected_loss(config, server, task, data, lora=None):
         feature = data.image @ (jnp.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
     distance = distances(feature, server.prototypes, config.distance)
     allowed = jnp.ones(6, bool) if config.negatives == "all" else task.seen
-    loss = dce_loss(distance, data.label, allowed, data.mask) + 0.001 * pl_loss(distance, data.label, data.mask)
+    loss = dce_loss(distance, data.label, allowed, data.mask) + 0.001 * pl_loss(
+        distance, data.label, data.mask
+    )
     if config.tune == "lora":
         current = pair_of(server.lora, task.index)
         loss += 0 if config.wo_orthogonality else 0.5 * orthogonality(server.lora, current, task.index)
@@ -122,14 +136,15 @@ def expected_loss(config, server, task, data, lora=None):
     return float(loss)
 
 
-# ---- counts ------------------------------------------------------------------------------------------------------------------------
+# ---- counts ------------------------------------------------------------------------------------------------
 
 VIT_B16 = parameter_shapes(VITS["vit_b16"])
 
 
 @functools.cache
 def counts(fidelity="intended", classes=100, **fields):
-    """Shapes of upload, broadcast, trained parts and server of PILoRA on ViT-B/16 with ten tasks; nothing is computed."""
+    """Shapes of upload, broadcast, trained parts and server of PILoRA on ViT-B/16 with ten tasks; nothing is
+    computed."""
     setting, vit = Setting(classes, 10, classes // 10, 10, 30), VITS["vit_b16"]
     method = pilora(resolve(fidelity, **fields), setting, vit_backbone(vit), 10, 64, 2e-3)
     task = make_tasks(classes, 10)[0]
@@ -157,7 +172,9 @@ def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
     upload, broadcast, _, _ = counts()
     floats = sum(traffic(upload, broadcast)[::2])
     assert 4 * floats * 300 == 57_139_200
-    assert traffic(upload, broadcast).upload_bytes == 110_592 + 10 + 4  # which classes are present, and the weight
+    assert (
+        traffic(upload, broadcast).upload_bytes == 110_592 + 10 + 4
+    )  # which classes are present, and the weight
     assert scalars(VIT_B16) == 85_798_656
 
 
@@ -173,7 +190,10 @@ def test_the_a_matrices_that_clients_keep_are_the_papers_share_of_the_network():
 
 def test_ablations_send_only_what_they_need():
     upload, broadcast, trainable, server = counts(tune="none")
-    assert traffic(upload, broadcast)[::2] == (15_360, 7_680) and scalars(server) == scalars(broadcast.held) == 76_800
+    assert (
+        traffic(upload, broadcast)[::2] == (15_360, 7_680)
+        and scalars(server) == scalars(broadcast.held) == 76_800
+    )
     assert scalars(trainable) == 7_680
     upload, _, _, _ = counts(wo_reweight=True)
     assert scalars(upload) == 19_968
@@ -185,11 +205,13 @@ def test_ablations_send_only_what_they_need():
 def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
     for tune in ("lora", "none"):
         assert counts(tune=tune)[3].backbone == ()
-    tuned = pilora(resolve(tune="all"), SETTING, FORMULA, 1, 8, 1e-3).init(KEY, {"scale": jnp.ones(WIDTH, jnp.bfloat16)})
+    tuned = pilora(resolve(tune="all"), SETTING, FORMULA, 1, 8, 1e-3).init(
+        KEY, {"scale": jnp.ones(WIDTH, jnp.bfloat16)}
+    )
     assert tuned.backbone["scale"].dtype == jnp.float32
 
 
-# ---- presets -----------------------------------------------------------------------------------------------------------------------
+# ---- presets -----------------------------------------------------------------------------------------------
 
 
 def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
@@ -199,11 +221,13 @@ def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_i
 
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_more_lora_blocks_than_the_network_has_are_refused(blocks):
-    with pytest.raises(InputError, match=rf"lora_blocks: must be 1 to 2, got {blocks}; nearest: {min(max(blocks, 1), 2)}"):
+    with pytest.raises(
+        InputError, match=rf"lora_blocks: must be 1 to 2, got {blocks}; nearest: {min(max(blocks, 1), 2)}"
+    ):
         make(lora_blocks=blocks)
 
 
-# ---- the client --------------------------------------------------------------------------------------------------------------------
+# ---- the client --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("schedule", "factors"), [
@@ -245,7 +269,9 @@ def test_steps_are_adam_with_l2_in_the_gradient():
 
 def expected_loss_of_prototypes(server, data, current):
     distance = distances(data.image, server.prototypes.at[2:4].set(current))
-    return dce_loss(distance, data.label, jnp.ones(6, bool), data.mask) + 0.001 * pl_loss(distance, data.label, data.mask)
+    return dce_loss(distance, data.label, jnp.ones(6, bool), data.mask) + 0.001 * pl_loss(
+        distance, data.label, data.mask
+    )
 
 
 @pytest.mark.parametrize(("fidelity", "fields", "pairs"), [
@@ -255,10 +281,17 @@ def expected_loss_of_prototypes(server, data, current):
 def test_the_reported_loss_is_the_papers_or_the_releases(fidelity, fields, pairs):
     method, server = make(fidelity, **fields)
     data = batch([2, 3, 3])
-    lora = {"sum": lambda: [x[0] + x[1] for x in server.lora], "current": lambda: [x[1] for x in server.lora], None: lambda: None}[pairs]()
+    lora = {
+        "sum": lambda: [x[0] + x[1] for x in server.lora],
+        "current": lambda: [x[1] for x in server.lora],
+        None: lambda: None,
+    }[pairs]()
     _, _, metrics = client_step(method, server, TASKS[1], data)
     total = expected_loss(resolve(fidelity, **fields), server, TASKS[1], data, lora)
-    assert float(metrics["loss"].total) == pytest.approx(3 * total, rel=1e-4) and float(metrics["loss"].weight) == 3
+    assert (
+        float(metrics["loss"].total) == pytest.approx(3 * total, rel=1e-4)
+        and float(metrics["loss"].weight) == 3
+    )
 
 
 def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
@@ -269,7 +302,11 @@ def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
     def loss(held, wire):
         received = broadcast._replace(wire=wire, held=held)
         start = method.client.start(received, (), TASKS[1], info(), KEY)
-        return method.client.phases[0].step(FROZEN, received, start, batch([2, 3, 3]), TASKS[1], KEY)[1]["loss"].total
+        return (
+            method.client.phases[0]
+            .step(FROZEN, received, start, batch([2, 3, 3]), TASKS[1], KEY)[1]["loss"]
+            .total
+        )
 
     held, wire = jax.jit(jax.grad(loss, argnums=(0, 1)))(broadcast.held, broadcast.wire)
     assert not any(leaf.any() for leaf in held.lora) and not held.prototypes[2:4].any()
@@ -308,7 +345,9 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
     for phase in method.client.phases:
         local, _ = phase.step(FROZEN, broadcast, local, data, TASKS[1], KEY)
     sent = finish(method, server, TASKS[1], local, 2).gather
-    np.testing.assert_allclose(sent.features[0], local.trained.backbone["scale"] * data.image[:2].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        sent.features[0], local.trained.backbone["scale"] * data.image[:2].mean(0), rtol=1e-5
+    )
 
 
 def test_without_reweighting_no_features_are_summed_or_sent():
@@ -327,14 +366,17 @@ def test_a_frozen_network_reads_cached_features():
     plain, by_query = (client_step(method, server, TASKS[1], x)[1] for x in (data, cached))
     jax.tree.map(np.testing.assert_array_equal, plain, by_query)
     np.testing.assert_array_equal(
-        method.predict(FROZEN, server, cached.image, cached.query, TASKS[1]), method.predict(FROZEN, server, data.image, None, TASKS[1])
+        method.predict(FROZEN, server, cached.image, cached.query, TASKS[1]),
+        method.predict(FROZEN, server, data.image, None, TASKS[1]),
     )
 
 
-# ---- the server --------------------------------------------------------------------------------------------------------------------
+# ---- the server --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fidelity", "expected"), [("intended", 1.053614), ("released", 1.053614), ("paper", 2.238671)])
+@pytest.mark.parametrize(
+    ("fidelity", "expected"), [("intended", 1.053614), ("released", 1.053614), ("paper", 2.238671)]
+)
 def test_prototypes_are_reweighted_by_their_distance_to_the_mean_features(fidelity, expected):  # O1
     method, server = make(fidelity)
     prototypes = [[[9.0], [1.0]], [[9.0], [2.0]], [[9.0], [4.0]]]
@@ -342,7 +384,9 @@ def test_prototypes_are_reweighted_by_their_distance_to_the_mean_features(fideli
     np.testing.assert_allclose(after.prototypes[2:4], [[9, 0, 0, 0], [expected, 0, 0, 0]], atol=2e-6)
 
 
-@pytest.mark.parametrize(("fidelity", "expected"), [("intended", (1.515109, 2.020146)), ("paper", (2.807074, 3.742765))])
+@pytest.mark.parametrize(
+    ("fidelity", "expected"), [("intended", (1.515109, 2.020146)), ("paper", (2.807074, 3.742765))]
+)
 def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
     method, server = make(fidelity)
     prototypes = [[[0.0, 0], [0.0]], [[3.0, 4], [0.0]], [[6.0, 8], [0.0]]]
@@ -384,7 +428,10 @@ def test_lora_is_averaged_by_rows_with_a_and_b_apart():  # O13
     _, local, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
     upload = finish(method, server, TASKS[1], local, 240)
     assert int(upload.weight) == 240 and upload.mean.prototypes == ()
-    one, six = (upload.mean._replace(lora=jax.tree.map(lambda x, v=v: jnp.full_like(x, v), upload.mean.lora)) for v in (1, 6))
+    one, six = (
+        upload.mean._replace(lora=jax.tree.map(lambda x, v=v: jnp.full_like(x, v), upload.mean.lora))
+        for v in (1, 6)
+    )
     stacked = jax.tree.map(lambda *x: jnp.stack(x), one, six)
     mean = weighted_mean(stacked, jnp.array([240, 160]), jnp.ones(2, bool))
     after = serve(method, server, TASKS[1], [[[0.0], [0.0]]] * 2, [[None, None]] * 2, mean=mean)
@@ -401,12 +448,15 @@ def test_prototypes_of_other_tasks_never_change():
     assert (after.prototypes[2:4, 0] != server.prototypes[2:4, 0]).all()
 
 
-# ---- predictions -------------------------------------------------------------------------------------------------------------------
+# ---- predictions -------------------------------------------------------------------------------------------
 
 
 def predicted_feature(method, server, task):
-    """The feature that predictions see of an image of ones, from its distances to prototypes at 0 and at the unit vectors."""
-    server = server._replace(prototypes=jnp.concatenate([jnp.zeros((1, WIDTH)), jnp.eye(WIDTH), jnp.zeros((1, WIDTH))]))
+    """The feature that predictions see of an image of ones, from its distances to prototypes at 0 and at the
+    unit vectors."""
+    server = server._replace(
+        prototypes=jnp.concatenate([jnp.zeros((1, WIDTH)), jnp.eye(WIDTH), jnp.zeros((1, WIDTH))])
+    )
     squared = -np.asarray(method.predict(FROZEN, server, jnp.ones((1, WIDTH)), None, task), np.float64)[0]
     return (squared[0] + 1 - squared[1:5]) / 2
 
@@ -421,10 +471,14 @@ def test_the_evaluated_model_follows_the_global_rule(rule, first, last):
 
 
 def test_products_of_pairs_add_up_in_the_evaluated_model():
-    method, server = make(global_lora="products", local_lora="products", distance="squared", predict_classes="all")
+    method, server = make(
+        global_lora="products", local_lora="products", distance="squared", predict_classes="all"
+    )
     product = sum(np.asarray(b[i, 0]) @ np.asarray(a[i, 0]) * w for a, b, w in
                   ((server.lora.a_q, server.lora.b_q, 1), (server.lora.a_v, server.lora.b_v, 2)) for i in range(2))  # fmt: skip
-    np.testing.assert_allclose(predicted_feature(method, server, TASKS[1]), np.ones(WIDTH) @ (np.eye(WIDTH) + product).T, atol=1e-4)
+    np.testing.assert_allclose(
+        predicted_feature(method, server, TASKS[1]), np.ones(WIDTH) @ (np.eye(WIDTH) + product).T, atol=1e-4
+    )
 
 
 def test_unseen_classes_never_win_unless_the_release_is_asked_for():
@@ -434,10 +488,12 @@ def test_unseen_classes_never_win_unless_the_release_is_asked_for():
     np.testing.assert_array_equal(logits[:, 4:], np.full((2, 2), LOWEST))
     assert (jnp.argmax(logits, -1) < 4).all()
     released, _ = make("released", tune="none")
-    assert (jnp.argmax(released.predict(FROZEN, server, jnp.zeros((2, WIDTH)), None, TASKS[1]), -1) >= 4).all()
+    assert (
+        jnp.argmax(released.predict(FROZEN, server, jnp.zeros((2, WIDTH)), None, TASKS[1]), -1) >= 4
+    ).all()
 
 
-# ---- HeadTune ----------------------------------------------------------------------------------------------------------------------
+# ---- HeadTune ----------------------------------------------------------------------------------------------
 
 
 def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
@@ -451,7 +507,9 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
         sums.append(program.finish(broadcast, local, (), task, info(int(rows.mask.sum())))[0].sum)
     assert not program.phases[0].view.augment and program.phases[0].view.epochs == 1
     total = jax.tree.map(lambda *x: sum(x), *sums)
-    after, _ = tune(FROZEN, server, Aggregate((), total, (), jnp.ones(2), jnp.arange(2), jnp.ones(2, bool)), task, KEY)
+    after, _ = tune(
+        FROZEN, server, Aggregate((), total, (), jnp.ones(2), jnp.arange(2), jnp.ones(2, bool)), task, KEY
+    )
     means = np.concatenate([data[0].image[:3], data[1].image[:1]]).mean(0)
     np.testing.assert_allclose(after.prototypes[2], means, rtol=1e-5)
     others = jnp.array([0, 1, 3, 4, 5])  # class 3 has no rows
@@ -462,13 +520,15 @@ def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
     assert make()[0].opening is None
     method = pilora(resolve(headtune=True), UNEVEN, FORMULA, 1, 8, 1e-2)
     (start, _, end), reports, _ = play(extra_method(method, method.opening))
-    means = np.stack([IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)])  # every B is 0, so that features are images
+    means = np.stack(
+        [IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)]
+    )  # every B is 0, so that features are images
     np.testing.assert_allclose(end.prototypes, means, rtol=1e-4, atol=1e-5)
     toys.same(end.lora, start.lora)
     assert not any(report.rejected for report in reports)
 
 
-# ---- uneven tasks: the padding class -1 --------------------------------------------------------------------------------------------
+# ---- uneven tasks: the padding class -1 --------------------------------------------------------------------
 
 
 def test_padding_classes_send_zeros_and_store_nothing():
@@ -482,7 +542,7 @@ def test_padding_classes_send_zeros_and_store_nothing():
     np.testing.assert_array_equal(served.prototypes[:, 0], [*server.prototypes[:3, 0], 1, 2])
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------------------------
+# ---- all of it ---------------------------------------------------------------------------------------------
 
 LABEL = np.tile(np.arange(5), 12)
 OWNER = np.where(LABEL >= 3, np.arange(60) // 5 % 2, np.arange(60) // 5 % 3)
@@ -490,7 +550,10 @@ OWNER[(OWNER == 1) & (LABEL < 3)] = 0
 OWNER[6] = 1  # client 1 has a single image of the first task; client 2 has none of the second
 CENTRE = 2 * np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [-1, -1, 0, 0]])
 IMAGE = (CENTRE[LABEL] + np.random.default_rng(0).normal(0, 0.1, (60, WIDTH))).astype(np.float32)
-DEALS = [toys.make_roster([np.flatnonzero((k == OWNER) & t.current[LABEL]) for k in range(3)], LABEL, 5) for t in UNEVEN_TASKS]
+DEALS = [
+    toys.make_roster([np.flatnonzero((k == OWNER) & t.current[LABEL]) for k in range(3)], LABEL, 5)
+    for t in UNEVEN_TASKS
+]
 
 
 def fetch(data, rows, keys, augment):
@@ -501,12 +564,17 @@ def play(method, deals=DEALS, rounds=1, image=IMAGE, frozen=FROZEN, batches=8, t
     """Servers after every task, reports, and the engine."""
     engine = make_engine(method, fetch, Lanes(), capacity(method.client, deals, 1, batches))
     server = jax.jit(method.init)(jax.random.key(1), frozen)
-    data, states = (jnp.asarray(image), jnp.asarray(LABEL, jnp.int32)), init_clients(method, server, 3, jax.random.key(2))
+    data, states = (
+        (jnp.asarray(image), jnp.asarray(LABEL, jnp.int32)),
+        init_clients(method, server, 3, jax.random.key(2)),
+    )
     servers, reports = [server], []
     for task, deal in zip(tasks, deals, strict=True):
         for round_ in range(rounds):
             ids = np.flatnonzero(deal.count)
-            server, states, report = run_round(engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3))
+            server, states, report = run_round(
+                engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3)
+            )
             reports.append(report)
         servers.append(server)
     return servers, reports, engine
@@ -522,7 +590,9 @@ def short_run():
 
 def test_a_run_learns_and_traces_everything_once(short_run):
     servers, reports, engine, method = short_run
-    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(r.rejected for r in reports)
+    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(
+        r.rejected for r in reports
+    )
     assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
     logits = jax.jit(method.predict)(FROZEN, servers[-1], jnp.asarray(IMAGE), None, UNEVEN_TASKS[1])
     assert float(np.mean(np.argmax(logits, -1) == LABEL)) > 0.9
@@ -565,10 +635,16 @@ TINY = ViTConfig(image_size=8, patch=4, width=16, depth=1, heads=2, mlp=32)
 def test_a_round_on_a_transformer_changes_exactly_what_is_tuned(fields):
     method = pilora(resolve(lora_lr=1e-3, **fields), UNEVEN, vit_backbone(TINY), 1, 8, 0.01)
     image = np.random.default_rng(0).normal(size=(60, 8, 8, 3)).astype(np.float32)
-    (start, end), reports, _ = play(method, DEALS[:1], image=image, frozen=init_vit(jax.random.key(1), TINY), tasks=UNEVEN_TASKS[:1])
+    (start, end), reports, _ = play(
+        method, DEALS[:1], image=image, frozen=init_vit(jax.random.key(1), TINY), tasks=UNEVEN_TASKS[:1]
+    )
     assert np.isfinite(reports[0].metrics["loss"]) and not reports[0].rejected
     moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), start, end)
-    assert moved.prototypes and all(jax.tree.leaves((moved.lora, moved.backbone))) and jax.tree.leaves((moved.lora, moved.backbone))
+    assert (
+        moved.prototypes
+        and all(jax.tree.leaves((moved.lora, moved.backbone)))
+        and jax.tree.leaves((moved.lora, moved.backbone))
+    )
 
 
 def test_one_client_that_holds_all_rows_is_centralised_training():
@@ -590,11 +666,16 @@ def test_one_client_that_holds_all_rows_is_centralised_training():
         distance = jnp.linalg.norm(feature[:, None] - prototypes, axis=-1) / WIDTH**0.5
         own = distance[jnp.arange(len(label)), label]
         dce = jnp.mean(own + jax.nn.logsumexp(-distance, axis=-1))
-        overlap = sum(jnp.abs(old[0, 0] @ new[0].T).sum() for old, new in ((server.lora.a_q, lora.a_q), (server.lora.a_v, lora.a_v)))
+        overlap = sum(
+            jnp.abs(old[0, 0] @ new[0].T).sum()
+            for old, new in ((server.lora.a_q, lora.a_q), (server.lora.a_v, lora.a_v))
+        )
         return dce + 0.001 * jnp.mean(own) + 0.5 * overlap
 
     parameters = (server.prototypes[3:], pair_of(server.lora, 1))
-    by_part = optax.partition({"prototypes": optax.adam(rate), "lora": optax.adam(lora_rate)}, ("prototypes", "lora"))
+    by_part = optax.partition(
+        {"prototypes": optax.adam(rate), "lora": optax.adam(lora_rate)}, ("prototypes", "lora")
+    )
     adam = optax.chain(optax.add_decayed_weights(1e-5), by_part)
     optimiser, gradient_of = adam.init(parameters), jax.jit(jax.grad(loss))
     for epoch in range(epochs):

@@ -1,4 +1,5 @@
-"""Images are decoded once; what lies in the cache is whole, is what was decoded, and damage to it is found and named."""
+"""Images are decoded once; what lies in the cache is whole, is what was decoded, and damage to it is found
+and named."""
 
 import errno
 import io
@@ -16,9 +17,9 @@ from PIL import Image
 from rich.console import Console
 
 import fcljax
-from fcljax.data import prepared
 from fcljax.data.augment import Geometry
-from fcljax.data.sources import load_dataset, prepare
+from fcljax.data.files import prepared
+from fcljax.data.files.sources import load_dataset, prepare
 from fcljax.errors import InputError
 
 ROOT = Path(fcljax.__file__).parents[1]
@@ -42,14 +43,22 @@ def raw(tmp_path):
 @pytest.fixture
 def load(raw, tmp_path):
     return lambda geometry=GEOMETRY, **options: load_dataset(
-        f"folder:{raw}", geometry=geometry, data_dir=tmp_path / "data", console=Console(file=io.StringIO()), **options
+        f"folder:{raw}",
+        geometry=geometry,
+        data_dir=tmp_path / "data",
+        console=Console(file=io.StringIO()),
+        **options,
     )
 
 
 @pytest.fixture
 def make(raw, tmp_path):
     return lambda geometry=GEOMETRY, console=None, **options: prepare(
-        f"folder:{raw}", geometry=geometry, data_dir=tmp_path / "data", console=console or Console(file=io.StringIO()), **options
+        f"folder:{raw}",
+        geometry=geometry,
+        data_dir=tmp_path / "data",
+        console=console or Console(file=io.StringIO()),
+        **options,
     )
 
 
@@ -61,7 +70,9 @@ def refusal(call, *args, **options):
 
 
 def folders(tmp_path):
-    return sorted(path for path in (tmp_path / "data" / "prepared").iterdir() if not path.name.endswith(".lock"))
+    return sorted(
+        path for path in (tmp_path / "data" / "prepared").iterdir() if not path.name.endswith(".lock")
+    )
 
 
 def entry_of(tmp_path):
@@ -80,7 +91,9 @@ def test_images_of_several_sizes_are_squeezed_for_training_and_cropped_for_testi
     data = load()
     assert data.x_train.shape == (6, 10, 10, 3) and data.x_test.shape == (6, 8, 8, 3)
     with Image.open(raw / "train" / "cat" / "a.png") as image:
-        np.testing.assert_array_equal(data.x_train[0], np.asarray(image.resize((10, 10), Image.Resampling.BICUBIC)))
+        np.testing.assert_array_equal(
+            data.x_train[0], np.asarray(image.resize((10, 10), Image.Resampling.BICUBIC))
+        )
     with Image.open(raw / "test" / "dog" / "a.png") as image:
         wide = image.resize((13, 8), Image.Resampling.BICUBIC)  # int(8 * 20 / 12)
         np.testing.assert_array_equal(data.x_test[3], np.asarray(wide.crop((2, 0, 10, 8))))  # round(2.5) is 2
@@ -95,7 +108,9 @@ def test_sizes_before_squeezing_are_kept(load):
 
 
 @pytest.mark.parametrize("test, stored", [(16, (16, 24)), (15, None)])
-def test_images_of_one_size_stay_as_they_are_unless_their_short_side_is_larger_than_the_test_side(raw, load, test, stored):
+def test_images_of_one_size_stay_as_they_are_unless_their_short_side_is_larger_than_the_test_side(
+    raw, load, test, stored
+):
     for index, file in enumerate(sorted(raw.rglob("*.*"))):
         Image.new("RGB", (24, 16), (index, 0, 0)).save(file.with_suffix(".png"))
         if file.suffix == ".jpg":
@@ -156,7 +171,9 @@ def test_a_link_that_leaves_the_folder_is_followed(raw, load, tmp_path):
 
 def test_a_link_that_leads_nowhere_is_named(raw, load):
     (raw / "train" / "cat" / "d.png").symlink_to(raw / "nowhere.png")
-    assert f"{str(raw / 'train' / 'cat' / 'd.png')!r} cannot be read (No such file" in refusal(load, skip_corrupt=True)
+    assert f"{str(raw / 'train' / 'cat' / 'd.png')!r} cannot be read (No such file" in refusal(
+        load, skip_corrupt=True
+    )
 
 
 BAD = {"truncated.png": None, "text.png": b"no image", "tiny.png": (1, 7), "empty.jpg": b""}
@@ -184,7 +201,9 @@ def test_an_unreadable_image_is_named_and_nothing_is_left_behind(with_bad, load,
     assert folders(tmp_path) == []
 
 
-def test_unreadable_images_are_skipped_counted_and_listed_where_that_is_asked_for(with_bad, make, load, tmp_path):
+def test_unreadable_images_are_skipped_counted_and_listed_where_that_is_asked_for(
+    with_bad, make, load, tmp_path
+):
     console = Console(file=io.StringIO(), width=80)
     result = make(skip_corrupt=True, console=console)
     assert result.counts == (6, 6) and len(result.skipped) == 4
@@ -304,11 +323,14 @@ def test_a_forced_rebuild_leaves_mapped_arrays_alone(raw, load, make):
 
 def test_two_processes_that_prepare_at_once_both_end_well(raw, load, tmp_path):
     code = (
-        "import sys; from fcljax.data.sources import load_dataset; from fcljax.data.augment import Geometry\n"
+        "import sys; from fcljax.data.files.sources import load_dataset; from fcljax.data.augment import Geometry\n"
         "print(load_dataset(sys.argv[1], geometry=Geometry(10, 8), data_dir=sys.argv[2]).digest)"
     )
     command = [sys.executable, "-c", code, f"folder:{raw}", str(tmp_path / "data")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for _ in range(2)
+    ]
     outputs = [process.communicate()[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert outputs == [load().digest] * 2

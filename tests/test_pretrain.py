@@ -1,4 +1,5 @@
-"""Pretraining: atomic, repeatable, small files, and packaged weights that fit and know letters they were not trained on."""
+"""Pretraining: atomic, repeatable, small files, and packaged weights that fit and know letters they were not
+trained on."""
 
 import dataclasses
 from importlib import resources
@@ -14,10 +15,10 @@ from flax.traverse_util import flatten_dict
 
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, Style, glyphs
 from fcljax.errors import InputError
-from fcljax.metrics import nearest_class_mean
-from fcljax.models.pretrained import load_backbone
 from fcljax.models.vit import VITS, init_vit, parameter_shapes
-from fcljax.pretrain import PretrainConfig, eased, features, normalise, pretrain
+from fcljax.models.weights.pretrained import load_backbone
+from fcljax.runs.metrics import nearest_class_mean
+from fcljax.runs.pretrain import PretrainConfig, eased, features, normalise, pretrain
 
 VIT = VITS["vit_micro"]
 TINY = PretrainConfig(steps=2, batch_size=4, classes=12, validate=1)
@@ -49,7 +50,9 @@ def test_training_moves_every_parameter(run):
     stored = safetensors.numpy.load_file(run[0] / "a.safetensors")
     body, _ = jax.random.split(jax.random.key(TINY.seed))
     initial = flatten_dict(init_vit(body, VIT), sep=".")
-    assert not [name for name, x in initial.items() if np.array_equal(stored[name], np.asarray(x, np.float16))]
+    assert not [
+        name for name, x in initial.items() if np.array_equal(stored[name], np.asarray(x, np.float16))
+    ]
 
 
 def test_the_same_seed_gives_the_same_bytes(run, tmp_path):
@@ -99,7 +102,9 @@ def test_values_out_of_range_are_named(field, value):
 
 
 def test_another_suffix_or_a_missing_folder_is_named_before_training(tmp_path):
-    with pytest.raises(InputError, match=r"^out: .*\.npz' must end in \.safetensors; nearest: 'a\.safetensors'$"):
+    with pytest.raises(
+        InputError, match=r"^out: .*\.npz' must end in \.safetensors; nearest: 'a\.safetensors'$"
+    ):
         pretrain(dataclasses.replace(TINY, out=Path("a.npz")))
     with pytest.raises(InputError, match="^out: no folder"):
         pretrain(dataclasses.replace(TINY, out=tmp_path / "missing" / "a.safetensors"))
@@ -143,5 +148,7 @@ def test_the_packaged_weights_separate_letters_that_they_were_not_trained_on():
     x, y, x_test, y_test = glyphs(20, 10, seed=11, chars=GLYPHS[::5])
     packaged = load_backbone("vit_micro", None, None)[1]
     body = init_vit(jax.random.key(0), VIT)
-    score = lambda p: nearest_class_mean(features(VIT, p, x[..., 0]), y, features(VIT, p, x_test[..., 0]), y_test)
+    score = lambda p: nearest_class_mean(
+        features(VIT, p, x[..., 0]), y, features(VIT, p, x_test[..., 0]), y_test
+    )
     assert score(packaged) > 0.4 > 2 * score(body)  # 20 classes: chance is 0.05

@@ -1,4 +1,5 @@
-"""From names of other libraries to a network: which one it is, what it says of itself, what is assumed, and what is refused."""
+"""From names of other libraries to a network: which one it is, what it says of itself, what is assumed, and
+what is refused."""
 
 import dataclasses
 import json
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from vit_files import TINY, TINY_DECODER, same, wrapped
 
-from fcljax.data.augment import NORMALISE
 from fcljax.errors import InputError
 from fcljax.models.mae import decoder_shapes, sincos_positions
-from fcljax.models.pretrained import ConvertOptions, convert, interpolate_positions, load_backbone
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, parameter_shapes
+from fcljax.models.weights.pretrained import ConvertOptions, convert, interpolate_positions, load_backbone
+from fcljax.pixels import NORMALISE
 
 ENCODER, DECODER, HEAD = files.encoder(), files.decoder(), files.head()
 TEACHER, STUDENT = ENCODER, files.encoder(seed=9)
@@ -32,7 +33,10 @@ DINO = (
     | {"dino_loss.center": np.zeros((1, 5), np.float32)}
 )
 IBOT = DINO | {"student.module.backbone.masked_embed": np.zeros((1, 12), np.float32)}
-IBOT |= {"teacher.head.mlp2.weight": np.zeros((2, 2), np.float32), "ibot_loss.center2": np.zeros((1, 1, 5), np.float32)}
+IBOT |= {
+    "teacher.head.mlp2.weight": np.zeros((2, 2), np.float32),
+    "ibot_loss.center2": np.zeros((1, 1, 5), np.float32),
+}
 MAE = files.timm(ENCODER) | files.mae_decoder(DECODER)
 PMAE = wrapped("model.encoder.", files.timm(ENCODER)) | wrapped("model.decoder.", files.mae_decoder(DECODER))
 HF_MAE = files.huggingface(ENCODER) | files.huggingface_decoder(DECODER)
@@ -105,7 +109,7 @@ def known(monkeypatch):
 EPSILON = {"huggingface": 1e-12}  # of LayerNorms, where nothing else is said; all others have 1e-6
 
 
-# ---- whose names ---------------------------------------------------------------------------------------------------------------------
+# ---- whose names -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +143,9 @@ def test_no_other_network_has_a_decoder(load, kind):
 @pytest.mark.parametrize("kind", ["timm", "google", "huggingface", "ours", "mae", "dino"])
 def test_npz_and_safetensors_give_the_same_network(load, kind):
     one, other = (load(KINDS[kind][0], suffix=suffix) for suffix in (".npz", ".safetensors"))
-    assert one._replace(params=0, head=0, decoder=0, digest="") == other._replace(params=0, head=0, decoder=0, digest="")
+    assert one._replace(params=0, head=0, decoder=0, digest="") == other._replace(
+        params=0, head=0, decoder=0, digest=""
+    )
     same((one.params, one.head), (other.params, other.head))
 
 
@@ -148,7 +154,10 @@ def test_the_student_is_taken_where_it_is_asked_for(load):
         teacher, student = (load(tensors, part=part) for part in ("teacher", "student"))
         same(teacher.params, jax.tree.map(jnp.asarray, TEACHER))
         same(student.params, jax.tree.map(jnp.asarray, STUDENT))
-        assert "the teacher's weights were taken" in teacher.notes and "the student's weights were taken" in student.notes
+        assert (
+            "the teacher's weights were taken" in teacher.notes
+            and "the student's weights were taken" in student.notes
+        )
 
 
 def test_a_part_that_is_not_there_is_refused_with_the_one_that_is(refuses):
@@ -161,7 +170,10 @@ def test_what_lies_beside_a_backbone_is_named_in_one_note(load):
     note = "left out, being no part of the backbone: "
     assert note + "student, centers of the loss, projection head" in load(DINO).notes
     assert note + "mask_token" in load(KINDS["mae encoder"][0]).notes
-    pooler = {"pooler.dense.weight": np.ones((12, 12), np.float32), "pooler.dense.bias": np.ones(12, np.float32)}
+    pooler = {
+        "pooler.dense.weight": np.ones((12, 12), np.float32),
+        "pooler.dense.bias": np.ones(12, np.float32),
+    }
     assert note + "pooler" in load(KINDS["huggingface features"][0] | pooler).notes
     extra = {"optimizer.state.0": np.ones(3, np.float32), "epoch": np.array(3)}
     assert note + "optimizer and schedule" in load(KINDS["deit"][0] | extra).notes
@@ -178,17 +190,23 @@ def test_a_head_that_does_not_read_the_class_token_is_left_out(load, kind):
 def test_the_packaged_network_needs_no_file():
     loaded = load_backbone("vit_micro", None, None)
     assert loaded.config == VITS["vit_micro"] == load_backbone(None, None, None).config
-    same(jax.tree.map(jnp.shape, loaded.params), jax.tree.map(lambda x: x.shape, parameter_shapes(loaded.config)))
+    same(
+        jax.tree.map(jnp.shape, loaded.params),
+        jax.tree.map(lambda x: x.shape, parameter_shapes(loaded.config)),
+    )
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(loaded.params))
     assert (loaded.mapping, loaded.mean, loaded.std, loaded.notes) == ("fcljax", (0.5,) * 3, (0.5,) * 3, ())
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------------------
 
 
 def test_linear_weights_act_as_torchs_do(load):
     params, x = load(TIMM).params, np.random.default_rng(0).normal(size=(3, TINY.width)).astype(np.float32)
-    for ours, theirs in ((params["block_01"]["attn"]["qkv"], "blocks.1.attn.qkv"), (params["block_00"]["fc1"], "blocks.0.mlp.fc1")):
+    for ours, theirs in (
+        (params["block_01"]["attn"]["qkv"], "blocks.1.attn.qkv"),
+        (params["block_00"]["fc1"], "blocks.0.mlp.fc1"),
+    ):
         torch = x @ TIMM[f"{theirs}.weight"].T + TIMM[f"{theirs}.bias"]
         np.testing.assert_allclose(x @ ours["kernel"] + ours["bias"], torch, rtol=1e-5, atol=1e-5)
 
@@ -196,10 +214,18 @@ def test_linear_weights_act_as_torchs_do(load):
 def test_the_patch_kernel_acts_as_torchs_convolution(load):
     image = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
     torch = jax.lax.conv(image.transpose(0, 3, 1, 2), TIMM["patch_embed.proj.weight"], (4, 4), "VALID")
-    torch = torch.reshape(2, TINY.width, 4).transpose(0, 2, 1) + TIMM["patch_embed.proj.bias"] + TIMM["pos_embed"][:, 1:]
-    embedded = jax.jit(lambda params, image: apply_vit(TINY, params, image).taps["embed"])(load(TIMM).params, image)
+    torch = (
+        torch.reshape(2, TINY.width, 4).transpose(0, 2, 1)
+        + TIMM["patch_embed.proj.bias"]
+        + TIMM["pos_embed"][:, 1:]
+    )
+    embedded = jax.jit(lambda params, image: apply_vit(TINY, params, image).taps["embed"])(
+        load(TIMM).params, image
+    )
     np.testing.assert_allclose(embedded[:, 1:], torch, atol=1e-5)
-    np.testing.assert_allclose(embedded[:, 0], np.tile(TIMM["cls_token"][0] + TIMM["pos_embed"][0, :1], (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        embedded[:, 0], np.tile(TIMM["cls_token"][0] + TIMM["pos_embed"][0, :1], (2, 1)), rtol=1e-6
+    )
 
 
 def test_matrices_take_the_compute_type_and_norms_and_embeddings_stay_float32(load):
@@ -219,7 +245,7 @@ def test_other_floating_point_types_load_as_float32(load, kind):
     same(loaded.params, jax.tree.map(lambda x: jnp.asarray(x.astype(kind).astype(np.float32)), ENCODER))
 
 
-# ---- which architecture --------------------------------------------------------------------------------------------------------------
+# ---- which architecture ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -248,8 +274,14 @@ def test_heads_are_known_from_google_s_shapes_and_from_our_metadata(load):
 
 
 def test_heads_that_nothing_tells_are_assumed_with_a_note_or_asked_for(load, refuses):
-    refuses(TIMM, "heads: the checkpoint does not tell them, and its width 12 is no multiple of 64", heads=None)
-    refuses(files.timm(files.encoder(dataclasses.replace(TINY, width=1056))), "width 1056 is no multiple of 64", heads=None)
+    refuses(
+        TIMM, "heads: the checkpoint does not tell them, and its width 12 is no multiple of 64", heads=None
+    )
+    refuses(
+        files.timm(files.encoder(dataclasses.replace(TINY, width=1056))),
+        "width 1056 is no multiple of 64",
+        heads=None,
+    )
     wide = ViTConfig(image_size=4, patch=4, width=128, depth=1, heads=2, mlp=4)
     loaded = load(files.timm(files.encoder(wide)), heads=None)
     assert loaded.config == wide
@@ -282,7 +314,10 @@ def test_a_network_without_a_final_norm_is_one_without(load, refuses):
     image = jnp.ones((1, 8, 8, 3))
     features = apply_vit(loaded.config, loaded.params, image, full=True)
     np.testing.assert_array_equal(features.tokens, features.taps["block_01"])
-    same(jax.tree.map(jnp.shape, loaded.params), jax.tree.map(lambda x: x.shape, parameter_shapes(loaded.config)))
+    same(
+        jax.tree.map(jnp.shape, loaded.params),
+        jax.tree.map(lambda x: x.shape, parameter_shapes(loaded.config)),
+    )
     refuses({name: x for name, x in TIMM.items() if name != "norm.bias"}, "missing: norm.bias$")
 
 
@@ -297,7 +332,7 @@ def test_a_name_is_a_demand(load, refuses, known):
     )
 
 
-# ---- pixel constants -----------------------------------------------------------------------------------------------------------------
+# ---- pixel constants ---------------------------------------------------------------------------------------
 
 
 def test_constants_in_our_metadata_are_taken_as_they_are(load):
@@ -307,7 +342,9 @@ def test_constants_in_our_metadata_are_taken_as_they_are(load):
     assert not any("assumed" in note for note in loaded.notes)
 
 
-@pytest.mark.parametrize("name", ["dino_vitbase16_pretrain", "deit_base_patch16_224-b5f2ef4d", "mae_pretrain_vit_base"])
+@pytest.mark.parametrize(
+    "name", ["dino_vitbase16_pretrain", "deit_base_patch16_224-b5f2ef4d", "mae_pretrain_vit_base"]
+)
 def test_the_names_of_published_files_tell_their_constants(tmp_path, name):
     loaded = load_backbone(None, save(tmp_path / f"{name}.safetensors", TIMM), None, heads=2)
     assert (loaded.mean, loaded.std) == NORMALISE["imagenet"]
@@ -321,8 +358,17 @@ def sidecars(folder, **objects):
 
 def test_the_files_beside_a_model_tell_heads_and_constants(tmp_path):
     path = save(tmp_path / "model.safetensors", HF_MAE)
-    config = {"num_attention_heads": 3, "decoder_num_attention_heads": 4, "layer_norm_eps": 1e-12, "hidden_act": "gelu"}
-    sidecars(tmp_path, config=config, preprocessor_config={"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]})
+    config = {
+        "num_attention_heads": 3,
+        "decoder_num_attention_heads": 4,
+        "layer_norm_eps": 1e-12,
+        "hidden_act": "gelu",
+    }
+    sidecars(
+        tmp_path,
+        config=config,
+        preprocessor_config={"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]},
+    )
     loaded = load_backbone(None, path, None)
     assert (loaded.config.heads, loaded.decoder[0].heads) == (3, 4)
     assert (loaded.mean, loaded.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
@@ -332,7 +378,9 @@ def test_the_files_beside_a_model_tell_heads_and_constants(tmp_path):
 
 def test_layer_norms_have_the_epsilon_that_the_network_was_trained_with(tmp_path):
     """transformers' default is another than everybody else's, and a config.json beside the file wins."""
-    assert load_backbone(None, save(tmp_path / "timm.safetensors", TIMM), None, heads=2).config.epsilon == 1e-6
+    assert (
+        load_backbone(None, save(tmp_path / "timm.safetensors", TIMM), None, heads=2).config.epsilon == 1e-6
+    )
     path = save(tmp_path / "model.safetensors", HF_MAE)
     assert load_backbone(None, path, None, heads=3).config.epsilon == 1e-12
     sidecars(tmp_path, config={"layer_norm_eps": 1e-5})
@@ -380,7 +428,7 @@ def test_metadata_that_make_no_sense_are_refused(refuses, metadata, message):
     refuses(files.native(ENCODER), message, metadata=metadata)
 
 
-# ---- other image sizes ---------------------------------------------------------------------------------------------------------------
+# ---- other image sizes -------------------------------------------------------------------------------------
 
 
 def test_positions_of_the_same_grid_stay_bit_for_bit():
@@ -401,14 +449,22 @@ def test_positions_are_resampled_as_pillows_bicubic_does(grid):
     maps = np.stack([np.sin(5 * rows + columns), np.cos(4 * columns) * rows], axis=-1).astype(np.float32)
     cls = files.drawn(np.empty((1, 2)))
     resized = interpolate_positions(jnp.asarray(np.concatenate([cls, maps.reshape(-1, 2)])), grid)
-    pillow = [np.asarray(Image.fromarray(maps[..., i]).resize((grid, grid), Image.Resampling.BICUBIC)) for i in range(2)]
+    pillow = [
+        np.asarray(Image.fromarray(maps[..., i]).resize((grid, grid), Image.Resampling.BICUBIC))
+        for i in range(2)
+    ]
     np.testing.assert_allclose(resized[1:].reshape(grid, grid, 2), np.stack(pillow, axis=-1), atol=1e-5)
     np.testing.assert_array_equal(resized[:1], cls)
 
 
 def test_another_image_size_gives_another_grid_and_touches_positions_only(load):
     before, after = (load(MAE, size=size) for size in (None, 16))
-    assert (before.config.grid, after.config.grid, after.config.image_size, after.decoder[0].image_size) == (2, 4, 16, 16)
+    assert (before.config.grid, after.config.grid, after.config.image_size, after.decoder[0].image_size) == (
+        2,
+        4,
+        16,
+        16,
+    )
     for old, new in ((before.params, after.params), (before.decoder[1], after.decoder[1])):
         np.testing.assert_allclose(new["pos"], interpolate_positions(old["pos"], 4), rtol=1e-6)
         same(old | {"pos": 0}, new | {"pos": 0})
@@ -423,15 +479,19 @@ def test_a_decoder_s_sine_positions_are_those_of_the_new_grid(load):
 
 @pytest.mark.parametrize(("size", "nearest"), [(225, 224), (30, 32), (3, 16), (0, 16)])
 def test_an_image_size_that_is_no_multiple_of_the_patch_is_refused_with_the_nearest(size, nearest):
-    with pytest.raises(InputError, match=rf"image_size: {size} .* patch size 16 of vit_b16; nearest: {nearest}$"):
+    with pytest.raises(
+        InputError, match=rf"image_size: {size} .* patch size 16 of vit_b16; nearest: {nearest}$"
+    ):
         load_backbone("vit_b16", None, size)
 
 
 def test_an_image_size_is_held_against_the_patch_that_the_checkpoint_has(refuses):
-    refuses(TIMM, "image_size: 10 is not a multiple of the patch size 4 of the checkpoint; nearest: 8", size=10)
+    refuses(
+        TIMM, "image_size: 10 is not a multiple of the patch size 4 of the checkpoint; nearest: 8", size=10
+    )
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 def test_unknown_networks_and_networks_without_weights_are_named():
@@ -442,7 +502,9 @@ def test_unknown_networks_and_networks_without_weights_are_named():
 
 
 def test_what_is_no_vit_is_refused_with_what_it_holds(refuses):
-    refuses({"conv1.weight": np.ones(3, np.float32)}, "no Vision Transformer in it: .*it holds: conv1.weight$")
+    refuses(
+        {"conv1.weight": np.ones(3, np.float32)}, "no Vision Transformer in it: .*it holds: conv1.weight$"
+    )
     refuses({}, "it holds: no tensors")
     refuses(wrapped("visual.trunk.", TIMM), "under a wrapper of another kind: 'visual.trunk.'")
     refuses(wrapped("model.", TIMM) | wrapped("module.", TIMM), "several networks, under 'model.', 'module.'")
@@ -455,7 +517,10 @@ def test_what_is_no_vit_is_refused_with_what_it_holds(refuses):
         ({"head_dist.weight": np.ones((7, 12))}, "distilled"),
         ({"fc_norm.weight": np.ones(12), "fc_norm.bias": np.ones(12)}, "means over patches"),
         ({"cls_token": None}, r"no class token \(cls_token\)"),
-        ({"pos_embed": np.ones((1, 7, 12))}, "7 position embeddings are not those of a class token and a square grid"),
+        (
+            {"pos_embed": np.ones((1, 7, 12))},
+            "7 position embeddings are not those of a class token and a square grid",
+        ),
         ({"pos_embed": np.ones((1, 4, 12))}, "4 position embeddings"),
         ({"patch_embed.proj.weight": np.ones((12, 3, 4, 2))}, "square patches of 3 channels"),
         ({"patch_embed.proj.weight": np.ones((12, 1, 4, 4))}, "square patches of 3 channels"),
@@ -476,7 +541,10 @@ def test_what_is_no_vit_is_refused_with_what_it_holds(refuses):
         ({"cls_token": np.ones(())}, r"cls_token has shape \(\), needs \(1, 1, 12\)$"),
         ({"blocks.0.mlp.fc1.bias": np.ones(())}, r"blocks.0.mlp.fc1.bias has shape \(\), needs"),
         ({"norm.weight": np.full(12, np.nan)}, "norm.weight has values that are not finite"),
-        ({"blocks.1.mlp.fc1.bias": np.full(20, np.inf)}, "blocks.1.mlp.fc1.bias has values that are not finite"),
+        (
+            {"blocks.1.mlp.fc1.bias": np.full(20, np.inf)},
+            "blocks.1.mlp.fc1.bias has values that are not finite",
+        ),
         ({"norm.weight": np.full(12, 1e300)}, "norm.weight has values that are not finite"),
         ({"norm.weight": np.ones(12, np.int8)}, "norm.weight holds int8"),
     ],
@@ -486,13 +554,21 @@ def test_other_networks_and_broken_ones_are_refused_in_one_line(refuses, change,
 
 
 def test_the_same_holds_under_other_names(refuses):
-    refuses(files.huggingface(ENCODER) | {"vit.embeddings.distillation_token": np.ones((1, 1, 12))}, "distilled")
-    refuses(files.google(ENCODER) | {"Transformer/encoderblock_0/LayerScale": np.ones(12)}, "unexpected: .*LayerScale$")
+    refuses(
+        files.huggingface(ENCODER) | {"vit.embeddings.distillation_token": np.ones((1, 1, 12))}, "distilled"
+    )
+    refuses(
+        files.google(ENCODER) | {"Transformer/encoderblock_0/LayerScale": np.ones(12)},
+        "unexpected: .*LayerScale$",
+    )
     refuses(files.native(ENCODER) | {"optimizer.x": np.ones(12)}, "unexpected: optimizer.x$")
     refuses(wrapped("model.", TIMM) | {"other.x": np.ones(12)}, "unexpected: other.x$")
     refuses({k: v for k, v in HF_MAE.items() if "mask_token" not in k}, "missing: mask_token$")
     bad = files.native(ENCODER, decoder=DECODER)
-    refuses(bad | {"decoder.norm.bias": np.ones(3, np.float32)}, r"decoder.norm.bias has shape \(3,\), needs \(16,\)$")
+    refuses(
+        bad | {"decoder.norm.bias": np.ones(3, np.float32)},
+        r"decoder.norm.bias has shape \(3,\), needs \(16,\)$",
+    )
 
 
 def test_tensors_that_do_not_fit_are_named(refuses, known):

@@ -33,20 +33,26 @@ def test_distance_based_cross_entropy_of_the_toy(form, label, loss):  # O5
 def test_the_sum_of_both_losses_of_the_toy():  # O5
     distance, label = distances(FEATURE, PROTOTYPES), jnp.array([1])
     assert float(pl_loss(distance, label, ROW)) == 1.5
-    assert float(dce_loss(distance, label, ALL, ROW) + 0.001 * pl_loss(distance, label, ROW)) == pytest.approx(1.807856, abs=1e-6)
+    assert float(
+        dce_loss(distance, label, ALL, ROW) + 0.001 * pl_loss(distance, label, ROW)
+    ) == pytest.approx(1.807856, abs=1e-6)
 
 
 def test_hardness_scales_distances():
     distance = distances(FEATURE, PROTOTYPES)
     expected = np.log(np.exp([0, -3, -4]).sum()) + 3
-    assert float(dce_loss(distance, jnp.array([1]), ALL, ROW, hardness=2.0)) == pytest.approx(expected, rel=1e-6)
+    assert float(dce_loss(distance, jnp.array([1]), ALL, ROW, hardness=2.0)) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_distances_are_those_of_numpy(form):
     feature, prototypes = drawn(5, 0), drawn(7, 1)
     length = np.linalg.norm(np.asarray(feature)[:, None] - np.asarray(prototypes), axis=-1)
-    np.testing.assert_allclose(distances(feature, prototypes, form), length / 2 if form == "sqrt_scaled" else length**2, rtol=1e-5)
+    np.testing.assert_allclose(
+        distances(feature, prototypes, form), length / 2 if form == "sqrt_scaled" else length**2, rtol=1e-5
+    )
 
 
 def test_distances_far_from_the_origin_keep_their_digits():
@@ -58,8 +64,9 @@ def test_distances_far_from_the_origin_keep_their_digits():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_value_and_gradients_at_distance_zero_are_finite(form):
-    loss = lambda f, m: dce_loss(distances(f, m, form), jnp.array([0]), ALL, ROW) + pl_loss(
-        distances(f, m, form), jnp.array([0]), ROW
+    loss = lambda f, m: (
+        dce_loss(distances(f, m, form), jnp.array([0]), ALL, ROW)
+        + pl_loss(distances(f, m, form), jnp.array([0]), ROW)
     )
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(FEATURE, jnp.repeat(FEATURE, 3, 0))
     assert float(value) == pytest.approx(np.log(3), rel=1e-6)
@@ -87,7 +94,11 @@ def test_masked_rows_are_inert(form):
 
     def losses(feature):
         distance = distances(feature, PROTOTYPES, form)
-        return dce_loss(distance, label, ALL, mask), pl_loss(distance, label, mask), dce_loss(distance, label, ALL, mask, reduction="sum")
+        return (
+            dce_loss(distance, label, ALL, mask),
+            pl_loss(distance, label, mask),
+            dce_loss(distance, label, ALL, mask, reduction="sum"),
+        )
 
     clean, poisoned = jax.jit(losses)(feature), jax.jit(losses)(feature.at[1].set(jnp.nan))
     assert clean == poisoned and np.isfinite(poisoned).all()

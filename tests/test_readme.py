@@ -1,4 +1,5 @@
-"""README.md tells the truth: its Python runs, its commands parse, its links and make targets exist, and its keys are those of a run."""
+"""README.md tells the truth: its Python runs, its commands parse, its links and make targets exist, and its
+keys are those of a run."""
 
 import functools
 import json
@@ -10,11 +11,11 @@ import pytest
 import small_runs
 
 from fcljax import cli, config
-from fcljax.data.sources import DATASETS
-from fcljax.embed import EmbedConfig
+from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
-from fcljax.models.pretrained import ConvertOptions
-from fcljax.show import ShowConfig
+from fcljax.models.weights.pretrained import ConvertOptions
+from fcljax.runs.embed import EmbedConfig
+from fcljax.runs.show import ShowConfig
 
 TEXT = (small_runs.ROOT / "README.md").read_text()
 
@@ -68,7 +69,9 @@ def test_commands_have_options_that_exist():
     assert {call[0] for call in calls} == {"run", "list", "compare", "data", "convert", "embed", "pretrain"}
     for call in (call for call in calls if call[0] == "run" and "--help" not in call):
         method, options = call[1], call[2:]
-        cli.parse({"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", "")
+        cli.parse(
+            {"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", ""
+        )
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
@@ -88,14 +91,20 @@ def test_make_targets_exist():
 
 def test_files_and_links_exist():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if not link.startswith("http")]
-    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", TEXT) + re.findall(r"experiments/[\w.-]+\.yaml", TEXT)
+    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", TEXT) + re.findall(
+        r"experiments/[\w.-]+\.yaml", TEXT
+    )
     assert links and named
     assert [path for path in links + named if not (small_runs.ROOT / path).exists()] == []
 
 
 def test_every_key_of_a_summary_is_explained(tmp_path_factory):
     summary = json.loads((small_runs.finished("linear", tmp_path_factory) / "summary.json").read_text())
-    explained = {name for row in re.findall(r"^\| (`.*?) \|", TEXT, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    explained = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", TEXT, flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
     assert set(summary) <= explained
     assert all(f"`{name}`" in TEXT for group in ("forgetting", "time") for name in summary[group])
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fcljax import metrics, report
 from fcljax.errors import InputError
+from fcljax.runs import metrics, report
 
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]
 
@@ -21,8 +21,13 @@ MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]
 def summary(**changes) -> dict[str, Any]:
     base = {"method": "fppl", "dataset": "cifar100", "backbone": "vit_b16", "seed": 0, "fidelity": "intended"}
     base |= metrics.summarize(MATRIX)
-    base["communication"] = dict.fromkeys(("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"), 169060)
-    base |= {"trainable_params": 84480, "time": {"compile_s": 10.0, "client_s": 100.0, "server_s": 2.0, "eval_s": 8.0}}
+    base["communication"] = dict.fromkeys(
+        ("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"), 169060
+    )
+    base |= {
+        "trainable_params": 84480,
+        "time": {"compile_s": 10.0, "client_s": 100.0, "server_s": 2.0, "eval_s": 8.0},
+    }
     return base | {"client_images_per_s": 123.4, "slot_efficiency": 0.9, "traces": {"round": 1}} | changes
 
 
@@ -48,7 +53,8 @@ def has_color(image: np.ndarray, code: str, tolerance: int = 12) -> bool:
     return bool((np.abs(image.astype(int) - wanted).max(-1) <= tolerance).any())
 
 
-# files -------------------------------------------------------------------------------------------------------------------------
+# files
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -58,7 +64,13 @@ class Pair(NamedTuple):
 
 def test_json_is_strict_and_holds_arrays_and_named_tuples(tmp_path):
     path = tmp_path / "deep" / "x.json"
-    loose = {"a": np.array([1.0, np.nan]), "b": Pair(1, jnp.float32(2)), "c": float("inf"), "d": np.int64(3), "e": (True, None)}
+    loose = {
+        "a": np.array([1.0, np.nan]),
+        "b": Pair(1, jnp.float32(2)),
+        "c": float("inf"),
+        "d": np.int64(3),
+        "e": (True, None),
+    }
     report.write_json(path, loose)
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert strict == {"a": [1.0, None], "b": {"left": 1, "right": 2.0}, "c": None, "d": 3, "e": [True, None]}
@@ -117,18 +129,32 @@ def test_missing_fields_are_named_the_nested_ones_too(tmp_path):
     assert refused(tmp_path).endswith(f"lacks A_last, traces, forgetting.diagonal, {times}")
 
 
-# tables ------------------------------------------------------------------------------------------------------------------------
+# tables
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_shows_a_run_in_percent():
     text = text_of(report.results_table([summary()]))
-    for cell in ("fppl", "cifar100", "vit_b16", "intended", "81.11", "78.33", "12.50", "169,060", "2 min 00 s", "123.4"):
+    for cell in (
+        "fppl",
+        "cifar100",
+        "vit_b16",
+        "intended",
+        "81.11",
+        "78.33",
+        "12.50",
+        "169,060",
+        "2 min 00 s",
+        "123.4",
+    ):
         assert cell in text
     assert "10.00" in text_of(report.results_table([summary()], forgetting="released"))
 
 
 def test_seeds_of_one_setting_get_a_row_with_mean_and_population_deviation():
-    text = text_of(report.results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))]))
+    text = text_of(
+        report.results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))])
+    )
     assert "3 seeds" in text and "72.33 ± 2.05" in text and "70.00" in text
 
 
@@ -148,7 +174,9 @@ def test_missing_numbers_show_as_a_dash():
     assert " - " in text_of(report.results_table([summary(client_images_per_s=None)]))
 
 
-@pytest.mark.parametrize("seconds, shown", [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.0, "1 min 01 s"), (18420.0, "5 h 07 min")])
+@pytest.mark.parametrize(
+    "seconds, shown", [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.0, "1 min 01 s"), (18420.0, "5 h 07 min")]
+)
 def test_times_are_readable(seconds, shown):
     assert shown in text_of(report.results_table([summary(time={"client_s": seconds})]))
 
@@ -181,18 +209,23 @@ def test_curves_of_like_runs_have_distinct_names(tmp_path, monkeypatch):
     assert len(seen) == 4 and "fppl / paper" in seen
 
 
-# figures -----------------------------------------------------------------------------------------------------------------------
+# figures
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 30])
 def test_curves_are_drawn_for_any_number_of_runs(tmp_path, count):
-    image = pixels(report.accuracy_curve(tmp_path / "c.png", {f"run {i}": [0.9, 0.8 - 0.01 * i] for i in range(count)}))
+    image = pixels(
+        report.accuracy_curve(tmp_path / "c.png", {f"run {i}": [0.9, 0.8 - 0.01 * i] for i in range(count)})
+    )
     assert has_color(image, report.PALETTE[0]) == (count > 0)
 
 
 def test_curves_with_gaps_and_different_lengths_are_drawn(tmp_path):
     runs = {"a": np.array([0.9, np.nan, 0.7]), "b": [0.5], "c": [0.4, None]}
-    assert has_color(pixels(report.accuracy_curve(tmp_path / "c.png", runs, {"a": [0.1, 0.1, 0.1]})), report.PALETTE[1])
+    assert has_color(
+        pixels(report.accuracy_curve(tmp_path / "c.png", runs, {"a": [0.1, 0.1, 0.1]})), report.PALETTE[1]
+    )
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 12, 25])
@@ -204,7 +237,9 @@ def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks,
     assert numbers == (["50.0"] * (tasks * (tasks + 1) // 2) if tasks <= 12 else [])
 
 
-@pytest.mark.parametrize("clients, classes, per_task", [(1, 1, 1), (10, 20, 5), (40, 40, 10), (10, 100, 10), (60, 200, 5)])
+@pytest.mark.parametrize(
+    "clients, classes, per_task", [(1, 1, 1), (10, 20, 5), (40, 40, 10), (10, 100, 10), (60, 200, 5)]
+)
 def test_holdings_are_drawn_for_few_and_for_many_classes(tmp_path, clients, classes, per_task):
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
     tasks = np.arange(classes)[::-1].reshape(-1, per_task)
@@ -215,7 +250,9 @@ def test_holdings_follow_the_order_of_the_tasks(tmp_path):
     counts = np.array([[9, 0, 0, 0], [0, 0, 0, 5]])
     upper = lambda path: pixels(path)[:280]
     ordered = upper(report.class_holdings(tmp_path / "a.png", counts, [[3, 1, 2, 0, -1]]))
-    np.testing.assert_array_equal(ordered, upper(report.class_holdings(tmp_path / "b.png", counts[:, [3, 1, 2, 0]])))
+    np.testing.assert_array_equal(
+        ordered, upper(report.class_holdings(tmp_path / "b.png", counts[:, [3, 1, 2, 0]]))
+    )
     assert (ordered != upper(report.class_holdings(tmp_path / "c.png", counts))).any()
 
 
@@ -225,7 +262,9 @@ def test_holdings_without_any_rows_are_drawn(tmp_path):
 
 
 def test_the_same_data_give_the_same_bytes(tmp_path):
-    first, second = (report.accuracy_matrix(tmp_path / f"{name}.png", np.array([[0.5]])).read_bytes() for name in "ab")
+    first, second = (
+        report.accuracy_matrix(tmp_path / f"{name}.png", np.array([[0.5]])).read_bytes() for name in "ab"
+    )
     assert first == second
 
 

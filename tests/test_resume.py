@@ -8,8 +8,9 @@ import pytest
 import small_runs
 from small_runs import OPTIONS, assert_same_run
 
-from fcljax import checkpoint, cli
+from fcljax import cli
 from fcljax.errors import InputError
+from fcljax.runs import checkpoint
 
 
 def resume(method, out, factory):
@@ -22,12 +23,18 @@ def reference(request, tmp_path_factory):
     return small_runs.finished(request.param, tmp_path_factory)
 
 
-@pytest.mark.parametrize(("reference", "kills"), [("linear", 2), ("fppl", 1), ("icarl", 1)], indirect=["reference"])
-def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, kills, tmp_path, tmp_path_factory):
+@pytest.mark.parametrize(
+    ("reference", "kills"), [("linear", 2), ("fppl", 1), ("icarl", 1)], indirect=["reference"]
+)
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(
+    reference, kills, tmp_path, tmp_path_factory
+):
     method = reference.name.removeprefix("finished-")
     out = tmp_path / "killed"
     rounds = len((reference / "metrics.jsonl").read_text().splitlines())
-    moments = np.sort(np.random.default_rng(len(method)).choice(np.arange(1, rounds // 2 + 1), kills, replace=False))
+    moments = np.sort(
+        np.random.default_rng(len(method)).choice(np.arange(1, rounds // 2 + 1), kills, replace=False)
+    )
     arguments = ["run", method, *OPTIONS[method], "--out", str(out)]
     for number, moment in enumerate(moments):
         environment = small_runs.environment(tmp_path_factory, tmp_path / str(number))
@@ -53,7 +60,9 @@ def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_
 
 @pytest.mark.parametrize("reference", ["linear", "fppl"], indirect=True)
 def test_resuming_a_finished_run_changes_nothing(reference, tmp_path_factory, capsys):
-    content = lambda: {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in reference.rglob("*") if path.is_file()}
+    content = lambda: {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in reference.rglob("*") if path.is_file()
+    }
     before = content()
     assert resume(reference.name.removeprefix("finished-"), reference, tmp_path_factory) == 0
     assert content() == before

@@ -14,10 +14,16 @@ from fcljax.errors import InputError
 from fcljax.federated.schedule import Roster, capacity, pack, participants, phase_steps, plan_round, tabulate
 from fcljax.types import Phase, Program, View
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines differ, results must not
+UNTIMED = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # machines differ, results must not
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 LANES = st.integers(1, 9)
-VIEWS = st.lists(st.builds(View, epochs=st.integers(1, 3), batch_size=st.sampled_from([1, 3, 16, 999])), min_size=1, max_size=3)
+VIEWS = st.lists(
+    st.builds(View, epochs=st.integers(1, 3), batch_size=st.sampled_from([1, 3, 16, 999])),
+    min_size=1,
+    max_size=3,
+)
 
 
 def program(*views: View) -> Program:
@@ -73,7 +79,13 @@ def test_a_client_of_10_rows_takes_three_steps_of_4_in_each_of_2_epochs():
 
 
 @UNTIMED
-@given(st.data(), st.lists(st.integers(0, 60), min_size=1, max_size=25).filter(any), VIEWS, LANES, st.integers(1, 8))
+@given(
+    st.data(),
+    st.lists(st.integers(0, 60), min_size=1, max_size=25).filter(any),
+    VIEWS,
+    LANES,
+    st.integers(1, 8),
+)
 def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, views, lanes, slots):
     work, holds = program(*views), roster(counts)
     shapes = capacity(work, [holds], lanes, slots)
@@ -89,7 +101,8 @@ def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, view
 
 
 def test_a_pass_with_other_batches_than_training_fits_the_capacity():
-    """Lanes are balanced over the whole program: one long client and many short ones are not balanced in each pass alone."""
+    """Lanes are balanced over the whole program: one long client and many short ones are not balanced in each
+    pass alone."""
     work, holds = program(View(1, 1), View(1, 1000)), roster([100] + [1] * 100)
     shapes = capacity(work, [holds], 2, 128)
     (chunk,), _ = plan_round(work, holds, np.arange(101), 0, 2, shapes)
@@ -100,7 +113,10 @@ def test_a_pass_with_other_batches_than_training_fits_the_capacity():
 def test_a_client_keeps_its_lane_through_all_passes():
     work, holds = program(View(2, 3), View(1, 7)), roster([9, 4, 30, 2, 2, 17])
     (chunk,), _ = plan_round(work, holds, np.arange(6), 0, 3, capacity(work, [holds], 3, 128))
-    first, second = ({slot: lane for slot, lane, *_ in stays(table, chunk.ticks[i])} for i, table in enumerate(chunk.tables))
+    first, second = (
+        {slot: lane for slot, lane, *_ in stays(table, chunk.ticks[i])}
+        for i, table in enumerate(chunk.tables)
+    )
     assert first == second and len(first) == 6
 
 
@@ -109,8 +125,17 @@ def test_chunks_hold_every_participant_with_rows_once_largest_first():
     ids = np.array([0, 1, 2, 4, 5, 6])
     chunks, _ = plan_round(work, holds, ids, 3, 2, capacity(work, [holds], 2, 2))
     assert [chunk.id.tolist() for chunk in chunks] == [[4, 2], [6, 0], [5, 7]]  # 7 = K fills the last chunk
-    position = {i: p for chunk in chunks for i, p in zip(chunk.id.tolist(), chunk.position.tolist(), strict=True)}
-    assert position == {0: 0, 2: 1, 4: 2, 5: 3, 6: 4, 7: 6}  # ranks among those with rows; padding is out of range
+    position = {
+        i: p for chunk in chunks for i, p in zip(chunk.id.tolist(), chunk.position.tolist(), strict=True)
+    }
+    assert position == {
+        0: 0,
+        2: 1,
+        4: 2,
+        5: 3,
+        6: 4,
+        7: 6,
+    }  # ranks among those with rows; padding is out of range
     for chunk in chunks:
         for slot, (client, count, offset) in enumerate(zip(chunk.id, chunk.count, chunk.offset, strict=True)):
             if count:
@@ -131,7 +156,9 @@ def test_lanes_stay_busy_on_very_skewed_clients():
     label = np.repeat(np.arange(10), 500)
     parts = dirichlet(label, 100, 0.05, np.random.RandomState(0), min_size=1)
     offset = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-    holds = Roster(np.concatenate(parts).astype(np.int32), offset, count_matrix(label, parts, 10).astype(np.int32))
+    holds = Roster(
+        np.concatenate(parts).astype(np.int32), offset, count_matrix(label, parts, 10).astype(np.int32)
+    )
     work = program(View(epochs=5, batch_size=16), View(epochs=1, batch_size=16))
     _, (useful, paid) = plan_round(work, holds, np.arange(100), 0, 8, capacity(work, [holds], 8, 128))
     assert useful / paid >= 0.95
@@ -139,7 +166,9 @@ def test_lanes_stay_busy_on_very_skewed_clients():
 
 @UNTIMED
 @example(0, 0, 0, 100, 7)  # 0.07 * 100 > 7 in floating point
-@given(st.integers(0, 2**31), st.integers(0, 50), st.integers(0, 50), st.integers(1, 500), st.integers(1, 100))
+@given(
+    st.integers(0, 2**31), st.integers(0, 50), st.integers(0, 50), st.integers(1, 500), st.integers(1, 100)
+)
 def test_participants_are_sorted_distinct_eligible_and_as_many_as_asked(seed, task, round_, clients, percent):
     eligible = 3 * np.arange(clients) + 1
     chosen = participants(seed, task, round_, eligible, percent / 100)
@@ -162,5 +191,7 @@ def test_the_global_random_state_has_no_say_in_who_takes_part():
 
 
 def test_over_many_rounds_every_client_takes_part_equally_often():
-    times = np.bincount(np.concatenate([participants(0, 0, r, np.arange(20), 0.25) for r in range(800)]), minlength=20)
+    times = np.bincount(
+        np.concatenate([participants(0, 0, r, np.arange(20), 0.25) for r in range(800)]), minlength=20
+    )
     assert times.sum() == 4000 and abs(times - 200).max() < 60  # five standard deviations of a binomial draw

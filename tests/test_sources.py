@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fcljax
-from fcljax.data import prepared
 from fcljax.data.augment import Geometry
-from fcljax.data.sources import DATASETS, load_dataset, prepare
+from fcljax.data.files import prepared
+from fcljax.data.files.sources import DATASETS, load_dataset, prepare
 from fcljax.errors import InputError
 
 ROOT = Path(fcljax.__file__).parents[1]
@@ -139,7 +139,10 @@ def test_an_npz_file_is_read_and_its_labels_numbered_in_sorted_order(tmp_path):
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1)])
 def test_gray_images_get_three_equal_channels(tmp_path, shape):
-    gray = {key: np.arange(count * 20, dtype=np.uint8).reshape(count, *shape) for key, count in (("x_train", 6), ("x_test", 3))}
+    gray = {
+        key: np.arange(count * 20, dtype=np.uint8).reshape(count, *shape)
+        for key, count in (("x_train", 6), ("x_test", 3))
+    }
     data = load_dataset(npz(tmp_path, **gray))
     for channel in range(3):
         np.testing.assert_array_equal(data.x_train[..., channel], gray["x_train"].reshape(6, 4, 5))
@@ -162,7 +165,10 @@ def test_gray_images_get_three_equal_channels(tmp_path, shape):
         ({"y_train": ARRAYS["y_train"] > 7}, "y_train is bool"),
         ({"y_train": ARRAYS["y_train"].astype(str)}, "y_train is <U"),
         ({"y_train": ARRAYS["y_train"] - 3}, "y_train holds label -1"),
-        ({"y_train": ARRAYS["y_train"].astype(np.uint64) + np.uint64(2**63)}, "y_train holds label 9223372036854775815"),
+        (
+            {"y_train": ARRAYS["y_train"].astype(np.uint64) + np.uint64(2**63)},
+            "y_train holds label 9223372036854775815",
+        ),
         ({"y_test": np.array([30, 2, 8])}, "class 8 is in test but not in train"),
         ({"y_test": np.array([30, 7, 7])}, "class 2 is in train but not in test"),
     ],
@@ -182,7 +188,9 @@ class Trap:
 
 @pytest.mark.parametrize("key", ["x_train", "y_train"])
 def test_pickled_arrays_are_refused_and_not_unpickled(tmp_path, key):
-    assert "pickled objects, which are never loaded" in refusal(npz(tmp_path, **{key: np.array([Trap()] * 6)}))
+    assert "pickled objects, which are never loaded" in refusal(
+        npz(tmp_path, **{key: np.array([Trap()] * 6)})
+    )
 
 
 def test_a_pickle_named_npz_is_refused_and_not_unpickled(tmp_path):
@@ -318,7 +326,9 @@ def test_a_damaged_image_loads_or_is_named(tmp_path, suffix, data):
 
 
 def test_an_option_of_other_data_sets_is_refused():
-    with pytest.raises(InputError, match="class_list: 'list.txt' is for imagenet100 and imagenet200; 'glyphs' takes none"):
+    with pytest.raises(
+        InputError, match="class_list: 'list.txt' is for imagenet100 and imagenet200; 'glyphs' takes none"
+    ):
         load_dataset("glyphs", class_list="list.txt")
 
 
@@ -329,7 +339,9 @@ def test_images_of_16_bits_are_refused(tmp_path):
     assert "deep.png" in message and "8 bits" in message
 
 
-@pytest.mark.parametrize("member", ["/etc/x_train.npy", "../x_train.npy", "a/../../b.npy", "..\\b.npy", "C:\\b.npy"])
+@pytest.mark.parametrize(
+    "member", ["/etc/x_train.npy", "../x_train.npy", "a/../../b.npy", "..\\b.npy", "C:\\b.npy"]
+)
 def test_an_npz_file_that_leads_out_of_itself_is_refused(tmp_path, member):
     name = npz(tmp_path)
     with zipfile.ZipFile(tmp_path / "data.npz", "a") as archive:
@@ -343,7 +355,11 @@ def test_data_in_memory_have_digests_of_their_content(tmp_path):
     assert len({data.digest for data in (digits, glyphs, file)}) == 3
     for data in (digits, glyphs, file):
         arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test")}
-        assert data.digest == prepared.digest(arrays) != prepared.digest(arrays | {"x_train": 255 - data.x_train})
+        assert (
+            data.digest
+            == prepared.digest(arrays)
+            != prepared.digest(arrays | {"x_train": 255 - data.x_train})
+        )
     assert load_dataset("glyphs", glyph_train=1, glyph_test=1, seed=1).digest != glyphs.digest
 
 
@@ -365,6 +381,8 @@ def test_the_same_pixels_have_the_same_digest_wherever_they_come_from(tmp_path):
 
 
 def test_importing_and_built_in_data_do_not_import_tensorflow_datasets():
-    code = "import sys, fcljax.cli; from fcljax.data.sources import *; load_dataset('digits'); known_datasets()"
+    code = "import sys, fcljax.cli; from fcljax.data.files.sources import *; load_dataset('digits'); known_datasets()"
     check = "assert not {'tensorflow_datasets', 'tensorflow', 'array_record'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-W", "error", "-c", f"{code}; {check}"], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{code}; {check}"], check=True, capture_output=True, cwd=ROOT
+    )

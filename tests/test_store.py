@@ -30,6 +30,8 @@ def test_over_all_tasks_every_client_gets_exactly_its_rows(clients, tasks, seed)
 
 
 def test_clients_without_rows_are_empty():
-    csr = client_rows([np.empty(0, np.int64), np.array([0]), np.empty(0, np.int64)], np.array([1]), make_tasks(2, 2)[0])
+    csr = client_rows(
+        [np.empty(0, np.int64), np.array([0]), np.empty(0, np.int64)], np.array([1]), make_tasks(2, 2)[0]
+    )
     assert csr.rows.size == 0
     assert csr.offset.tolist() == [0, 0, 0, 0]

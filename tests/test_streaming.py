@@ -1,4 +1,5 @@
-"""Data that stays on the host gives the bits of resident data, whatever the size of the windows, and never fills more than two."""
+"""Data that stays on the host gives the bits of resident data, whatever the size of the windows, and never
+fills more than two."""
 
 import threading
 import time
@@ -9,9 +10,9 @@ import pytest
 import toys
 from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
 
+from fcljax.data.streaming import Host, over_windows
 from fcljax.errors import InputError
 from fcljax.federated.engine import init_clients, run_round
-from fcljax.streaming import Host, over_windows
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,9 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, d
 def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, deals):
     """From one step's rows, which is the least, to all of them at once."""
     engine = toys.build(TOYS["two_pass"](), deals, *toys.WAYS["vmap3"])
-    same(drive(engine, "two_pass", on_host(data, rows, overlap), deals), drive(engine, "two_pass", data, deals))
+    same(
+        drive(engine, "two_pass", on_host(data, rows, overlap), deals), drive(engine, "two_pass", data, deals)
+    )
 
 
 def test_only_the_rows_that_a_window_needs_are_read(data, deals):
@@ -75,20 +78,25 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
 
 
 def test_several_devices_refuse_data_on_the_host_in_one_line(data, deals):
-    mesh = jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
     engine = toys.build(TOYS["two_pass"](), deals, toys.Lanes(2, "vmap"), 128, mesh=mesh)
     server = jax.jit(engine.method.init)(KEY, FROZEN)
     states = init_clients(engine.method, server, toys.CLIENTS, KEY)
     with pytest.raises(InputError, match="devices: 2 .* nearest: 1") as error:
-        run_round(engine, FROZEN, server, states, on_host(data, 9), deals[0], np.arange(3), toys.tasks()[0], 0, KEY)
+        run_round(
+            engine, FROZEN, server, states, on_host(data, 9), deals[0], np.arange(3), toys.tasks()[0], 0, KEY
+        )
     assert "\n" not in str(error.value)
 
 
-# ---- the loop over windows -----------------------------------------------------------------------------------------------------------
+# ---- the loop over windows ---------------------------------------------------------------------------------
 
 
 def test_the_next_window_is_loaded_while_the_step_runs_and_at_most_two_exist():
-    """The step of an item ends only when the next item has been loaded, so without overlap this would never end."""
+    """The step of an item ends only when the next item has been loaded, so without overlap this would never
+    end."""
     loaded, alive, most = [threading.Event() for _ in range(6)], set(), []
 
     class Running:
@@ -129,7 +137,12 @@ def test_without_overlap_a_window_is_loaded_after_the_step_before_it():
 
 
 def test_no_windows_leave_the_carry_as_it_is():
-    assert over_windows(lambda *args: pytest.fail("nothing to do"), 7, [], lambda item: pytest.fail("nothing to load")) == 7
+    assert (
+        over_windows(
+            lambda *args: pytest.fail("nothing to do"), 7, [], lambda item: pytest.fail("nothing to load")
+        )
+        == 7
+    )
 
 
 def test_an_error_while_loading_reaches_the_caller():

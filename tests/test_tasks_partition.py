@@ -1,4 +1,5 @@
-"""Class order, tasks and partitions: the numbers of FPPL's and PILoRA's releases, and what must hold for any of them."""
+"""Class order, tasks and partitions: the numbers of FPPL's and PILoRA's releases, and what must hold for any
+of them."""
 
 import numpy as np
 import pytest
@@ -43,7 +44,11 @@ def test_a_small_dirichlet_partition_is_that_of_the_release():
     assert order.tolist() == [2, 0, 1, 3]
     assert [len(part) for part in parts] == [27, 35, 38]
     assert count_matrix(labels, parts, 4).tolist() == [[17, 2, 4, 4], [6, 17, 2, 10], [2, 6, 19, 11]]
-    assert [part[:5].tolist() for part in parts] == [[39, 77, 16, 12, 9], [17, 76, 44, 91, 30], [55, 85, 26, 64, 32]]
+    assert [part[:5].tolist() for part in parts] == [
+        [39, 77, 16, 12, 9],
+        [17, 76, 44, 91, 30],
+        [55, 85, 26, 64, 32],
+    ]
 
 
 def test_a_small_iid_partition_is_that_of_the_release():
@@ -51,7 +56,11 @@ def test_a_small_iid_partition_is_that_of_the_release():
     _, rng = seeded(2023, 4)
     parts = iid(labels, 3, rng)
     assert count_matrix(labels, parts, 4).tolist() == [[9] * 4, [8] * 4, [8] * 4]
-    assert [part[:5].tolist() for part in parts] == [[97, 27, 25, 4, 91], [96, 38, 32, 79, 88], [1, 70, 5, 89, 99]]
+    assert [part[:5].tolist() for part in parts] == [
+        [97, 27, 25, 4, 91],
+        [96, 38, 32, 79, 88],
+        [1, 70, 5, 89, 99],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_impossible_numbers_of_clients_are_refused():
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
 
 
-# ---- the rows of one task --------------------------------------------------------------------------------------------------------------
+# ---- the rows of one task ----------------------------------------------------------------------------------
 
 
 class Scripted(np.random.RandomState):
@@ -165,7 +174,9 @@ class Scripted(np.random.RandomState):
 
 
 def test_dirichlet_shares_are_cut_at_the_floor_of_their_sums():
-    assert [len(part) for part in dirichlet(np.zeros(10, int), 3, 0.5, Scripted([0.2, 0.5, 0.3]), min_size=0)] == [2, 5, 3]
+    assert [
+        len(part) for part in dirichlet(np.zeros(10, int), 3, 0.5, Scripted([0.2, 0.5, 0.3]), min_size=0)
+    ] == [2, 5, 3]
 
 
 def test_a_client_with_its_fair_share_gets_nothing_more_and_the_others_shares_are_scaled():
@@ -208,9 +219,13 @@ def test_clients_hold_whole_shards_of_their_own_and_may_share_them():
 
 def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_two_labels():
     labels = np.repeat([0, 1], [5, 6])
-    (part,) = shards(labels, 1, 4, np.random.RandomState(0), count=4)  # of 3, 3, 3 and 2 rows; the second reaches into label 1
+    (part,) = shards(
+        labels, 1, 4, np.random.RandomState(0), count=4
+    )  # of 3, 3, 3 and 2 rows; the second reaches into label 1
     assert sorted(part) == list(range(11))
-    sizes = {tuple(sorted(shards(labels, 1, 1, np.random.RandomState(seed), count=4)[0])) for seed in range(40)}
+    sizes = {
+        tuple(sorted(shards(labels, 1, 1, np.random.RandomState(seed), count=4)[0])) for seed in range(40)
+    }
     assert sizes == {(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)}
 
 
@@ -218,7 +233,9 @@ def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32 - 1), st.data())
 def test_clients_own_alpha_labels_whose_rows_are_split_equally(clients, classes, seed, data):
     alpha = data.draw(st.integers(1, classes))
-    labels = np.random.RandomState(seed).permutation(np.arange(classes * 17 + 5) % classes) * 3 + 2  # not 0..C-1, and of two sizes
+    labels = (
+        np.random.RandomState(seed).permutation(np.arange(classes * 17 + 5) % classes) * 3 + 2
+    )  # not 0..C-1, and of two sizes
     parts = quantity(labels, clients, alpha, np.random.RandomState(seed))
     rows = np.concatenate(parts)
     assert len(set(rows)) == len(rows)
@@ -246,12 +263,18 @@ def test_which_rows_of_its_label_an_owner_holds_is_left_to_chance():
 def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():
     rng = np.random.RandomState(0)
     for alpha, nearest in ((11, 10), (0, 1), (-3, 1)):
-        with pytest.raises(InputError, match=f"^alpha: {alpha} label ids per client, of 10; nearest valid value: {nearest}$"):
+        with pytest.raises(
+            InputError, match=f"^alpha: {alpha} label ids per client, of 10; nearest valid value: {nearest}$"
+        ):
             quantity(CIFAR_TASK, 5, alpha, rng)
     for alpha, nearest in ((101, 100), (0, 1)):
-        with pytest.raises(InputError, match=f"^alpha: {alpha} shards per client, of 100; nearest valid value: {nearest}$"):
+        with pytest.raises(
+            InputError, match=f"^alpha: {alpha} shards per client, of 100; nearest valid value: {nearest}$"
+        ):
             shards(CIFAR_TASK, 5, alpha, rng)
-    with pytest.raises(InputError, match="^partition: .* 100 shards, and a task has only 99; nearest: quantity$"):
+    with pytest.raises(
+        InputError, match="^partition: .* 100 shards, and a task has only 99; nearest: quantity$"
+    ):
         shards(CIFAR_TASK[:99], 5, 2, rng)
     for split in (quantity, shards):
         with pytest.raises(InputError, match="^clients: 0 is not"):
@@ -260,7 +283,13 @@ def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():
 
 def test_the_first_share_takes_the_first_rows_of_every_class():
     assert first_share(CIFAR, 0.8).tolist() == [row for row in range(50_000) if row % 500 < 400]
-    assert first_share(np.array([1, 0, 1, 1, 0, 0, 1, 7]), 0.5).tolist() == [0, 1, 2, 4, 7]  # 1.5 rows count as 2, 0.5 as 1
+    assert first_share(np.array([1, 0, 1, 1, 0, 0, 1, 7]), 0.5).tolist() == [
+        0,
+        1,
+        2,
+        4,
+        7,
+    ]  # 1.5 rows count as 2, 0.5 as 1
     assert len(first_share(np.zeros(100, int), 0.07)) == 7
     np.testing.assert_array_equal(first_share(CIFAR[::-1], 1.0), np.arange(50_000))
     for share in (0.0, -0.1, 1.1, float("nan")):
@@ -268,7 +297,7 @@ def test_the_first_share_takes_the_first_rows_of_every_class():
             first_share(CIFAR, share)
 
 
-# ---- tasks -------------------------------------------------------------------------------------------------------------------------------
+# ---- tasks -------------------------------------------------------------------------------------------------
 
 
 def test_task_sizes_differ_by_at_most_one_and_the_first_are_larger():

@@ -1,4 +1,5 @@
-"""Torch files with torch there: state dicts and whole checkpoints, and files that would run code. Run where `fcljax[torch]` is."""
+"""Torch files with torch there: state dicts and whole checkpoints, and files that would run code. Run where
+`fcljax[torch]` is."""
 
 import argparse
 import collections
@@ -14,10 +15,10 @@ import pytest
 import vit_files as files
 
 from fcljax.errors import InputError
-from fcljax.models import checkpoints
-from fcljax.models.checkpoints import read
-from fcljax.models.pretrained import ConvertOptions, convert, load_backbone
 from fcljax.models.vit import apply_vit
+from fcljax.models.weights import checkpoints
+from fcljax.models.weights.checkpoints import read
+from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
 
 torch = pytest.importorskip("torch")
 
@@ -58,7 +59,12 @@ def optimiser():
 def training(**networks):
     """A checkpoint as DINO, iBOT and MAE write theirs."""
     args = argparse.Namespace(arch="vit_base", patch_size=16, lr=0.1, betas=(0.9, 0.95), output_dir=".")
-    return networks | {"optimizer": optimiser(), "epoch": 3, "args": args, "fp16_scaler": {"scale": 2.0, "growth": np.float32(2)}}
+    return networks | {
+        "optimizer": optimiser(),
+        "epoch": 3,
+        "args": args,
+        "fp16_scaler": {"scale": 2.0, "growth": np.float32(2)},
+    }
 
 
 def self_supervised():
@@ -71,9 +77,14 @@ def self_supervised():
 CONTENT = {
     "state dict": lambda: tensors(files.timm(ENCODER)),
     "deit": lambda: {"model": tensors(files.timm(ENCODER, HEAD))},
-    "mae": lambda: training(model=tensors(files.timm(ENCODER) | files.mae_decoder(DECODER)), scaler={"scale": 65536.0}),
+    "mae": lambda: training(
+        model=tensors(files.timm(ENCODER) | files.mae_decoder(DECODER)), scaler={"scale": 65536.0}
+    ),
     "pmae": lambda: {
-        "model": tensors(files.wrapped("encoder.", files.timm(ENCODER)) | files.wrapped("decoder.", files.mae_decoder(DECODER)))
+        "model": tensors(
+            files.wrapped("encoder.", files.timm(ENCODER))
+            | files.wrapped("decoder.", files.mae_decoder(DECODER))
+        )
     },
     "dino": self_supervised,
     "huggingface": lambda: dict(tensors(files.huggingface(ENCODER))),
@@ -88,7 +99,9 @@ def test_state_dicts_and_whole_checkpoints_give_their_network(tmp_path, kind, zi
     loaded = load_backbone(None, path, None, heads=2)
     files.same(loaded.params, jax.tree.map(jnp.asarray, ENCODER))
     assert (loaded.decoder is not None, loaded.head is not None) == (kind in ("mae", "pmae"), kind == "deit")
-    assert any("assumed (imagenet)" in note for note in loaded.notes) == (kind in ("mae", "pmae", "dino", "deit"))
+    assert any("assumed (imagenet)" in note for note in loaded.notes) == (
+        kind in ("mae", "pmae", "dino", "deit")
+    )
 
 
 def test_the_student_of_a_whole_checkpoint_can_be_had(tmp_path):
@@ -148,12 +161,15 @@ def test_tensors_that_share_memory_or_lie_turned_are_read_as_they_look(tmp_path)
 def test_a_torch_file_converts_to_one_that_needs_no_torch(tmp_path):
     path = save(tmp_path / "a.pth", CONTENT["mae"]())
     convert(path, str(tmp_path / "ours.safetensors"), ConvertOptions(heads=2))
-    before, after = load_backbone(None, path, None, heads=2), load_backbone(None, str(tmp_path / "ours.safetensors"), None)
+    before, after = (
+        load_backbone(None, path, None, heads=2),
+        load_backbone(None, str(tmp_path / "ours.safetensors"), None),
+    )
     files.same((before.params, before.decoder), (after.params, after.decoder))
     assert (before.config, before.mean, before.std) == (after.config, after.mean, after.std)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 def refuses(path, message):
@@ -175,12 +191,18 @@ def test_a_file_that_would_run_code_is_refused_and_does_not_run(tmp_path, zipped
 def test_torchs_own_guard_stands_behind_ours(tmp_path, monkeypatch, zipped):
     path = save(tmp_path / "a.pth", {"x": Bomb(tmp_path / "exploded")}, _use_new_zipfile_serialization=zipped)
     monkeypatch.setattr(checkpoints, "imports", lambda stream: list(pickletools.genops(stream))[:0])
-    refuses(path, "torch's weights-only loader refuses '.*a.pth', so it is not loaded; save its state dict alone: .")
+    refuses(
+        path,
+        "torch's weights-only loader refuses '.*a.pth', so it is not loaded; save its state dict alone: .",
+    )
     assert not (tmp_path / "exploded").exists()
 
 
 def test_a_whole_module_is_refused_by_name(tmp_path):
-    refuses(save(tmp_path / "a.pth", torch.nn.Linear(2, 3)), "would run torch.nn.modules.linear.Linear when unpickled")
+    refuses(
+        save(tmp_path / "a.pth", torch.nn.Linear(2, 3)),
+        "would run torch.nn.modules.linear.Linear when unpickled",
+    )
 
 
 def test_what_holds_no_network_is_named(tmp_path):
@@ -190,7 +212,10 @@ def test_what_holds_no_network_is_named(tmp_path):
     loop = {}
     loop["model"] = loop
     refuses(save(tmp_path / "d.pth", loop), "damaged or not what its name says")
-    refuses(save(tmp_path / "e.pth", {"x": torch.ones(3).to_sparse()}), "would run torch._utils._rebuild_sparse_tensor")
+    refuses(
+        save(tmp_path / "e.pth", {"x": torch.ones(3).to_sparse()}),
+        "would run torch._utils._rebuild_sparse_tensor",
+    )
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -208,7 +233,7 @@ def test_a_pickle_alone_is_no_torch_file(tmp_path):
     refuses(tmp_path / "a.pt", "damaged or not what its name says")
 
 
-# ---- networks of the libraries themselves ----------------------------------------------------------------------------------------------
+# ---- networks of the libraries themselves ------------------------------------------------------------------
 
 
 def differs(loaded, image, expected):
@@ -227,7 +252,13 @@ def channels_first(image):
 def test_a_model_that_transformers_saved_computes_the_same_here(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32}
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "image_size": 32,
+    }
     model = transformers.ViTModel(transformers.ViTConfig(patch_size=8, initializer_range=0.1, **shape)).eval()
     model.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -259,7 +290,10 @@ def test_a_state_dict_of_timm_computes_the_same_here(tmp_path):
     [
         ("deit_tiny_distilled_patch16_224", "distilled"),
         ("vit_small_patch14_dinov2", "unexpected: blocks.0.ls1.gamma"),
-        ("vit_small_patch14_reg4_dinov2", "not those of a class token and a square grid|unexpected: .*reg_token|ls1.gamma"),
+        (
+            "vit_small_patch14_reg4_dinov2",
+            "not those of a class token and a square grid|unexpected: .*reg_token|ls1.gamma",
+        ),
         ("vit_base_patch16_clip_224", "norm_pre"),
         ("vit_base_patch16_siglip_224", "no class token|not those of a class token"),
         ("beit_base_patch16_224", "fc_norm|missing|unexpected"),

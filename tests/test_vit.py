@@ -10,7 +10,17 @@ import pytest
 
 from fcljax.federated.communication import scalars
 from fcljax.models.heads import init_head
-from fcljax.models.vit import VITS, Injection, Lora, Prefix, ViTConfig, apply_vit, init_vit, parameter_shapes, vit_backbone
+from fcljax.models.vit import (
+    VITS,
+    Injection,
+    Lora,
+    Prefix,
+    ViTConfig,
+    apply_vit,
+    init_vit,
+    parameter_shapes,
+    vit_backbone,
+)
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 ROWS, TOKENS = 3, 1 + TINY.grid**2
@@ -32,7 +42,7 @@ def image():
     return random(ROWS, 8, 8, 3)
 
 
-# ---- the equations -------------------------------------------------------------------------------------------------------------------
+# ---- the equations -----------------------------------------------------------------------------------------
 
 
 def norm(p, x):
@@ -51,17 +61,23 @@ def attention(p, x, prefix):
     for image, head in np.ndindex(len(x), TINY.heads):
         q, k, v = (dense(p["qkv"], x[image])[:, i * width + head * size :][:, :size] for i in range(3))
         if prefix is not None:
-            k, v = (np.concatenate([own, np.asarray(extra[image, :, head])]) for own, extra in ((k, prefix.key), (v, prefix.value)))
+            k, v = (
+                np.concatenate([own, np.asarray(extra[image, :, head])])
+                for own, extra in ((k, prefix.key), (v, prefix.value))
+            )
         odds = np.exp(q @ k.T / math.sqrt(size))
         out[image, :, head * size : (head + 1) * size] = odds / odds.sum(-1, keepdims=True) @ v
     return dense(p["proj"], out)
 
 
 def equations(params, image, prefix=None):
-    """All tokens after the final norm. Patches are numbered row by row, their pixels by row, column and channel."""
+    """All tokens after the final norm. Patches are numbered row by row, their pixels by row, column and
+    channel."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     n = TINY.patch
-    cells = [image[:, i : i + n, j : j + n].reshape(len(image), -1) for i in range(0, 8, n) for j in range(0, 8, n)]
+    cells = [
+        image[:, i : i + n, j : j + n].reshape(len(image), -1) for i in range(0, 8, n) for j in range(0, 8, n)
+    ]
     tokens = dense(p["patch"], np.stack(cells, axis=1))
     x = np.concatenate([np.broadcast_to(p["cls"], (len(image), 1, TINY.width)), tokens], axis=1) + p["pos"]
     for i in range(TINY.depth):
@@ -83,13 +99,23 @@ def test_the_class_token_is_the_same_whether_all_tokens_are_asked_for_or_not(par
     np.testing.assert_allclose(lean.cls, full.cls, atol=1e-5)
     np.testing.assert_array_equal(full.cls, full.tokens[:, 0])
     assert lean.tokens is None
-    assert {name: tap.shape[1] for name, tap in lean.taps.items()} == {"embed": TOKENS, "block_00": TOKENS, "block_01": 1}
+    assert {name: tap.shape[1] for name, tap in lean.taps.items()} == {
+        "embed": TOKENS,
+        "block_00": TOKENS,
+        "block_01": 1,
+    }
 
 
 def test_the_patch_embedding_is_a_convolution_with_the_patch_as_stride(params, image):
     n = TINY.patch
-    kernel = params["patch"]["kernel"].reshape(n, n, 3, TINY.width).transpose(3, 2, 0, 1)  # torch's [out, in, rows, columns]
-    cells = jax.lax.conv(image.transpose(0, 3, 1, 2), kernel, (n, n), "VALID").reshape(ROWS, TINY.width, -1).transpose(0, 2, 1)
+    kernel = (
+        params["patch"]["kernel"].reshape(n, n, 3, TINY.width).transpose(3, 2, 0, 1)
+    )  # torch's [out, in, rows, columns]
+    cells = (
+        jax.lax.conv(image.transpose(0, 3, 1, 2), kernel, (n, n), "VALID")
+        .reshape(ROWS, TINY.width, -1)
+        .transpose(0, 2, 1)
+    )
     embedded = run(TINY, params, image, None, False).taps["embed"][:, 1:] - params["pos"][1:]
     np.testing.assert_allclose(embedded, cells + params["patch"]["bias"], atol=1e-5)
 
@@ -105,7 +131,8 @@ def test_parameter_counts(name, count):
 
 
 def test_heads_and_low_rank_updates_have_the_numbers_that_the_papers_count():
-    """FPPL section 8 and HePCo's full network: a ViT-B/16 with 200 and with 1,000 classes. PILoRA section 2: rank 4 on q and v."""
+    """FPPL section 8 and HePCo's full network: a ViT-B/16 with 200 and with 1,000 classes. PILoRA section 2:
+    rank 4 on q and v."""
     body = scalars(parameter_shapes(VITS["vit_b16"]))
     head = lambda classes: scalars(jax.eval_shape(lambda: init_head(jax.random.key(0), 768, classes)))
     assert (head(100), head(200), head(345)) == (76_900, 153_800, 265_305)
@@ -118,7 +145,9 @@ def test_a_random_network_depends_on_its_key_and_has_the_declared_shapes():
     init = jax.jit(init_vit, static_argnums=1)
     one, other = (init(jax.random.key(seed), TINY) for seed in (0, 1))
     jax.tree.map(
-        lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)), one, parameter_shapes(TINY)
+        lambda x, shape: np.testing.assert_equal((x.shape, x.dtype), (shape.shape, shape.dtype)),
+        one,
+        parameter_shapes(TINY),
     )
     for part in ("cls", "pos"):
         assert (one[part] != other[part]).all()
@@ -135,7 +164,7 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features(image):
     assert (half != exact).any()
 
 
-# ---- what adapters put in ------------------------------------------------------------------------------------------------------------
+# ---- what adapters put in ----------------------------------------------------------------------------------
 
 
 def test_prompts_for_all_images_alike_are_the_same_prompts_for_each(params, image):
@@ -149,8 +178,13 @@ def test_prompts_for_all_images_alike_are_the_same_prompts_for_each(params, imag
 def test_lanes_with_prompts_of_their_own_equal_a_loop_over_them(params):
     images, prompts = random(2, ROWS, 8, 8, 3), {block: random(2, 5, TINY.width) for block in (0, 1)}
     encode = vit_backbone(TINY).encode
-    lanes = jax.jit(jax.vmap(lambda p, image, prompt: encode(p, image, Injection(prompt=prompt)), in_axes=(None, 0, 0)))
-    loop = [run(TINY, params, images[i], Injection(prompt=jax.tree.map(lambda x, i=i: x[i], prompts)), False).cls for i in range(2)]
+    lanes = jax.jit(
+        jax.vmap(lambda p, image, prompt: encode(p, image, Injection(prompt=prompt)), in_axes=(None, 0, 0))
+    )
+    loop = [
+        run(TINY, params, images[i], Injection(prompt=jax.tree.map(lambda x, i=i: x[i], prompts)), False).cls
+        for i in range(2)
+    ]
     np.testing.assert_allclose(lanes(params, images, prompts), loop, atol=1e-5)
 
 
@@ -165,7 +199,9 @@ def test_a_prefix_is_more_keys_and_values(params, image):
 def test_low_rank_updates_equal_a_changed_projection_of_queries_and_values(params, image):
     lora = Lora(*(random(*shape, scale=0.5) for shape in ((3, 16), (16, 3), (3, 16), (16, 3))))
     with jax.default_matmul_precision("highest"):
-        change = jnp.concatenate([(lora.b_q @ lora.a_q).T, jnp.zeros((16, 16)), (lora.b_v @ lora.a_v).T], axis=1)
+        change = jnp.concatenate(
+            [(lora.b_q @ lora.a_q).T, jnp.zeros((16, 16)), (lora.b_v @ lora.a_v).T], axis=1
+        )
     changed = jax.tree.map(lambda x: x, params)
     changed["block_01"]["attn"]["qkv"]["kernel"] += change
     adapted = run(TINY, params, image, Injection(lora={1: lora}), False).cls
@@ -183,7 +219,9 @@ def test_patches_that_are_not_kept_have_no_influence(params, image):
     keep = jnp.array([[0, 3]] * ROWS)  # the upper left and the lower right of four
     out = run(TINY, params, image, Injection(keep=keep), True)
     assert out.tokens.shape == (ROWS, 1 + 2, TINY.width)
-    elsewhere = run(TINY, params, image.at[:, :4, 4:].set(9.0).at[:, 4:, :4].set(9.0), Injection(keep=keep), True)
+    elsewhere = run(
+        TINY, params, image.at[:, :4, 4:].set(9.0).at[:, 4:, :4].set(9.0), Injection(keep=keep), True
+    )
     np.testing.assert_array_equal(out.tokens, elsewhere.tokens)
     here = run(TINY, params, image.at[:, :4, :4].set(9.0), Injection(keep=keep), True)
     assert jnp.abs(out.cls - here.cls).max() > 0.01
@@ -194,16 +232,22 @@ def products(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple(sorted(equation.outvars[0].aval.shape))
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
+        ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
                 yield from products(getattr(inner, "jaxpr", inner))
 
 
 def test_the_gradient_of_the_prompts_computes_no_gradient_of_the_frozen_weights():
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    loss = lambda prompt, params, image: apply_vit(TINY, params, image, Injection(prompt={0: prompt})).cls.sum()
+    loss = lambda prompt, params, image: apply_vit(
+        TINY, params, image, Injection(prompt={0: prompt})
+    ).cls.sum()
     args = (shape(ROWS, 7, TINY.width), parameter_shapes(TINY), shape(ROWS, 8, 8, 3))
-    kernels = {tuple(sorted(x.shape)) for x in jax.tree.leaves(args[1]) if len(x.shape) == 2} - {(TOKENS, TINY.width)}
+    kernels = {tuple(sorted(x.shape)) for x in jax.tree.leaves(args[1]) if len(x.shape) == 2} - {
+        (TOKENS, TINY.width)
+    }
     frozen = set(products(jax.make_jaxpr(jax.grad(loss))(*args).jaxpr))
     trained = set(products(jax.make_jaxpr(jax.grad(loss, argnums=1))(*args).jaxpr))
     assert len(frozen) > 5 and not kernels & frozen

@@ -1,8 +1,9 @@
-"""Toy methods on a linear model with three weights, one for each channel of the protocol, and the engine's work as plain loops.
+"""Toy methods on a linear model with three weights, one for each channel of the protocol, and the engine's
+work as plain loops.
 
-The model predicts x . w, the loss is half the squared error, so a step of gradient descent is w - rate * mean((x . w - y) x).
-`plain_round` knows nothing of lanes, chunks or tables: it calls a method's functions client by client and batch by batch, and states
-in the shortest way how every draw is keyed.
+The model predicts x . w, the loss is half the squared error, so a step of gradient descent is w - rate *
+mean((x . w - y) x). `plain_round` knows nothing of lanes, chunks or tables: it calls a method's functions
+client by client and batch by batch, and states in the shortest way how every draw is keyed.
 """
 
 import functools
@@ -17,7 +18,19 @@ import optax
 from fcljax.federated.aggregation import conflate_sums
 from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
 from fcljax.federated.schedule import Roster, capacity, participants, plan_round
-from fcljax.types import Aggregate, Batch, Broadcast, ClientInfo, Method, Phase, Program, Task, Upload, View, Weighted
+from fcljax.types import (
+    Aggregate,
+    Batch,
+    Broadcast,
+    ClientInfo,
+    Method,
+    Phase,
+    Program,
+    Task,
+    Upload,
+    View,
+    Weighted,
+)
 
 CLASSES, TASKS, CLIENTS = 4, 2, 7
 RATE = 0.1
@@ -25,7 +38,7 @@ TRAIN = View(epochs=2, batch_size=4)
 LOOK = View(epochs=1, batch_size=3, shuffle=False, augment=False)
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
@@ -56,7 +69,8 @@ def make_roster(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASS
 
 
 def rosters(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4))) -> list[Roster]:
-    """Per task a roster with clients of these sizes (partial batches, one row, none), whose rows lie in the store in no order."""
+    """Per task a roster with clients of these sizes (partial batches, one row, none), whose rows lie in the
+    store in no order."""
     label, result = np.asarray(data.label), []
     for task, counts in zip(tasks(), sizes, strict=True):
         pool = np.random.default_rng(int(task.index)).permutation(np.flatnonzero(task.current[label])[1:])
@@ -72,7 +86,7 @@ def fetch(data: Rows, index, keys, augment: bool):
     return image, data.label[index], None
 
 
-# ---- methods ---------------------------------------------------------------------------------------------------------------------
+# ---- methods -----------------------------------------------------------------------------------------------
 
 
 def descend(frozen, weight, batch: Batch):
@@ -94,14 +108,17 @@ def begin(broadcast, state, task, info, key):
 
 
 def toy(start=begin, phases=None, finish=None, **others) -> Method:
-    """A method whose server state is the weights themselves and whose server takes the mean, unless `others` says otherwise."""
+    """A method whose server state is the weights themselves and whose server takes the mean, unless `others`
+    says otherwise."""
     standard = {
         "init": lambda key, frozen: jax.random.normal(key, (3,)),
         "broadcast": lambda server, task: Broadcast(server),
         "server": lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
         "predict": lambda frozen, server, image, query, task: image[:, 0, 0] @ server,
     }
-    return Method(client=Program(start, phases or (Phase(TRAIN, train),), finish or send_mean), **{**standard, **others})
+    return Method(
+        client=Program(start, phases or (Phase(TRAIN, train),), finish or send_mean), **{**standard, **others}
+    )
 
 
 def send_mean(broadcast, local, state, task, info):
@@ -109,7 +126,8 @@ def send_mean(broadcast, local, state, task, info):
 
 
 def sharing(view: View) -> Method:
-    """FedAvg where the server says which share of its rows a client counts with, and nothing is random but the order of rows."""
+    """FedAvg where the server says which share of its rows a client counts with, and nothing is random but
+    the order of rows."""
 
     def start(broadcast, state, task, info, key):
         return {"weight": broadcast.wire["weight"]}
@@ -125,7 +143,8 @@ def sharing(view: View) -> Method:
 
 
 def conflating() -> Method:
-    """A Gaussian per weight: clients send precisions and precision-weighted means, and the server multiplies the Gaussians (VFCL)."""
+    """A Gaussian per weight: clients send precisions and precision-weighted means, and the server multiplies
+    the Gaussians (VFCL)."""
 
     def start(broadcast, state, task, info, key):
         mean, sigma = broadcast.wire
@@ -147,7 +166,8 @@ def conflating() -> Method:
 
 
 class Memory(NamedTuple):
-    """A server that keeps what every client last sent: class means [K, C, 3] and which of them exist (FPPL, PILoRA)."""
+    """A server that keeps what every client last sent: class means [K, C, 3] and which of them exist (FPPL,
+    PILoRA)."""
 
     weight: Any
     centre: Any
@@ -155,15 +175,22 @@ class Memory(NamedTuple):
 
 
 def gathering() -> Method:
-    """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and trains on with its own
-    optimiser and key (FPPL's debias, HePCo, pMAE)."""
+    """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and
+    trains on with its own optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
     def start(broadcast, state, task, info, key):
         return {"weight": broadcast.wire, "sums": jnp.zeros((CLASSES, 3))}
 
     def step(frozen, broadcast, local, batch, task, key):
         member = ((batch.label[:, None] == jnp.arange(CLASSES)) & batch.mask[:, None]).astype(jnp.float32)
-        return train(frozen, broadcast, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, task, key)
+        return train(
+            frozen,
+            broadcast,
+            {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]},
+            batch,
+            task,
+            key,
+        )
 
     def finish(broadcast, local, state, task, info):
         means = local["sums"] / jnp.maximum(TRAIN.epochs * info.class_rows, 1)[:, None]
@@ -171,7 +198,9 @@ def gathering() -> Method:
 
     def server(frozen, server, aggregate, task, key):
         row = jnp.where(aggregate.valid, aggregate.id, CLIENTS)
-        centre, held = jax.tree.map(lambda old, new: old.at[row].set(new, mode="drop"), server[1:], aggregate.gather)
+        centre, held = jax.tree.map(
+            lambda old, new: old.at[row].set(new, mode="drop"), server[1:], aggregate.gather
+        )
         weight, loss = fit_centres(aggregate.mean, centre, held, 5 + task.index, key)
         return Memory(weight, centre, held), {"server_loss": loss}
 
@@ -202,18 +231,26 @@ def fit_centres(weight, centre, held, steps, key):
 
 
 def remembering() -> Method:
-    """Per-client state that enters training, random starts, the round and the client's id: everything a client can know (EWC, LwF)."""
+    """Per-client state that enters training, random starts, the round and the client's id: everything a
+    client can know (EWC, LwF)."""
 
     def start(broadcast, state, task, info, key):
         noise = 0.1 * jax.random.normal(key, (3,))
         known = jnp.stack([info.id, info.round, info.rows]).astype(jnp.float32)
-        return {"weight": broadcast.wire + noise + 0.01 * known, "pull": state["last"], "times": state["times"]}
+        return {
+            "weight": broadcast.wire + noise + 0.01 * known,
+            "pull": state["last"],
+            "times": state["times"],
+        }
 
     def step(frozen, broadcast, local, batch, task, key):
         local, metrics = train(frozen, broadcast, local, batch, task, key)
         jitter = 0.01 * jax.random.normal(key, (3,))
         strength = 0.1 * (1 + task.index) * (local["times"] > 0)
-        return {**local, "weight": local["weight"] + jitter + strength * (local["pull"] - local["weight"])}, metrics
+        return {
+            **local,
+            "weight": local["weight"] + jitter + strength * (local["pull"] - local["weight"]),
+        }, metrics
 
     def finish(broadcast, local, state, task, info):
         state = {"last": local["weight"], "times": state["times"] + 1}
@@ -226,7 +263,8 @@ def remembering() -> Method:
 
 
 def two_pass() -> Method:
-    """Train, then look at the rows again, clean and in their own order, with the trained weights (FPPL, HePCo, pMAE)."""
+    """Train, then look at the rows again, clean and in their own order, with the trained weights (FPPL,
+    HePCo, pMAE)."""
 
     def start(broadcast, state, task, info, key):
         return {"weight": broadcast.wire, "trail": jnp.zeros(())}
@@ -246,7 +284,8 @@ def two_pass() -> Method:
 
 
 def personal() -> Method:
-    """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global one after aggregation."""
+    """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global
+    one after aggregation."""
 
     def start(broadcast, state, task, info, key):
         return {"weight": broadcast.wire + 0.1 * state}
@@ -269,7 +308,7 @@ TOYS: dict[str, Callable[[], Method]] = {
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
 
-# ---- the same work as plain loops ------------------------------------------------------------------------------------------------
+# ---- the same work as plain loops --------------------------------------------------------------------------
 
 
 class Played(NamedTuple):
@@ -301,7 +340,13 @@ def plain_batch(fetch, view: View, data, chosen: np.ndarray, key) -> Batch:
     mask = np.arange(view.batch_size) < len(chosen)
     image, label, query = fetch(data, index, jax.random.split(key, view.batch_size), view.augment)
     clear = lambda x: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, np.zeros_like(x))
-    return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), None if query is None else clear(query))
+    return Batch(
+        clear(image),
+        clear(label),
+        mask,
+        np.where(mask, index, np.int32(-1)),
+        None if query is None else clear(query),
+    )
 
 
 def plain_client(program: Program, fetch, frozen, broadcast, state, data, mine, info: ClientInfo, task, key):
@@ -314,21 +359,28 @@ def plain_client(program: Program, fetch, frozen, broadcast, state, data, mine, 
             order = epoch_order(key, index, epoch, mine) if phase.view.shuffle else mine
             for first in range(0, len(mine), phase.view.batch_size):
                 step_key = fold(own, 1 + index, step)
-                batch = plain_batch(fetch, phase.view, data, order[first : first + phase.view.batch_size], fold(step_key, 0))
+                batch = plain_batch(
+                    fetch, phase.view, data, order[first : first + phase.view.batch_size], fold(step_key, 0)
+                )
                 local, got = jax.jit(phase.step)(frozen, broadcast, local, batch, task, fold(step_key, 1))
                 metrics, step = [*metrics, got], step + 1
     return *jax.jit(program.finish)(broadcast, local, state, task, info), metrics
 
 
-def plain_sweep(program: Program, fetch, frozen, broadcast, states: list, data, roster: Roster, ids, task, round_, key):
-    """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it), new states, all metrics."""
+def plain_sweep(
+    program: Program, fetch, frozen, broadcast, states: list, data, roster: Roster, ids, task, round_, key
+):
+    """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it),
+    new states, all metrics."""
     uploads, states, metrics = {}, list(states), []
     for i in ids:
         if roster.count[i] == 0:
             continue
         info = ClientInfo(np.int32(i), np.int32(roster.count[i]), roster.class_rows[i], np.int32(round_))
         mine = roster.rows[roster.offset[i] : roster.offset[i + 1]]
-        upload, new, got = plain_client(program, fetch, frozen, broadcast, states[i], data, mine, info, task, key)
+        upload, new, got = plain_client(
+            program, fetch, frozen, broadcast, states[i], data, mine, info, task, key
+        )
         good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
         uploads[int(i)] = upload if good else None
         states[i] = new if good else states[i]
@@ -337,9 +389,14 @@ def plain_sweep(program: Program, fetch, frozen, broadcast, states: list, data, 
 
 
 def plain_aggregate(uploads: dict[int, Any], places: int, mean: Callable) -> Aggregate:
-    """Uploads by client id as the server sees them: finite ones only, at the rank of their client among all that took part."""
+    """Uploads by client id as the server sees them: finite ones only, at the rank of their client among all
+    that took part."""
     kept = [(place, i, upload) for place, (i, upload) in enumerate(uploads.items()) if upload is not None]
-    weight, id_, valid = np.zeros(places, np.float32), np.full(places, CLIENTS, np.int32), np.zeros(places, bool)
+    weight, id_, valid = (
+        np.zeros(places, np.float32),
+        np.full(places, CLIENTS, np.int32),
+        np.zeros(places, bool),
+    )
     for place, i, upload in kept:
         weight[place], id_[place], valid[place] = upload.weight, i, True
     sent = [jax.tree.map(np.asarray, upload) for _, _, upload in kept]
@@ -362,12 +419,27 @@ def weighted(stacked: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def plain_round(
-    method: Method, fetch, frozen, server, states: list, data, roster: Roster, ids, task, round_: int, key, places: int, mean=weighted
+    method: Method,
+    fetch,
+    frozen,
+    server,
+    states: list,
+    data,
+    roster: Roster,
+    ids,
+    task,
+    round_: int,
+    key,
+    places: int,
+    mean=weighted,
 ):
-    """One round: (server, states, Played). `places` is the number of participants that the gathered uploads have room for."""
+    """One round: (server, states, Played). `places` is the number of participants that the gathered uploads
+    have room for."""
     key = fold(key, task.index, round_)
     broadcast = jax.jit(method.broadcast)(server, task)
-    uploads, states, steps = plain_sweep(method.client, fetch, frozen, broadcast, states, data, roster, ids, task, round_, key)
+    uploads, states, steps = plain_sweep(
+        method.client, fetch, frozen, broadcast, states, data, roster, ids, task, round_, key
+    )
     rejected = sum(upload is None for upload in uploads.values())
     if rejected < len(uploads):
         aggregate = plain_aggregate(uploads, places, mean)
@@ -375,7 +447,19 @@ def plain_round(
         steps = [*steps, last]
     if method.refresh is not None:
         broadcast, everyone = jax.jit(method.broadcast)(server, task), np.arange(len(roster.count))
-        refresh = (method.refresh, fetch, frozen, broadcast, states, data, roster, everyone, task, round_, fold(key, 1))
+        refresh = (
+            method.refresh,
+            fetch,
+            frozen,
+            broadcast,
+            states,
+            data,
+            roster,
+            everyone,
+            task,
+            round_,
+            fold(key, 1),
+        )
         _, states, _ = plain_sweep(*refresh)
     return server, states, Played(means(steps), len(uploads), rejected)
 
@@ -384,16 +468,21 @@ def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:
     """Total over weight of every metric that some step gave."""
     named = {name for step in steps for name in step}
     pairs = {name: [step[name] for step in steps if name in step] for name in named}
-    return {name: float(sum(p.total for p in pair)) / float(sum(p.weight for p in pair)) for name, pair in pairs.items()}
+    return {
+        name: float(sum(p.total for p in pair)) / float(sum(p.weight for p in pair))
+        for name, pair in pairs.items()
+    }
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------------
 
 KEY = jax.random.key(5)
 FROZEN = {"rate": jnp.float32(RATE)}
 
 
-def build(method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, **options) -> Engine:
+def build(
+    method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, **options
+) -> Engine:
     """An engine with room for these rosters."""
     shapes = capacity(method.client, deals, lanes.count, slots, participation)
     again = capacity(method.refresh, deals, lanes.count, slots) if method.refresh else None
@@ -425,7 +514,8 @@ def stack(states: list) -> Any:
 
 
 def drive(play: Callable, server, states, deals: list[Roster], rounds: int = 2, participation: float = 1.0):
-    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round) -> (server, states, report)."""
+    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round) -> (server,
+    states, report)."""
     reports = []
     for task, roster in zip(tasks(), deals, strict=False):
         for round_ in range(rounds):
@@ -443,7 +533,16 @@ def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds
     return drive(play, server, states, deals, rounds, participation)
 
 
-def drive_plain(method: Method, data, deals, places: int, participation: float = 1.0, rounds: int = 2, mean=weighted, fetch=fetch):
+def drive_plain(
+    method: Method,
+    data,
+    deals,
+    places: int,
+    participation: float = 1.0,
+    rounds: int = 2,
+    mean=weighted,
+    fetch=fetch,
+):
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
     play = lambda server, states, *rest: plain_round(
@@ -454,8 +553,8 @@ def drive_plain(method: Method, data, deals, places: int, participation: float =
 
 
 def receive(engine: Engine, frozen, server, states, data, roster, ids, task, round_: int = 0, key=KEY):
-    """What the engine receives in one round, before the server's part: (accumulator, new states). Gathered uploads are in order of id,
-    `mean` is the sum of weight times upload."""
+    """What the engine receives in one round, before the server's part: (accumulator, new states). Gathered
+    uploads are in order of id, `mean` is the sum of weight times upload."""
     key, ids = fold(key, task.index, round_), np.asarray(ids)
     chunks, _ = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
     states = jax.tree.map(jnp.copy, states)  # the engine donates them
@@ -467,7 +566,11 @@ def receive(engine: Engine, frozen, server, states, data, roster, ids, task, rou
 
 def close(left, right, atol: float = 1e-5) -> None:
     """Assert that two pytrees hold the same numbers up to rounding."""
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5), left, right)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5),
+        left,
+        right,
+    )
 
 
 def same(left, right) -> None:

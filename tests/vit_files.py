@@ -1,5 +1,5 @@
-"""Tiny networks as the files of several libraries hold them. Written from our parameters outwards, by hand, so that what reads such
-files is not checked against itself."""
+"""Tiny networks as the files of several libraries hold them. Written from our parameters outwards, by hand,
+so that what reads such files is not checked against itself."""
 
 import jax
 import numpy as np
@@ -48,11 +48,17 @@ def _norm(name, leaves):
 
 def _convolution(name, leaves, patch):
     kernel = leaves["kernel"].reshape(patch, patch, 3, -1)  # row, column, channel in; channel out
-    return {f"{name}.weight": np.ascontiguousarray(kernel.transpose(3, 2, 0, 1)), f"{name}.bias": leaves["bias"]}
+    return {
+        f"{name}.weight": np.ascontiguousarray(kernel.transpose(3, 2, 0, 1)),
+        f"{name}.bias": leaves["bias"],
+    }
 
 
 def _split(leaves):
-    return [{"kernel": k, "bias": b} for k, b in zip(*(np.split(leaves[x], 3, axis=-1) for x in ("kernel", "bias")), strict=True)]
+    return [
+        {"kernel": k, "bias": b}
+        for k, b in zip(*(np.split(leaves[x], 3, axis=-1) for x in ("kernel", "bias")), strict=True)
+    ]
 
 
 def _timm_blocks(prefix, params):
@@ -60,7 +66,9 @@ def _timm_blocks(prefix, params):
     for i, name in enumerate(sorted(name for name in params if name.startswith("block_"))):
         block, at = params[name], f"{prefix}.{i}"
         tensors |= _norm(f"{at}.norm1", block["norm1"]) | _norm(f"{at}.norm2", block["norm2"])
-        tensors |= _linear(f"{at}.attn.qkv", block["attn"]["qkv"]) | _linear(f"{at}.attn.proj", block["attn"]["proj"])
+        tensors |= _linear(f"{at}.attn.qkv", block["attn"]["qkv"]) | _linear(
+            f"{at}.attn.proj", block["attn"]["proj"]
+        )
         tensors |= _linear(f"{at}.mlp.fc1", block["fc1"]) | _linear(f"{at}.mlp.fc2", block["fc2"])
     return tensors
 
@@ -82,12 +90,16 @@ def _hf_blocks(prefix, params, version):
     old = version == 4
     qkv = [f"attention.attention.{x}" if old else f"attention.{x[0]}_proj" for x in ("query", "key", "value")]
     proj, fc1, fc2 = (
-        ("attention.output.dense", "intermediate.dense", "output.dense") if old else ("attention.o_proj", "mlp.fc1", "mlp.fc2")
+        ("attention.output.dense", "intermediate.dense", "output.dense")
+        if old
+        else ("attention.o_proj", "mlp.fc1", "mlp.fc2")
     )
     tensors = {}
     for i, name in enumerate(sorted(name for name in params if name.startswith("block_"))):
         block, at = params[name], f"{prefix}.{i}"
-        tensors |= _norm(f"{at}.layernorm_before", block["norm1"]) | _norm(f"{at}.layernorm_after", block["norm2"])
+        tensors |= _norm(f"{at}.layernorm_before", block["norm1"]) | _norm(
+            f"{at}.layernorm_after", block["norm2"]
+        )
         for part, leaves in zip(qkv, _split(block["attn"]["qkv"]), strict=True):
             tensors |= _linear(f"{at}.{part}", leaves)
         tensors |= _linear(f"{at}.{proj}", block["attn"]["proj"])
@@ -96,9 +108,14 @@ def _hf_blocks(prefix, params, version):
 
 
 def huggingface(params, head=None, prefix="vit.", version=4, patch=TINY.patch):
-    tensors = {"embeddings.cls_token": params["cls"][None, None], "embeddings.position_embeddings": params["pos"][None]}
+    tensors = {
+        "embeddings.cls_token": params["cls"][None, None],
+        "embeddings.position_embeddings": params["pos"][None],
+    }
     tensors |= _convolution("embeddings.patch_embeddings.projection", params["patch"], patch)
-    tensors |= _hf_blocks("encoder.layer" if version == 4 else "layers", params, version) | _norm("layernorm", params["norm"])
+    tensors |= _hf_blocks("encoder.layer" if version == 4 else "layers", params, version) | _norm(
+        "layernorm", params["norm"]
+    )
     return wrapped(prefix, tensors) | (_linear("classifier", head) if head else {})
 
 
@@ -109,8 +126,16 @@ def huggingface_decoder(params, blocks="decoder_layers", version=4):
 
 def google(params, head=None, heads=TINY.heads, patch=TINY.patch):
     width = params["cls"].size
-    tensors = {"cls": params["cls"][None, None], "Transformer/posembed_input/pos_embedding": params["pos"][None]}
-    modules = {"embedding": {"kernel": params["patch"]["kernel"].reshape(patch, patch, 3, width), "bias": params["patch"]["bias"]}}
+    tensors = {
+        "cls": params["cls"][None, None],
+        "Transformer/posembed_input/pos_embedding": params["pos"][None],
+    }
+    modules = {
+        "embedding": {
+            "kernel": params["patch"]["kernel"].reshape(patch, patch, 3, width),
+            "bias": params["patch"]["bias"],
+        }
+    }
     modules |= {"Transformer/encoder_norm": params["norm"]} | ({"head": head} if head else {})
     for i, name in enumerate(sorted(name for name in params if name.startswith("block_"))):
         block, at = params[name], f"Transformer/encoderblock_{i}"
@@ -124,7 +149,9 @@ def google(params, head=None, heads=TINY.heads, patch=TINY.patch):
         modules[f"{attention}/out"] = {"kernel": out["kernel"].reshape(*split, width), "bias": out["bias"]}
         modules |= {f"{at}/LayerNorm_0": block["norm1"], f"{at}/LayerNorm_2": block["norm2"]}
         modules |= {f"{at}/MlpBlock_3/Dense_0": block["fc1"], f"{at}/MlpBlock_3/Dense_1": block["fc2"]}
-    return tensors | {f"{module}/{leaf}": x for module, leaves in modules.items() for leaf, x in leaves.items()}
+    return tensors | {
+        f"{module}/{leaf}": x for module, leaves in modules.items() for leaf, x in leaves.items()
+    }
 
 
 def wrapped(prefix, tensors):
@@ -133,7 +160,12 @@ def wrapped(prefix, tensors):
 
 def projection_head(seed=3):
     """What DINO and iBOT train behind the backbone."""
-    shapes = {"mlp.0.weight": (9, 12), "mlp.0.bias": (9,), "last_layer.weight_g": (5, 1), "last_layer.weight_v": (5, 9)}
+    shapes = {
+        "mlp.0.weight": (9, 12),
+        "mlp.0.bias": (9,),
+        "last_layer.weight_g": (5, 1),
+        "last_layer.weight_v": (5, 9),
+    }
     return drawn({f"head.{name}": np.empty(shape) for name, shape in shapes.items()}, seed)
 
 

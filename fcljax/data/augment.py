@@ -1,8 +1,10 @@
-"""From stored uint8 images to what a network sees, inside jit: random crops for training, a clean view for everything else.
+"""From stored uint8 images to what a network sees, inside jit: random crops for training, a clean view for
+everything else.
 
-Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per image: no gathers, no
-loop over images, one trace. The matrices hold Pillow's kernels, stretched when shrinking (antialias), cut off at the crop box and
-renormalised, and values are rounded to grey levels after each pass as Pillow does: the clean view equals torchvision's on PIL images.
+Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per
+image: no gathers, no loop over images, one trace. The matrices hold Pillow's kernels, stretched when
+shrinking (antialias), cut off at the crop box and renormalised, and values are rounded to grey levels after
+each pass as Pillow does: the clean view equals torchvision's on PIL images.
 """
 
 from collections.abc import Callable
@@ -15,39 +17,37 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from fcljax.errors import InputError, choose
-
-# Mean and standard deviation per channel, of pixels scaled to [0, 1].
-NORMALISE = {
-    "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-}
+from fcljax.pixels import NORMALISE
 
 MARGIN = 256 / 224  # of the resized short side over the central crop, wherever a margin is left
 _ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a central crop
 
 
 class Geometry(NamedTuple):
-    """How images of many sizes are brought to one before they are stored: the one resize that cannot happen inside jit.
+    """How images of many sizes are brought to one before they are stored: the one resize that cannot happen
+    inside jit.
 
-    Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that with the original sizes.
-    Test images are stored as the clean view wants them, so that it has nothing left to resample: the short side is resized to `test`
-    and a central square cut out, or, with `squash`, both sides are resized to `test`.
+    Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that
+    with the original sizes. Test images are stored as the clean view wants them, so that it has nothing left
+    to resample: the short side is resized to `test` and a central square cut out, or, with `squash`, both
+    sides are resized to `test`.
     """
 
     train: int = 256  # side in pixels
     test: int = 256  # side in pixels
     squash: bool = False
-    kernel: Literal["bicubic", "bilinear"] = "bicubic"  # Pillow's, antialiased; of the test images. Training images take bicubic.
+    kernel: Literal["bicubic", "bilinear"] = (
+        "bicubic"  # Pillow's, antialiased; of the test images. Training images take bicubic.
+    )
 
 
 @dataclass(frozen=True)
 class Preprocess:
     """How images become network inputs. Static: hashable, an argument that jit specialises on.
 
-    Training: a random crop that is resized (bilinear), or with `crop_scale` None the clean view's geometry; then a random flip and a
-    random brightness. Clean: the short side (with `squash` both sides) resized to int(margin * image_size), then a central crop.
+    Training: a random crop that is resized (bilinear), or with `crop_scale` None the clean view's geometry;
+    then a random flip and a random brightness. Clean: the short side (with `squash` both sides) resized to
+    int(margin * image_size), then a central crop.
 
     Raises:
       InputError: for sizes, ranges or probabilities that make no sense, naming the field.
@@ -56,10 +56,15 @@ class Preprocess:
     image_size: int  # side S of the square output
     mean: tuple[float, float, float] = NORMALISE["unit"][0]
     std: tuple[float, float, float] = NORMALISE["unit"][1]
-    crop_scale: tuple[float, float] | None = (0.05, 1.0)  # range of the crop's share of the area; None: no random crop
+    crop_scale: tuple[float, float] | None = (
+        0.05,
+        1.0,
+    )  # range of the crop's share of the area; None: no random crop
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of the crop's width / height
     flip: float = 0.5  # probability of a horizontal flip
-    brightness: float = 0.0  # training images are multiplied by a factor from 1 - brightness to 1 + brightness
+    brightness: float = (
+        0.0  # training images are multiplied by a factor from 1 - brightness to 1 + brightness
+    )
     margin: float = MARGIN  # of the resized side over image_size, in the clean view
     squash: bool = False  # resize both sides, whatever the image's shape, and not the short one
     kernel: Literal["bicubic", "bilinear"] = "bicubic"  # of the clean view's resize
@@ -70,9 +75,13 @@ class Preprocess:
         if not 1 <= self.margin < float("inf"):
             raise InputError(f"margin: {self.margin} leaves less than the central crop; choose 1 or more")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise InputError(f"crop_scale: {self.crop_scale} is not a range within (0, 1]; such as (0.05, 1.0)")
+            raise InputError(
+                f"crop_scale: {self.crop_scale} is not a range within (0, 1]; such as (0.05, 1.0)"
+            )
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1] < float("inf"):
-            raise InputError(f"crop_ratio: {self.crop_ratio} is not a range of positive ratios; such as (0.75, 1.33)")
+            raise InputError(
+                f"crop_ratio: {self.crop_ratio} is not a range of positive ratios; such as (0.75, 1.33)"
+            )
         if not 0 <= self.flip <= 1:
             raise InputError(f"flip: {self.flip} is not a probability; choose 0 to 1")
         if not 0 <= self.brightness <= 1:
@@ -82,7 +91,8 @@ class Preprocess:
 
     @property
     def resized(self) -> int:
-        """The side that the clean view resizes to before its central crop: 256 for 224, rounded down elsewhere."""
+        """The side that the clean view resizes to before its central crop: 256 for 224, rounded down
+        elsewhere."""
         return int(self.margin * self.image_size)
 
     def with_pixels(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "Preprocess":
@@ -113,12 +123,14 @@ PRESETS = {
 
 
 def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
-    """A paper's input pipeline as its release has it (specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4, HePCo 1.2-1.3).
+    """A paper's input pipeline as its release has it (specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4,
+    HePCo 1.2-1.3).
 
     Args:
       name: one of `PRESETS`.
       image_size: side of the network's input.
-      fills_frame: for images such as letters that reach their border, the clean view resizes all of them and cuts nothing off.
+      fills_frame: for images such as letters that reach their border, the clean view resizes all of them and
+        cuts nothing off.
 
     Raises:
       InputError: for an unknown name, or a size that is none.
@@ -136,13 +148,15 @@ def train_view(
     keys: Key[Array, " batch"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """The training view: random geometry, flip, brightness, normalisation. An image's view depends on the image and its key only.
+    """The training view: random geometry, flip, brightness, normalisation. An image's view depends on the
+    image and its key only.
 
     Args:
       preprocess: the pipeline.
       images: as they are stored.
       keys: one per image.
-      sizes: height and width that each image had before it was squeezed to height x width (`Geometry`); None: pixels are square.
+      sizes: height and width that each image had before it was squeezed to height x width (`Geometry`); None:
+        pixels are square.
     """
     boxes, flips = sample_crops(preprocess, _whole(images, sizes), keys)
     if preprocess.crop_scale is None:
@@ -154,9 +168,12 @@ def train_view(
 
 
 def clean_view(
-    preprocess: Preprocess, images: UInt8[Array, "batch height width 3"], sizes: Int[Array, "batch 2"] | None = None
+    preprocess: Preprocess,
+    images: UInt8[Array, "batch height width 3"],
+    sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """The test view: resize, central crop, normalisation. Images that have the size already are not resampled.
+    """The test view: resize, central crop, normalisation. Images that have the size already are not
+    resampled.
 
     Args:
       preprocess: the pipeline.
@@ -171,9 +188,14 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
     size, short, kernel = preprocess.image_size, preprocess.resized, _KERNELS[preprocess.kernel]
     if sizes is not None and not preprocess.squash:  # every image has its own long side
         rows, cols = (jnp.maximum(short, short * side // other) for side, other in (sizes.T, sizes.T[::-1]))
-        return _resample(images, _central_weights(kernel, height, rows, size), _central_weights(kernel, width, cols, size))
+        return _resample(
+            images, _central_weights(kernel, height, rows, size), _central_weights(kernel, width, cols, size)
+        )
     # torchvision's Resize rounds the long side down
-    rows, cols = (short if preprocess.squash else max(short, short * side // other) for side, other in ((height, width), (width, height)))
+    rows, cols = (
+        short if preprocess.squash else max(short, short * side // other)
+        for side, other in ((height, width), (width, height))
+    )
     top, left = round((rows - size) / 2), round((cols - size) / 2)
     if (rows, cols) == (height, width):
         return images[:, top : top + size, left : left + size].astype(jnp.float32)
@@ -182,10 +204,15 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
     return _resample(images, vertical, horizontal)
 
 
-def _central_weights(kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int) -> Float[Array, "batch size pixels"]:
-    """A line of `pixels` is resized to `resized`, another length for each image, of which the central `size` are kept."""
+def _central_weights(
+    kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
+) -> Float[Array, "batch size pixels"]:
+    """A line of `pixels` is resized to `resized`, another length for each image, of which the central `size`
+    are kept."""
     start = jnp.round((resized - size) / 2).astype(jnp.int32)
-    return jax.vmap(lambda resized, start: _weights(jnp, kernel, pixels, 0, pixels, resized, start + jnp.arange(size)))(resized, start)
+    return jax.vmap(
+        lambda resized, start: _weights(jnp, kernel, pixels, 0, pixels, resized, start + jnp.arange(size))
+    )(resized, start)
 
 
 def _whole(images: Array, sizes: Array | None) -> Int[Array, "batch 2"]:
@@ -195,7 +222,8 @@ def _whole(images: Array, sizes: Array | None) -> Int[Array, "batch 2"]:
 def sample_crops(
     preprocess: Preprocess, whole: Int[Array, "batch 2"], keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, "batch 4"], Bool[Array, " batch"]]:
-    """Crop boxes (top, left, rows, columns) and flips, one key per image, as torchvision's RandomResizedCrop draws them.
+    """Crop boxes (top, left, rows, columns) and flips, one key per image, as torchvision's RandomResizedCrop
+    draws them.
 
     Args:
       preprocess: ranges and probabilities. With `crop_scale` None all boxes are the whole image.
@@ -210,7 +238,9 @@ def sample_crops(
     area = jnp.prod(whole.astype(jnp.float32), 1)[:, None] * (low + (high - low) * draws[:, :_ATTEMPTS])
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * draws[:, _ATTEMPTS : 2 * _ATTEMPTS])
-    sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)  # [batch, attempts, (rows, columns)]
+    sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(
+        jnp.int32
+    )  # [batch, attempts, (rows, columns)]
     fits = jnp.all((sides > 0) & (sides <= whole[:, None]), -1)
     first = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
     corner = jnp.floor(draws[:, -3:-1] * (whole - first + 1)).astype(jnp.int32)
@@ -226,9 +256,11 @@ def crop_resize(
     size: int,
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch size size 3"]:
-    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`. Grey levels 0..255.
+    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`. Grey levels
+    0..255.
 
-    The boxes are in pixels of images of `sizes`, which are stored squeezed to height x width; None: as stored.
+    The boxes are in pixels of images of `sizes`, which are stored squeezed to height x width; None: as
+    stored.
     """
     height, width = images.shape[1:3]
     if sizes is not None:
@@ -240,11 +272,14 @@ def crop_resize(
 
 
 def _box_weights(pixels: int, start: Array, length: Array, size: int) -> Float[Array, "batch size pixels"]:
-    return jax.vmap(lambda start, length: _weights(jnp, _triangle, pixels, start, length, size, jnp.arange(size)))(start, length)
+    return jax.vmap(
+        lambda start, length: _weights(jnp, _triangle, pixels, start, length, size, jnp.arange(size))
+    )(start, length)
 
 
 def _central_boxes(ratio: tuple[float, float], whole: Int[Array, "batch 2"]) -> Int[Array, "batch 4"]:
-    """Where no draw fits: the central box as large as the image allows with the ratio nearest to the image's own."""
+    """Where no draw fits: the central box as large as the image allows with the ratio nearest to the image's
+    own."""
     height, width = whole.astype(jnp.float32).T
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
     cols = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
@@ -267,35 +302,49 @@ def _cubic(xp, x):
 _KERNELS = {"bicubic": _cubic, "bilinear": _triangle}
 
 
-def _weights(xp, kernel: Callable, pixels: int, start, length, resized, out) -> Float[Array | np.ndarray, "out pixels"]:
-    """How outputs `out` of `resized` weigh the pixels of a line when the stretch [start, start + length) of it is resized.
+def _weights(
+    xp, kernel: Callable, pixels: int, start, length, resized, out
+) -> Float[Array | np.ndarray, "out pixels"]:
+    """How outputs `out` of `resized` weigh the pixels of a line when the stretch [start, start + length) of
+    it is resized.
 
-    xp is numpy where everything is known while tracing, which gives the weights in float64 as Pillow has them, and else jax.numpy.
+    xp is numpy where everything is known while tracing, which gives the weights in float64 as Pillow has
+    them, and else jax.numpy.
     """
     scale = length / resized
     centre = start + (out + 0.5) * scale
     pixel = xp.arange(pixels)
     weight = kernel(xp, (pixel + 0.5 - centre[:, None]) / xp.maximum(scale, 1.0))
-    weight = xp.where((pixel + 1 > start) & (pixel < start + length), weight, 0.0)  # pixels that the stretch touches
+    weight = xp.where(
+        (pixel + 1 > start) & (pixel < start + length), weight, 0.0
+    )  # pixels that the stretch touches
     return weight / xp.sum(weight, 1, keepdims=True)
 
 
-def _resample(images: Array, vertical: Array | np.ndarray, horizontal: Array | np.ndarray) -> Float[Array, "batch S S 3"]:
-    # Columns first and grey levels after each pass, like Pillow. Channels sit between rows and columns, so that both products are
-    # plain batched matrix products.
+def _resample(
+    images: Array, vertical: Array | np.ndarray, horizontal: Array | np.ndarray
+) -> Float[Array, "batch S S 3"]:
+    # Columns first and grey levels after each pass, like Pillow. Channels sit between rows and columns, so
+    # that both products are plain batched matrix products.
     batch, height, width, channels = images.shape
     rows, cols = vertical.shape[-2], horizontal.shape[-2]
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * cols)
-    return _grey(lambda weights: _dot(weights, narrow), vertical).reshape(batch, rows, channels, cols).transpose(0, 1, 3, 2)
+    return (
+        _grey(lambda weights: _dot(weights, narrow), vertical)
+        .reshape(batch, rows, channels, cols)
+        .transpose(0, 1, 3, 2)
+    )
 
 
 def _grey(product: Callable, weights: Array | np.ndarray) -> Array:
-    """Pillow's fixed-point arithmetic in float32: weights are whole multiples of 2**-22, and halves are rounded up.
+    """Pillow's fixed-point arithmetic in float32: weights are whole multiples of 2**-22, and halves are
+    rounded up.
 
-    Weights are small fractions, so ties are common and must not be left to rounding errors. Split into multiples of 2**-11 and a rest,
-    the products and sums of both parts with grey levels fit into 24 bits and are exact.
+    Weights are small fractions, so ties are common and must not be left to rounding errors. Split into
+    multiples of 2**-11 and a rest, the products and sums of both parts with grey levels fit into 24 bits and
+    are exact.
     """
     xp = np if isinstance(weights, np.ndarray) else jnp
     high = xp.round(weights * 2**11) / 2**11
@@ -307,11 +356,14 @@ def _grey(product: Callable, weights: Array | np.ndarray) -> Array:
 
 def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
     # HIGHEST, because an accelerator's default passes have fewer than 24 bits, and the products are small.
-    return jnp.matmul(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(
+        jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
 
 
 def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
-    """Every image times a factor of its own, rounded down to grey levels: torchvision's ColorJitter on PIL images (Pillow's blend)."""
+    """Every image times a factor of its own, rounded down to grey levels: torchvision's ColorJitter on PIL
+    images (Pillow's blend)."""
     if not preprocess.brightness:
         return grey
     # A stream apart from the crops', so that brightness does not change them.

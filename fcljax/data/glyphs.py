@@ -1,13 +1,15 @@
-"""Glyph images: a data set of any size with two disjoint alphabets, rendered from the fonts that matplotlib ships.
+"""Glyph images: a data set of any size with two disjoint alphabets, rendered from the fonts that matplotlib
+ships.
 
-`PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian and Georgian letters) is for
-class-incremental runs and for validating a backbone on classes it has never seen. Neither holds a digit or numeral of any
-script, nor a character that DejaVu Sans draws like a digit.
+`PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian and Georgian letters)
+is for class-incremental runs and for validating a backbone on classes it has never seen. Neither holds a
+digit or numeral of any script, nor a character that DejaVu Sans draws like a digit.
 
-Every letter is rendered once per font and kept as a signed distance field, so that stroke weight is a threshold and warps stay
-smooth. An image is one batched gather (rotation, slant, scale, perspective and elastic warp at once) and two small matrix
-products (blur and low resolution): about 20,000 images a second on one core. The n-th image of a class depends on the seed, the
-character, the fonts, the size, the style and n only.
+Every letter is rendered once per font and kept as a signed distance field, so that stroke weight is a
+threshold and warps stay smooth. An image is one batched gather (rotation, slant, scale, perspective and
+elastic warp at once) and two small matrix products (blur and low resolution): about 20,000 images a second on
+one core. The n-th image of a class depends on the seed, the character, the fonts, the size, the style and n
+only.
 """
 
 import dataclasses
@@ -25,10 +27,11 @@ from scipy import ndimage
 
 from fcljax.errors import InputError, choose
 
-# Chosen greedily (letters before symbols, Latin before Greek before Cyrillic before the rest) among characters that at least 3
-# fonts have, are not numeric in any sense of Unicode and carry no diacritic: one was left out when its `outline` correlates above
-# 0.9 (0.85 for symbols, 0.82 for Canadian syllabics) with that of a digit or of a character already chosen. GLYPHS are the 100
-# most distinct ones, by the same rule, of the Armenian and Georgian letters that at least 8 fonts have.
+# Chosen greedily (letters before symbols, Latin before Greek before Cyrillic before the rest) among
+# characters that at least 3 fonts have, are not numeric in any sense of Unicode and carry no diacritic: one
+# was left out when its `outline` correlates above 0.9 (0.85 for symbols, 0.82 for Canadian syllabics) with
+# that of a digit or of a character already chosen. GLYPHS are the 100 most distinct ones, by the same rule,
+# of the Armenian and Georgian letters that at least 8 fonts have.
 PRETRAIN = (
     "ACDEFGHIJKLMNOPQRTUVWXYZabdefkmnpqrstuyÆÐÞßæðŊƐƕƪɐɔɘɞɣɩɮɯɶɷɸɹʁʇʉʊʌʍʎʔʕʖʗʙʚʜʞʣʤʦʧꜧƍƏƜƢƣƦƩƷƸǶȜȸȹɁɄʩʪʫʬ"
     "ʭᴔᴖᴗᴝᴞᴟⱵⱷꜦꞍȢȣɂᴃᴎᴑᴒᴙᴚẞỺỻꜢꜤꜨꜩꜲꜴꜶꜷꜸꜹꜼꜽꝆꞀꞂꟻꟼꟽꟿᴕΓΔΞΦΨΩαβζκλμνξπςφωϘϚϝϞϟϠϡϗϺϻͲͳͶͼϏЂЉЋЏБДЖЛЦЩЪЫЭЮЯпфъыьђњћѢ"
@@ -40,7 +43,9 @@ PRETRAIN = (
     '\U0001031a\U0001031c\U0001031d"$&,<=>@£¤§¬±¶¿×€‵←→⇔⇵∈∋∓√∝∟∠∸∹∺≃≐≑≒≓≡≤≥⊂⊆⊇⊏⊐⊔⊗⊟⊠⊢⊣⊥⋄♯◸◹◺◻◼◿‣⁋₦₧₯₹‸⅋∅'
     "∊∔∴∵∷≅≆≎≏≗≙≟≣≦≧≶≷≼⊦⊧⊨⊩⊪⊫⊴⊵⋏⋐⋑⋜⋝⋨⋩⁒⋆⋤⋥⟰⟱⟲⟳⧺⧻⁂⁌⁍₠₪₫₰₲₺₽"
 )
-GLYPHS = "ԳԴԵԶԷԸԹԺԻԽԿՀՁՃՆՇՊՋՎՐՒՔՖդէթխկմնպջվտրփֆႠႡႥႦႧႩႪႫႮႰႱႲႵႸႻႼႽႿჀჁჃჄაბდთკლორფქღჰჲჴჷჺⴀⴂⴅⴆⴇⴈⴋⴌⴎⴏⴐⴑⴓⴖⴗⴘⴜⴝⴞⴟⴡⴢⴣⴤⴥ"
+GLYPHS = (
+    "ԳԴԵԶԷԸԹԺԻԽԿՀՁՃՆՇՊՋՎՐՒՔՖդէթխկմնպջվտրփֆႠႡႥႦႧႩႪႫႮႰႱႲႵႸႻႼႽႿჀჁჃჄაბდთკლორფქღჰჲჴჷჺⴀⴂⴅⴆⴇⴈⴋⴌⴎⴏⴐⴑⴓⴖⴗⴘⴜⴝⴞⴟⴡⴢⴣⴤⴥ"
+)
 
 FONTS = (
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -58,7 +63,8 @@ _UNIT = 1 / 8192  # of the int16 distances
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How strongly images are distorted. Lengths are in units of half the image side; ranges are drawn from uniformly."""
+    """How strongly images are distorted. Lengths are in units of half the image side; ranges are drawn from
+    uniformly."""
 
     rotation: float = 15.0  # degrees, either way
     slant: float = 0.3  # horizontal shear, either way
@@ -69,7 +75,10 @@ class Style:
     elastic: float = 0.2  # largest displacement of a control point
     stroke: tuple[float, float] = (0.05, 0.2)  # half the stroke width
     pressure: float = 0.35  # variation of the stroke width along the strokes, relative, either way
-    resolution: tuple[int, int] = (8, 32)  # pixels per side before scaling up again to the image; low ones are the more frequent
+    resolution: tuple[int, int] = (
+        8,
+        32,
+    )  # pixels per side before scaling up again to the image; low ones are the more frequent
     blur: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)  # standard deviations in pixels
     contrast: float = 0.45  # least difference between ink and paper, of 1
     noise: float = 0.06  # largest standard deviation of the noise, of 1
@@ -96,26 +105,31 @@ def _font_path(font: str) -> pathlib.Path:
 
 
 def _characters(font: str) -> set[str]:
-    """What a font can draw. The Computer Modern files map other code points to wrong glyphs, so only their ASCII letters count."""
+    """What a font can draw. The Computer Modern files map other code points to wrong glyphs, so only their
+    ASCII letters count."""
     with TTFont(_font_path(font), lazy=True) as file:
         found = {chr(code) for code in file.getBestCmap()}
     return {c for c in found if c.isascii() and c.isalpha()} if font.startswith("cm") else found
 
 
 def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
-    """The character, white on black, centred in a side x side image and scaled so that its longer side is `extent` pixels."""
+    """The character, white on black, centred in a side x side image and scaled so that its longer side is
+    `extent` pixels."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (right - left + 2, bottom - top + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
     ink = ink.crop(ink.getbbox())
     width, height = (max(1, round(length * extent / max(ink.size))) for length in ink.size)
     image = Image.new("L", (side, side))
-    image.paste(ink.resize((width, height), Image.Resampling.BOX), ((side - width) // 2, (side - height) // 2))
+    image.paste(
+        ink.resize((width, height), Image.Resampling.BOX), ((side - width) // 2, (side - height) // 2)
+    )
     return image
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """The look of a character in DejaVu Sans, whatever its size: a blurred 24 x 24 bitmap of mean 0 and norm 1.
+    """The look of a character in DejaVu Sans, whatever its size: a blurred 24 x 24 bitmap of mean 0 and norm
+    1.
 
     The inner product of two of them is their correlation; `PRETRAIN` and `GLYPHS` are chosen by it.
     """
@@ -126,10 +140,13 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
 
 
 def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, float]:
-    """Distance field, half stroke width and half gap of one glyph. The mean distance inside a bar is half its half-width."""
+    """Distance field, half stroke width and half gap of one glyph. The mean distance inside a bar is half its
+    half-width."""
     half_extent = _CELL / _REACH
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
-    distance = (ndimage.distance_transform_edt(inside) - ndimage.distance_transform_edt(~inside)) / half_extent
+    distance = (
+        ndimage.distance_transform_edt(inside) - ndimage.distance_transform_edt(~inside)
+    ) / half_extent
     rows, columns = np.nonzero(inside.any(1))[0], np.nonzero(inside.any(0))[0]
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     ink = 2 * box[box > 0].mean()
@@ -139,7 +156,8 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
 
 
 def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
-    """The distance fields of `chars` in all `fonts` that have them; class c is chars[c]. About a millisecond per glyph.
+    """The distance fields of `chars` in all `fonts` that have them; class c is chars[c]. About a millisecond
+    per glyph.
 
     Raises:
       InputError: a font is unknown, or no font has some character.
@@ -225,14 +243,18 @@ def _gauss(size: int, sigma: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
-    """[resolutions, blurs, size, size]: blur, then shrink to the resolution, then enlarge again, along one axis."""
+    """[resolutions, blurs, size, size]: blur, then shrink to the resolution, then enlarge again, along one
+    axis."""
     low, high = style.resolution
-    passes = [_enlarge(size, n) @ _shrink(size, n) if n < size else np.eye(size) for n in range(low, high + 1)]
+    passes = [
+        _enlarge(size, n) @ _shrink(size, n) if n < size else np.eye(size) for n in range(low, high + 1)
+    ]
     return np.array([[one @ _gauss(size, sigma) for sigma in style.blur] for one in passes], dtype=np.float32)
 
 
 def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each pixel comes from, in half-extents of the glyph [N, size, size], x and y, and the glyph's scale [N]."""
+    """Where each pixel comes from, in half-extents of the glyph [N, size, size], x and y, and the glyph's
+    scale [N]."""
     column = lambda u: u[:, None, None]
     axis = ((np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1).astype(np.float32)
     spread = _smooth(size)
@@ -265,17 +287,27 @@ def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarra
     return (top + (bottom - top) * y) * np.float32(_UNIT)
 
 
-def _pen(fields: Fields, glyph: np.ndarray, draw: _Draws, scale: np.ndarray, size: int, style: Style) -> np.ndarray:
-    """How much to thicken the strokes, [N, size, size]: up to where thin parts would vanish or gaps would close."""
+def _pen(
+    fields: Fields, glyph: np.ndarray, draw: _Draws, scale: np.ndarray, size: int, style: Style
+) -> np.ndarray:
+    """How much to thicken the strokes, [N, size, size]: up to where thin parts would vanish or gaps would
+    close."""
     stroke = _between(draw.stroke, *style.stroke)
-    grow = np.clip(stroke - fields.ink[glyph] * scale, -0.2 * fields.ink[glyph] * scale, 0.5 * fields.gap[glyph] * scale)
+    grow = np.clip(
+        stroke - fields.ink[glyph] * scale, -0.2 * fields.ink[glyph] * scale, 0.5 * fields.gap[glyph] * scale
+    )
     spread = _smooth(size)
-    pressure = spread @ (_either(draw.press, 2.0) * (draw.pressure * style.pressure * stroke)[:, None, None]) @ spread.T
+    pressure = (
+        spread
+        @ (_either(draw.press, 2.0) * (draw.pressure * style.pressure * stroke)[:, None, None])
+        @ spread.T
+    )
     return grow[:, None, None] + pressure
 
 
 def _expose(ink: np.ndarray, draw: _Draws, noise: np.ndarray, style: Style) -> np.ndarray:
-    """From ink in 0..1 to gray levels in 0..1: half of the images have black paper and full ink, as scans do."""
+    """From ink in 0..1 to gray levels in 0..1: half of the images have black paper and full ink, as scans
+    do."""
     column = lambda u: u[:, None, None]
     slack = (1 - style.contrast) / 2
     paper = np.clip(_between(draw.paper, -slack, slack), 0, None)
@@ -292,22 +324,31 @@ def draw_glyphs(
     noise: Float32[np.ndarray, "n size size"],
     style: Style,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Gray images of the classes `label`, from uniform numbers in [0, 1) and standard normal noise: pure, image by image."""
+    """Gray images of the classes `label`, from uniform numbers in [0, 1) and standard normal noise: pure,
+    image by image."""
     size = noise.shape[-1]
     draw = _split(uniform)
     glyph = fields.first[label] + (draw.font * fields.number[label]).astype(np.int64)
     x, y, scale = _source(draw, size, style)
     distance = _lookup(fields.distance, glyph, x, y) * scale[:, None, None]
-    ink = np.clip(0.5 + (distance + _pen(fields, glyph, draw, scale, size, style)) * np.float32(size / 2), 0, 1).astype(np.float32)
+    ink = np.clip(
+        0.5 + (distance + _pen(fields, glyph, draw, scale, size, style)) * np.float32(size / 2), 0, 1
+    ).astype(np.float32)
     low, high = style.resolution
-    coarse = ((high + 1 - low) * draw.resolution**2).astype(np.int64)  # squared: half of all lie in the lowest quarter
+    coarse = ((high + 1 - low) * draw.resolution**2).astype(
+        np.int64
+    )  # squared: half of all lie in the lowest quarter
     lens = _lenses(size, style)[coarse, (draw.blur * len(style.blur)).astype(np.int64)]
     ink = np.clip(lens @ ink @ lens.transpose(0, 2, 1), 0, 1)
     return np.clip(_expose(ink, draw, noise, style) * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
 def sample_glyphs(
-    fields: Fields, label: Int[np.ndarray, " n"], rng: np.random.Generator, size: int = 32, style: Style | None = None
+    fields: Fields,
+    label: Int[np.ndarray, " n"],
+    rng: np.random.Generator,
+    size: int = 32,
+    style: Style | None = None,
 ) -> UInt8[np.ndarray, "n size size"]:
     """One random gray image per label, from `rng`: a stream of fresh training images."""
     uniform = rng.random((len(label), _COLUMNS), dtype=np.float32)
@@ -315,13 +356,21 @@ def sample_glyphs(
     return draw_glyphs(fields, label, uniform, noise, style or Style())
 
 
-def _of_class(fields: Fields, label: int, char: str, count: int, stream: tuple[int, ...], size: int, style: Style) -> np.ndarray:
-    """The first `count` images of a class. Two generators, filled row by row: more rows leave the first ones as they are."""
+def _of_class(
+    fields: Fields, label: int, char: str, count: int, stream: tuple[int, ...], size: int, style: Style
+) -> np.ndarray:
+    """The first `count` images of a class. Two generators, filled row by row: more rows leave the first ones
+    as they are."""
     uniform = np.random.default_rng([*stream, ord(char), 0]).random((count, _COLUMNS), dtype=np.float32)
-    noise = np.random.default_rng([*stream, ord(char), 1]).standard_normal((count, size, size), dtype=np.float32)
+    noise = np.random.default_rng([*stream, ord(char), 1]).standard_normal(
+        (count, size, size), dtype=np.float32
+    )
     chunks = range(0, count, 256)  # bounded memory, and arrays that stay in cache
     labels = np.full(count, label)
-    parts = [draw_glyphs(fields, labels[i : i + 256], uniform[i : i + 256], noise[i : i + 256], style) for i in chunks]
+    parts = [
+        draw_glyphs(fields, labels[i : i + 256], uniform[i : i + 256], noise[i : i + 256], style)
+        for i in chunks
+    ]
     return np.concatenate(parts) if parts else np.zeros((0, size, size), np.uint8)
 
 
@@ -334,7 +383,9 @@ def _check_counts(**fields: tuple[int, int]) -> None:
 def _render(
     fields: Fields, chars: str, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> tuple[np.ndarray, np.ndarray]:
-    gray = np.concatenate([_of_class(fields, i, char, count, stream, size, style) for i, char in enumerate(chars)])
+    gray = np.concatenate(
+        [_of_class(fields, i, char, count, stream, size, style) for i, char in enumerate(chars)]
+    )
     return np.repeat(gray[..., None], 3, axis=-1), np.repeat(np.arange(len(chars), dtype=np.int64), count)
 
 
@@ -346,10 +397,11 @@ def render(
     size: int = 32,
     style: Style | None = None,
 ) -> tuple[UInt8[np.ndarray, "n size size 3"], Int64[np.ndarray, " n"]]:
-    """Images of `chars`, sorted by class, and labels: label i is chars[i]; gray levels are repeated in three channels.
+    """Images of `chars`, sorted by class, and labels: label i is chars[i]; gray levels are repeated in three
+    channels.
 
-    The n-th image of a class depends on (seed, character, fonts, size, style, n) only: not on count_per_class or the
-    other characters.
+    The n-th image of a class depends on (seed, character, fonts, size, style, n) only: not on count_per_class
+    or the other characters.
 
     Raises:
       InputError: an unknown font, a character that no font has, or a count, seed or size that is too small.
@@ -365,14 +417,20 @@ def glyphs(
     size: int = 32,
     chars: str = GLYPHS,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A data set for class-incremental runs: x_train uint8[N, size, size, 3], y_train int64[N], x_test, y_test, sorted by class.
+    """A data set for class-incremental runs: x_train uint8[N, size, size, 3], y_train int64[N], x_test,
+    y_test, sorted by class.
 
     Training and test images come from disjoint random streams, so either can grow without the other changing.
 
     Raises:
       InputError: a count, seed or size that is too small.
     """
-    _check_counts(train_per_class=(train_per_class, 0), test_per_class=(test_per_class, 0), seed=(seed, 0), size=(size, 8))
+    _check_counts(
+        train_per_class=(train_per_class, 0),
+        test_per_class=(test_per_class, 0),
+        seed=(seed, 0),
+        size=(size, 8),
+    )
     fields = glyph_fields(chars)
     train = _render(fields, chars, train_per_class, (seed, 0), size, Style())
     return *train, *_render(fields, chars, test_per_class, (seed, 1), size, Style())

@@ -1,9 +1,10 @@
 """Which client holds which training row.
 
-`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does: they continue the numpy stream that drew the class
-order (`tasks.class_order`), work in original label order, let nothing else draw in between, and cover the whole training set at once;
-what a client has of one task follows from it. `quantity`, `shards` and `dirichlet` also split the rows of one task (PILoRA, Guo et
-al., ECCV 2024). Parts are positions in the `labels` that were given.
+`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does: they continue the numpy
+stream that drew the class order (`tasks.class_order`), work in original label order, let nothing else draw in
+between, and cover the whole training set at once; what a client has of one task follows from it. `quantity`,
+`shards` and `dirichlet` also split the rows of one task (PILoRA, Guo et al., ECCV 2024). Parts are positions
+in the `labels` that were given.
 """
 
 import math
@@ -14,17 +15,20 @@ from jaxtyping import Bool, Float, Int, Int64
 from fcljax.errors import InputError
 
 _PASSES = 1000  # of the retry rule, before we call a setting hopeless
-_LARGEST_BETA = 1e6  # far above it the draw is IID in all but name, and further up the gamma variates overflow
+_LARGEST_BETA = (
+    1e6  # far above it the draw is IID in all but name, and further up the gamma variates overflow
+)
 
 
 def dirichlet(
     labels: Int[np.ndarray, " N"], clients: int, beta: float, rng: np.random.RandomState, min_size: int = 10
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Label-skewed partition: every class is spread over the clients by a draw from Dirichlet(beta, ..., beta).
+    """Label-skewed partition: every class is spread over the clients by a draw from Dirichlet(beta, ...,
+    beta).
 
-    Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn again until every
-    client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the whole training set like this, PILoRA's
-    the rows of one task ("distribution-based").
+    Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn
+    again until every client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the
+    whole training set like this, PILoRA's the rows of one task ("distribution-based").
 
     Args:
       labels: original labels.
@@ -37,7 +41,9 @@ def dirichlet(
       InputError: for beta not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
     """
     if not 0 < beta <= _LARGEST_BETA:  # also refuses NaN
-        raise InputError(f"beta: {beta} is not a Dirichlet concentration; choose 0 < beta <= 1e6, or partition iid")
+        raise InputError(
+            f"beta: {beta} is not a Dirichlet concentration; choose 0 < beta <= 1e6, or partition iid"
+        )
     _check_clients(len(labels), clients, min_size)
     for _ in range(_PASSES):
         parts = _one_pass(labels, clients, beta, rng)
@@ -52,10 +58,12 @@ def dirichlet(
 def iid(
     labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Every class is shuffled and cut into equal parts; where they do not come out even the first clients get one row more.
+    """Every class is shuffled and cut into equal parts; where they do not come out even the first clients get
+    one row more.
 
     Raises:
-      InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so there is no retry).
+      InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so
+        there is no retry).
     """
     _check_clients(len(labels), clients, min_size)
     owners, rows = [], []
@@ -66,25 +74,31 @@ def iid(
     parts = _by_owner(rows, owners, clients)
     smallest = min(map(len, parts))
     if smallest < min_size:
-        raise InputError(f"clients: an IID split over {clients} clients leaves one with {smallest} rows, under {min_size}")
+        raise InputError(
+            f"clients: an IID split over {clients} clients leaves one with {smallest} rows, under {min_size}"
+        )
     return _shuffled(parts, rng)
 
 
-def quantity(labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState) -> list[Int64[np.ndarray, " _"]]:
+def quantity(
+    labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState
+) -> list[Int64[np.ndarray, " _"]]:
     """Every client owns `alpha` labels, and the rows of a label are split equally among its owners.
 
-    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First the labels go round:
-    client k gets label k modulo the number of labels and, where labels outnumber clients, every `clients`-th label after it, up to
-    `alpha`; then it draws others at random. So every label has an owner if clients * alpha >= labels; otherwise all owned labels
-    differ and the rows of the others are unused. NIID-Bench counts the labels in their own order and gives only one of them to each
-    client before the draw; here their order is drawn, so that chance decides which labels stay unused. Where the rows of a label do
-    not come out even its first owners get one row more.
+    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First
+    the labels go round: client k gets label k modulo the number of labels and, where labels outnumber
+    clients, every `clients`-th label after it, up to `alpha`; then it draws others at random. So every label
+    has an owner if clients * alpha >= labels; otherwise all owned labels differ and the rows of the others
+    are unused. NIID-Bench counts the labels in their own order and gives only one of them to each client
+    before the draw; here their order is drawn, so that chance decides which labels stay unused. Where the
+    rows of a label do not come out even its first owners get one row more.
 
     Args:
       labels: labels of the rows to split.
       clients: number of clients K.
       alpha: labels per client.
-      rng: draws the order of the labels, then client by client the others, then label by label which rows go to whom.
+      rng: draws the order of the labels, then client by client the others, then label by label which rows go
+        to whom.
 
     Raises:
       InputError: for less than one client, or an alpha that is not between 1 and the number of labels.
@@ -106,11 +120,13 @@ def quantity(labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.ra
 def shards(
     labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState, count: int = 100
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Rows in the order of their labels are cut into `count` shards, and each client draws `alpha` different ones.
+    """Rows in the order of their labels are cut into `count` shards, and each client draws `alpha` different
+    ones.
 
-    The quantity-based partition of PILoRA's release. Clients draw without regard to each other: some shards belong to several, some
-    to nobody. The first N modulo `count` shards have one row more than the others. Where the rows of every label fill whole shards
-    a client holds at most `alpha` labels; elsewhere a shard may reach from one label into the next.
+    The quantity-based partition of PILoRA's release. Clients draw without regard to each other: some shards
+    belong to several, some to nobody. The first N modulo `count` shards have one row more than the others.
+    Where the rows of every label fill whole shards a client holds at most `alpha` labels; elsewhere a shard
+    may reach from one label into the next.
 
     Args:
       labels: labels of the rows to split.
@@ -120,18 +136,25 @@ def shards(
       count: shards.
 
     Raises:
-      InputError: for less than one client, an alpha that is not between 1 and `count`, or fewer rows than shards.
+      InputError: for less than one client, an alpha that is not between 1 and `count`, or fewer rows than
+        shards.
     """
     _check_clients(len(labels), clients, 0)
     _check_alpha(alpha, count, "shards")
     if len(labels) < count:
-        raise InputError(f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; nearest: quantity")
+        raise InputError(
+            f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; nearest: quantity"
+        )
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
-    return [np.concatenate([cut[shard] for shard in rng.choice(count, alpha, replace=False)]) for _ in range(clients)]
+    return [
+        np.concatenate([cut[shard] for shard in rng.choice(count, alpha, replace=False)])
+        for _ in range(clients)
+    ]
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
-    """The first `share` of the rows of each class, rounded up, in ascending order. PILoRA's release trains on the first 80 %.
+    """The first `share` of the rows of each class, rounded up, in ascending order. PILoRA's release trains on
+    the first 80 %.
 
     Raises:
       InputError: for a share that is not in (0, 1].
@@ -139,13 +162,19 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
     if not 0 < share <= 1:
         raise InputError(f"train_share: {share} is not a share of the rows; choose 0 < train_share <= 1")
     # without the slack 0.07 of 100 rows would be 8, since 0.07 * 100 > 7 in floating point
-    return np.sort(np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)]))
+    return np.sort(
+        np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])
+    )
 
 
-def count_matrix(labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int) -> Int64[np.ndarray, "K C"]:
+def count_matrix(
+    labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
+) -> Int64[np.ndarray, "K C"]:
     """How many rows of each class each client holds."""
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    cells = np.bincount(owner * num_classes + labels[np.concatenate(parts)], minlength=len(parts) * num_classes)
+    cells = np.bincount(
+        owner * num_classes + labels[np.concatenate(parts)], minlength=len(parts) * num_classes
+    )
     return cells.reshape(len(parts), num_classes)
 
 
@@ -154,15 +183,21 @@ def _check_clients(rows: int, clients: int, min_size: int) -> None:
         raise InputError(f"clients: {clients} is not a number of clients; choose 1 or more")
     if rows < clients * min_size:
         most = rows // min_size
-        raise InputError(f"clients: {rows} rows cannot give {clients} clients {min_size} each; choose {most} clients or fewer")
+        raise InputError(
+            f"clients: {rows} rows cannot give {clients} clients {min_size} each; choose {most} clients or fewer"
+        )
 
 
 def _check_alpha(alpha: int, most: int, what: str) -> None:
     if not 1 <= alpha <= most:
-        raise InputError(f"alpha: {alpha} {what} per client, of {most}; nearest valid value: {min(max(alpha, 1), most)}")
+        raise InputError(
+            f"alpha: {alpha} {what} per client, of {most}; nearest valid value: {min(max(alpha, 1), most)}"
+        )
 
 
-def _label_owners(labels: int, clients: int, alpha: int, rng: np.random.RandomState) -> Bool[np.ndarray, "K L"]:
+def _label_owners(
+    labels: int, clients: int, alpha: int, rng: np.random.RandomState
+) -> Bool[np.ndarray, "K L"]:
     order = rng.permutation(labels)
     owns = np.zeros((clients, labels), bool)
     for client, mine in enumerate(owns):
@@ -195,12 +230,14 @@ def _one_pass(labels: np.ndarray, clients: int, beta: float, rng: np.random.Rand
 
 
 def _shares(below: np.ndarray, beta: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
-    """Dirichlet shares among the clients `below` their fair share. At least one is: those placed are fewer than N."""
+    """Dirichlet shares among the clients `below` their fair share. At least one is: those placed are fewer
+    than N."""
     shares = np.where(below, rng.dirichlet(np.repeat(beta, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
         return shares / total
-    # A tiny beta underflows to all zeros, where the release divides by zero. Dirichlet(beta -> 0) is one random client.
+    # A tiny beta underflows to all zeros, where the release divides by zero. Dirichlet(beta -> 0) is one
+    # random client.
     return np.eye(len(below))[rng.choice(np.flatnonzero(below))]
 
 

@@ -10,10 +10,12 @@ from fcljax.types import Task
 
 
 class Split(NamedTuple):
-    """One split, on the device or (numpy) on the host. Labels are positions in the class order (`tasks.relabel`).
+    """One split, on the device or (numpy) on the host. Labels are positions in the class order
+    (`tasks.relabel`).
 
-    `size` holds the height and width that images had before they were squeezed into a square (`augment.Geometry`); None: they are
-    square. `query` holds the frozen backbone's features of every image under the clean view, where they have been cached.
+    `size` holds the height and width that images had before they were squeezed into a square
+    (`augment.Geometry`); None: they are square. `query` holds the frozen backbone's features of every image
+    under the clean view, where they have been cached.
     """
 
     image: UInt8[Array | np.ndarray, "N H W 3"]
@@ -29,8 +31,11 @@ class ClientRows(NamedTuple):
     offset: Int64[np.ndarray, " K+1"]
 
 
-def client_rows(parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task) -> ClientRows:
-    """The rows of each client whose class belongs to the task, clients in order and rows in the order of the partition.
+def client_rows(
+    parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task
+) -> ClientRows:
+    """The rows of each client whose class belongs to the task, clients in order and rows in the order of the
+    partition.
 
     Args:
       parts: rows of each client over all tasks (`partition.dirichlet`, `partition.iid`).
@@ -48,4 +53,6 @@ def merge(tasks: Sequence[ClientRows]) -> ClientRows:
     """The rows of each client over several tasks, as those of one."""
     own = [np.split(held.rows, held.offset[1:-1]) for held in tasks]
     rows = [np.concatenate(mine) for mine in zip(*own, strict=True)]
-    return ClientRows(np.concatenate(rows), np.concatenate([[0], np.cumsum([len(mine) for mine in rows])]).astype(np.int64))
+    return ClientRows(
+        np.concatenate(rows), np.concatenate([[0], np.cumsum([len(mine) for mine in rows])]).astype(np.int64)
+    )

@@ -1,7 +1,7 @@
 """A stream of tasks: the shuffled class order of a run, and which classes belong to which task.
 
-Two numberings of classes exist. Original labels are those of the data set, 0..C-1. Everything after `relabel` numbers a class by
-its position in the class order, so that every task owns a contiguous range.
+Two numberings of classes exist. Original labels are those of the data set, 0..C-1. Everything after `relabel`
+numbers a class by its position in the class order, so that every task owns a contiguous range.
 """
 
 from itertools import accumulate
@@ -16,8 +16,9 @@ from fcljax.types import Task
 def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarray, " C"]:
     """Original labels in the order in which tasks take them.
 
-    Must be the first draw of `RandomState(seed)`; the partition goes on with the same stream (FPPL's release, which seeds numpy's
-    global legacy stream). `RandomState` and not `default_rng`, because only its stream is frozen for ever.
+    Must be the first draw of `RandomState(seed)`; the partition goes on with the same stream (FPPL's release,
+    which seeds numpy's global legacy stream). `RandomState` and not `default_rng`, because only its stream is
+    frozen for ever.
     """
     return rng.permutation(np.arange(num_classes, dtype=np.int64))
 
@@ -29,7 +30,9 @@ def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
       InputError: for less than one task, or more tasks than classes.
     """
     if not 1 <= tasks <= num_classes:
-        raise InputError(f"tasks: {tasks} tasks cannot share {num_classes} classes; choose 1 to {num_classes}")
+        raise InputError(
+            f"tasks: {tasks} tasks cannot share {num_classes} classes; choose 1 to {num_classes}"
+        )
     size, rest = divmod(num_classes, tasks)
     return tuple(size + (task < rest) for task in range(tasks))
 
@@ -42,7 +45,9 @@ def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
     """
     sizes = task_sizes(num_classes, tasks)
     ends = tuple(accumulate(sizes))
-    return tuple(_task(task, ends[task] - sizes[task], ends[task], max(sizes), num_classes) for task in range(tasks))
+    return tuple(
+        _task(task, ends[task] - sizes[task], ends[task], max(sizes), num_classes) for task in range(tasks)
+    )
 
 
 def _task(index: int, start: int, end: int, widest: int, num_classes: int) -> Task:
@@ -57,4 +62,3 @@ def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int6
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
     return position[labels]
-

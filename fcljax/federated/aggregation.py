@@ -1,9 +1,11 @@
-"""What a server does with K uploads: pure, jit-able reductions over pytrees whose leaves are stacked over clients, [K, ...].
+"""What a server does with K uploads: pure, jit-able reductions over pytrees whose leaves are stacked over
+clients, [K, ...].
 
-Every rule takes `valid [K]`: rows with valid False have no influence whatever they hold, NaN and inf included, so K stays fixed.
-Valid rows must be finite; `finite_guard` sees to that. Sums are taken in float32 (float64 leaves stay float64) and results have the
-leaf's shape without axis 0 and the leaf's dtype; integer and boolean leaves are rounded. With no valid row a mean or median is 0:
-the engine keeps the server's state in that case, so the zeros are never used.
+Every rule takes `valid [K]`: rows with valid False have no influence whatever they hold, NaN and inf
+included, so K stays fixed. Valid rows must be finite; `finite_guard` sees to that. Sums are taken in float32
+(float64 leaves stay float64) and results have the leaf's shape without axis 0 and the leaf's dtype; integer
+and boolean leaves are rounded. With no valid row a mean or median is 0: the engine keeps the server's state
+in that case, so the zeros are never used.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from fcljax.errors import InputError, choose
 from fcljax.types import PyTree
 
-SIGMA_MIN = 1e-6  # keeps precisions of repeatedly conflated posteriors, and their sum over clients, far from float32's limit
+# keeps precisions of repeatedly conflated posteriors, and their sum over clients, far from float32's limit
+SIGMA_MIN = 1e-6
 EQUAL_DISTANCES = 1e-6  # relative spread below which distances differ by rounding only
 
 
@@ -34,7 +37,9 @@ def weighted_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, 
     share = jnp.where(valid, weight, 0).astype(jnp.float32)
     total = jnp.sum(share)
     share = jnp.where(total > 0, share / jnp.where(total > 0, total, 1), 0)
-    return jax.tree.map(lambda leaf: _like(jnp.sum(_rows(share, leaf) * _valid_or(leaf, valid, 0.0), axis=0), leaf), stacked)
+    return jax.tree.map(
+        lambda leaf: _like(jnp.sum(_rows(share, leaf) * _valid_or(leaf, valid, 0.0), axis=0), leaf), stacked
+    )
 
 
 def uniform_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> PyTree:
@@ -43,9 +48,11 @@ def uniform_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, "
 
 
 def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> PyTree:
-    """The median [...] of every coordinate over the valid rows of leaves [K, ...] (Yin et al. 2018, definition 1).
+    """The median [...] of every coordinate over the valid rows of leaves [K, ...] (Yin et al. 2018,
+    definition 1).
 
-    Unweighted: `weight [K]` is ignored, since a weight is a client's own claim. An even count takes the mean of the middle two.
+    Unweighted: `weight [K]` is ignored, since a weight is a client's own claim. An even count takes the mean
+      of the middle two.
     """
     del weight
     count = jnp.sum(valid)
@@ -59,15 +66,20 @@ def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Arr
     return jax.tree.map(median, stacked)
 
 
-def trimmed_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], trim: float = 0.1) -> PyTree:
-    """The mean [...] of every coordinate without its floor(trim * n) smallest and as many largest values, n = valid rows
-    (Yin et al. 2018, definition 2). `weight [K]` is ignored. Fewer than 1 / trim valid rows leave nothing to trim.
+def trimmed_mean(
+    stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], trim: float = 0.1
+) -> PyTree:
+    """The mean [...] of every coordinate without its floor(trim * n) smallest and as many largest values, n =
+    valid rows (Yin et al. 2018, definition 2). `weight [K]` is ignored. Fewer than 1 / trim valid rows leave
+    nothing to trim.
 
     Raises:
       InputError: trim outside [0, 0.5).
     """
     if not 0 <= trim < 0.5:
-        raise InputError(f"trim: must be at least 0 and below 0.5, got {trim}; 0.1 drops a tenth at either end")
+        raise InputError(
+            f"trim: must be at least 0 and below 0.5, got {trim}; 0.1 drops a tenth at either end"
+        )
     del weight
     rows = valid.shape[0]
     count = jnp.sum(valid)
@@ -82,7 +94,8 @@ def trimmed_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, "
     return jax.tree.map(mean, stacked)
 
 
-# the rules for the `mean` channel of an upload that a config can name; each is (stacked, weight, valid) -> mean
+# the rules for the `mean` channel of an upload that a config can name; each is (stacked, weight, valid) ->
+# mean
 AGGREGATORS: dict[str, Callable[[PyTree, Array, Array], PyTree]] = {
     "mean": weighted_mean,
     "uniform": uniform_mean,
@@ -101,11 +114,12 @@ def is_finite(tree: PyTree) -> Bool[Array, ""]:
 def finite_guard(
     stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]
 ) -> tuple[Num[Array, " K"], Bool[Array, " K"], Int[Array, ""]]:
-    """Reject whole clients: one NaN or inf in any leaf [K, ...] or in its weight, or a negative weight, and the client is out.
+    """Reject whole clients: one NaN or inf in any leaf [K, ...] or in its weight, or a negative weight, and
+    the client is out.
 
     Returns:
-      (weight, valid, rejected): weight is 0 and valid False for rejected and for already invalid clients; `rejected` counts clients
-      that were valid before.
+      (weight, valid, rejected): weight is 0 and valid False for rejected and for already invalid clients;
+      `rejected` counts clients that were valid before.
     """
     finite = jax.vmap(is_finite)((stacked, weight)) & (weight >= 0)
     kept = valid & finite
@@ -113,20 +127,26 @@ def finite_guard(
 
 
 def precision_terms(mean: PyTree, sigma: PyTree) -> tuple[PyTree, PyTree]:
-    """A Gaussian as the two numbers that add up under conflation: (1/sigma^2, mean/sigma^2), in float32, same shapes.
+    """A Gaussian as the two numbers that add up under conflation: (1/sigma^2, mean/sigma^2), in float32, same
+    shapes.
 
-    `sigma` is clamped to [1e-6, inf). Adding these over clients in any order or grouping, then `conflate_sums`, is VFCL eq. 11.
+    `sigma` is clamped to [1e-6, inf). Adding these over clients in any order or grouping, then
+    `conflate_sums`, is VFCL eq. 11.
     """
     precision = jax.tree.map(lambda s: 1 / jnp.square(jnp.maximum(_wide(s), SIGMA_MIN)), sigma)
     return precision, jax.tree.map(lambda p, m: p * _wide(m), precision, mean)
 
 
 def conflate_sums(precision: PyTree, precision_mean: PyTree) -> tuple[PyTree, PyTree]:
-    """(mean, sigma) of the product of Gaussians from the sums over clients of `precision_terms` (VFCL eq. 11).
+    """(mean, sigma) of the product of Gaussians from the sums over clients of `precision_terms` (VFCL eq.
+    11).
 
-    Precision 0 (no client) gives mean 0 and sigma inf, the neutral element of conflation. sigma is clamped to [1e-6, inf).
+    Precision 0 (no client) gives mean 0 and sigma inf, the neutral element of conflation. sigma is clamped to
+    [1e-6, inf).
     """
-    mean = jax.tree.map(lambda p, pm: jnp.where(p > 0, pm / jnp.where(p > 0, p, 1), 0), precision, precision_mean)
+    mean = jax.tree.map(
+        lambda p, pm: jnp.where(p > 0, pm / jnp.where(p > 0, p, 1), 0), precision, precision_mean
+    )
     return mean, jax.tree.map(lambda p: jnp.maximum(jax.lax.rsqrt(p), SIGMA_MIN), precision)
 
 
@@ -152,9 +172,11 @@ def conflate(mean: PyTree, sigma: PyTree, valid: Bool[Array, " K"]) -> tuple[PyT
 
 
 def softplus_inverse(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x with log(1 + e^x) = value, for value > 0; right to a float32 rounding for x in [-15, 15] (VFCL section 3)."""
+    """x with log(1 + e^x) = value, for value > 0; right to a float32 rounding for x in [-15, 15] (VFCL
+    section 3)."""
     value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-    # log(e^v - 1) = v + log(1 - e^-v): e^v would overflow, and each branch keeps the digits the other one loses
+    # log(e^v - 1) = v + log(1 - e^-v): e^v would overflow, and each branch keeps the digits the other one
+    # loses
     near = jnp.log(-jnp.expm1(-jnp.minimum(value, 1.0)))
     far = jnp.log1p(-jnp.exp(-jnp.maximum(value, 0.5)))
     return value + jnp.where(value < 0.7, near, far)
@@ -186,10 +208,11 @@ def prototype_weights(
 ) -> Float[Array, "K C"]:
     """PILoRA's weights of the clients' prototypes, per class (PILoRA eq. 11-13).
 
-        d_k = sum_j dist(m_k, mu_j),   a_k = (1/d_k - min 1/d) / (max 1/d - min 1/d),   w = softmax_k(a_k / temperature)
+        d_k = sum_j dist(m_k, mu_j),   a_k = (1/d_k - min 1/d) / (max 1/d - min 1/d),   w = softmax_k(a_k /
+        temperature)
 
-    with k over the valid clients, holders of the class or not, and j over those that hold it. The paper has dist = squared L2 and
-    exp(temperature * a); its release has L2 and exp(a / temperature).
+    with k over the valid clients, holders of the class or not, and j over those that hold it. The paper has
+    dist = squared L2 and exp(temperature * a); its release has L2 and exp(a / temperature).
 
     Args:
       prototype: m_k, the clients' learned prototypes.
@@ -201,8 +224,8 @@ def prototype_weights(
       temperature_mode: 'divide' or 'multiply'.
 
     Returns:
-      Weights that sum to 1 over the valid clients: uniform where all distances are equal (one client included) and for classes that
-      nobody holds. All 0 if nobody is valid.
+      Weights that sum to 1 over the valid clients: uniform where all distances are equal (one client
+      included) and for classes that nobody holds. All 0 if nobody is valid.
 
     Raises:
       InputError: unknown distance or temperature_mode, or a temperature that is not positive.
@@ -212,7 +235,8 @@ def prototype_weights(
     if not temperature > 0:
         raise InputError(f"temperature: must be positive, got {temperature}; the paper has 0.2")
     spread = _spread(prototype, feature_mean, present, valid, distance)
-    # a is unchanged when all 1/d are scaled, so d_min/d in [0, 1] replaces 1/d: no overflow, and d = 0 has its limit, 1
+    # a is unchanged when all 1/d are scaled, so d_min/d in [0, 1] replaces 1/d: no overflow, and d = 0 has
+    # its limit, 1
     valid = valid[:, None]
     nearest = jnp.min(jnp.where(valid, spread, jnp.inf), axis=0)
     inverse = jnp.where(spread > 0, nearest / jnp.where(spread > 0, spread, 1), 1)
@@ -234,7 +258,8 @@ def prototype_reweight(
     temperature: float = 0.2,
     temperature_mode: str = "divide",
 ) -> Float[Array, "C D"]:
-    """Global prototypes m = sum_k w_k m_k with PILoRA's weights; arguments and errors of `prototype_weights` (PILoRA eq. 11-13).
+    """Global prototypes m = sum_k w_k m_k with PILoRA's weights; arguments and errors of `prototype_weights`
+    (PILoRA eq. 11-13).
 
     Returns:
       [C, D]; the plain mean over valid clients for a class that nobody holds; zeros if nobody is valid.
@@ -247,7 +272,8 @@ def prototype_reweight(
 
 
 def _spread(prototype: Array, feature_mean: Array, present: Array, valid: Array, distance: str) -> Array:
-    """d [K, C]: every client's prototype to the mean features of all holders; one holder at a time, as [K, K, C, D] may not fit."""
+    """d [K, C]: every client's prototype to the mean features of all holders; one holder at a time, as [K, K,
+    C, D] may not fit."""
     holds = present & valid[:, None]
     prototype = _valid_or(prototype, valid, 0.0)
     feature = jnp.where(holds[..., None], _wide(feature_mean), 0)
@@ -268,7 +294,8 @@ def _rows(vector: Array, leaf: Array) -> Array:
 
 
 def _valid_or(leaf: Array, valid: Array, other: float) -> Array:
-    """The leaf in float32 with `other` in its invalid rows: selected, not multiplied, because 0 * NaN is NaN."""
+    """The leaf in float32 with `other` in its invalid rows: selected, not multiplied, because 0 * NaN is
+    NaN."""
     return jnp.where(_rows(valid, leaf), _wide(leaf), other)
 
 

@@ -1,7 +1,9 @@
-"""What crosses the wire, counted from the pytrees that are sent (arrays or `jax.ShapeDtypeStruct`), per client and round.
+"""What crosses the wire, counted from the pytrees that are sent (arrays or `jax.ShapeDtypeStruct`), per
+client and round.
 
-Scalars are the papers' unit of communication: floating-point numbers only, since masks, indices and counts are metadata. Bytes are
-everything. A buffer counts in full, so a gathered [C, D] of prototypes counts C rows however many classes the client holds.
+Scalars are the papers' unit of communication: floating-point numbers only, since masks, indices and counts
+are metadata. Bytes are everything. A buffer counts in full, so a gathered [C, D] of prototypes counts C rows
+however many classes the client holds.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +28,9 @@ class Traffic(NamedTuple):
 
 def scalars(tree: PyTree) -> int:
     """Floating-point numbers in the leaves of `tree`."""
-    return sum(size for size, dtype in map(_size_dtype, jax.tree.leaves(tree)) if jnp.issubdtype(dtype, jnp.floating))
+    return sum(
+        size for size, dtype in map(_size_dtype, jax.tree.leaves(tree)) if jnp.issubdtype(dtype, jnp.floating)
+    )
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -38,20 +42,25 @@ def traffic(upload: Upload, broadcast: Broadcast) -> Traffic:
     """What one client sends and receives in one round.
 
     Args:
-      upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight adds 4 bytes.
+      upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight
+        adds 4 bytes.
       broadcast: only `wire` is counted; `held` is storage, see `extra_storage`.
     """
     sent = (upload.mean, upload.sum, upload.gather)
-    return Traffic(scalars(sent), num_bytes(sent) + WEIGHT_BYTES, scalars(broadcast.wire), num_bytes(broadcast.wire))
+    return Traffic(
+        scalars(sent), num_bytes(sent) + WEIGHT_BYTES, scalars(broadcast.wire), num_bytes(broadcast.wire)
+    )
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
-    """{scalars, bytes} that a client keeps from earlier rounds besides what a round sends it (FPPL's ESTG counts these)."""
+    """{scalars, bytes} that a client keeps from earlier rounds besides what a round sends it (FPPL's ESTG
+    counts these)."""
     return {"scalars": scalars(broadcast.held), "bytes": num_bytes(broadcast.held)}
 
 
 def total(traffic: Traffic, client_rounds: int) -> dict[str, int]:
-    """The whole run's communication by the names of `Traffic`; client_rounds: uploads in the run, summed over rounds."""
+    """The whole run's communication by the names of `Traffic`; client_rounds: uploads in the run, summed over
+    rounds."""
     return {name: value * client_rounds for name, value in traffic._asdict().items()}
 
 

@@ -1,7 +1,8 @@
-"""The round engine: plans a round on the host (`schedule.py`), plays its clients in a compiled loop (`sweep.py`), closes it on the server.
+"""The round engine: plans a round on the host (`schedule.py`), plays its clients in a compiled loop
+(`sweep.py`), closes it on the server.
 
-Every function is traced once for a whole run. Uploads are running sums and gathered buffers, so memory does not grow with the clients
-that only send means and sums.
+Every function is traced once for a whole run. Uploads are running sums and gathered buffers, so memory does
+not grow with the clients that only send means and sums.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from fcljax.data.streaming import Host, over_windows
 from fcljax.errors import InputError
 from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
 from fcljax.federated.sweep import (
@@ -33,19 +35,20 @@ from fcljax.federated.sweep import (
     select,
     sweep,
 )
-from fcljax.streaming import Host, over_windows
 from fcljax.types import Aggregate, Broadcast, Extra, Method, Metrics, Phase, Program, PyTree, Task, Weighted
 
 
 def default_lanes(backend: str, clients: int) -> Lanes:
-    """The lanes to use when none are asked for. On CPU one lane in a loop: on a ViT-Ti it is as fast as 4 vmapped lanes and holds
-    one client at a time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). Accelerators batch up to 8
-    clients, which has not been measured yet."""
+    """The lanes to use when none are asked for. On CPU one lane in a loop: on a ViT-Ti it is as fast as 4
+    vmapped lanes and holds one client at a time, though small networks gain from 4 lanes
+    (`experiments/bench_engine.py lanes`). Accelerators batch up to 8 clients, which has not been measured
+    yet."""
     return Lanes(1, "loop") if backend == "cpu" else Lanes(min(8, clients), "vmap")
 
 
 class RoundReport(NamedTuple):
-    """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all phases."""
+    """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all
+    phases."""
 
     metrics: dict[str, float]
     participants: int
@@ -62,9 +65,10 @@ class RoundReport(NamedTuple):
 
 
 class Player(NamedTuple):
-    """A program's compiled functions. `empty` makes an accumulator. `rows` says what every tick of a chunk reads, `open` and `close` frame
-    the ticks, and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is resident: so data
-    on the host go through the same functions and get the same bits. On a mesh, `whole` plays a chunk of clients at once."""
+    """A program's compiled functions. `empty` makes an accumulator. `rows` says what every tick of a chunk
+    reads, `open` and `close` frame the ticks, and `sweeps[phase]` plays those whose rows are in a window of
+    the data, which is all of it where it is resident: so data on the host go through the same functions and
+      get the same bits. On a mesh, `whole` plays a chunk of clients at once."""
 
     empty: Callable[..., Accumulator]
     rows: Callable[..., tuple[Array, ...]]
@@ -75,9 +79,11 @@ class Player(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any number of rounds.
+    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any
+    number of rounds.
 
-    `place` puts arrays where the engine works, a copy on every device of its mesh; it does nothing to arrays that are there already.
+    `place` puts arrays where the engine works, a copy on every device of its mesh; it does nothing to arrays
+    that are there already.
     """
 
     method: Method
@@ -107,11 +113,13 @@ def make_engine(
 
     Args:
       method: the method.
-      fetch: reads rows of the data pytree: (data, rows[B], keys[B], augment) -> (image, label, query or None).
-      lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a multiple of them.
+      fetch: reads rows of the data pytree: (data, rows[B], keys[B], augment) -> (image, label, query or
+        None).
+      lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a
+        multiple of them.
       capacity: the run's static shapes (`schedule.capacity`).
-      reduce: a rule for the `mean` channel that needs all uploads at once, such as the coordinate median; None streams the
-        sample-weighted mean in O(lanes) memory.
+      reduce: a rule for the `mean` channel that needs all uploads at once, such as the coordinate median;
+        None streams the sample-weighted mean in O(lanes) memory.
       refresh_capacity: shapes for `method.refresh`, if the method has one.
       mesh: devices under the axis name `clients`; None uses one device.
     """
@@ -121,7 +129,8 @@ def make_engine(
         return _serve(method, reduce, frozen, state, accumulator, task, key)
 
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once they lie everywhere.
+    # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once
+    # they lie everywhere.
     placed = functools.partial(jax.jit, out_shardings=everywhere) if everywhere else jax.jit
 
     def jit(name, function, **options):
@@ -145,25 +154,47 @@ def _player(name: str, program: Program, *, fetch, lanes, capacity, reduce, mesh
 
     def empty(frozen, broadcast, states, data, chunk, task, key):
         first = jax.tree.map(lambda x: x[0], states)
-        return empty_accumulator(program, capacity, reduce, frozen, broadcast, first, data, chunk, task, key, fetch)
+        return empty_accumulator(
+            program, capacity, reduce, frozen, broadcast, first, data, chunk, task, key, fetch
+        )
 
     def rows(chunk, key):
         return tuple(rows_of_ticks(phase, i, lanes, chunk, key) for i, phase in enumerate(program.phases))
 
     def open_(broadcast, accumulator, states, chunk, task):
-        return open_chunk(program, lanes, broadcast, *part_of_chunk(accumulator, states, chunk, capacity), chunk, task)
+        return open_chunk(
+            program, lanes, broadcast, *part_of_chunk(accumulator, states, chunk, capacity), chunk, task
+        )
 
     def window_sweep(index, frozen, broadcast, carry, window, rows, places, chunk, task, key, first, ticks):
         locate = functools.partial(in_window, rows, places, first)
-        return sweep(program, index, frozen, broadcast, carry, window, locate, chunk, task, key, (first, first + ticks), **static)
+        return sweep(
+            program,
+            index,
+            frozen,
+            broadcast,
+            carry,
+            window,
+            locate,
+            chunk,
+            task,
+            key,
+            (first, first + ticks),
+            **static,
+        )
 
     def close(accumulator, states, carry, chunk):
-        return close_chunk(accumulator, states, carry.accumulator, carry.states, carry.written, chunk, capacity)
+        return close_chunk(
+            accumulator, states, carry.accumulator, carry.states, carry.written, chunk, capacity
+        )
 
     def whole(*args):
         return play_on_mesh(program, *args, capacity=capacity, mesh=mesh, **static)
 
-    sweeps = [jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=2) for i in range(len(program.phases))]
+    sweeps = [
+        jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=2)
+        for i in range(len(program.phases))
+    ]
     return Player(
         empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows), open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)), whole=mesh and jit(name, whole, donate_argnums=(2, 3)),
@@ -176,7 +207,8 @@ def extra_method(method: Method, extra: Extra) -> Method:
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
-    """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key, i)."""
+    """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key,
+    i)."""
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(clients))
     return jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys)
 
@@ -194,12 +226,13 @@ def run_round(
     key: PRNGKeyArray,
     section: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One federated round: broadcast, the participants' programs, aggregation, the server phase and, if there is one, the refresh.
+    """One federated round: broadcast, the participants' programs, aggregation, the server phase and, if there
+    is one, the refresh.
 
     Args:
       engine: from `make_engine`.
-      frozen: backbone parameters. On a mesh, `frozen` and `data` are best given as `engine.place` returns them: otherwise they are
-        copied to its devices in every round.
+      frozen: backbone parameters. On a mesh, `frozen` and `data` are best given as `engine.place` returns
+        them: otherwise they are copied to its devices in every round.
       server: the server's state.
       states: all clients' states, stacked [K, ...]; donated.
       data: what `fetch` reads, on the device, or a `Host`; both give the same bits.
@@ -217,7 +250,9 @@ def run_round(
       InputError: if a `Host` is to serve an engine on several devices.
     """
     if isinstance(data, Host) and engine.devices > 1:
-        raise InputError(f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger data_budget")
+        raise InputError(
+            f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger data_budget"
+        )
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     chunks, steps = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
     if not chunks:
@@ -227,31 +262,55 @@ def run_round(
         data = data if isinstance(data, Host) else engine.place(data)
         broadcast = engine.broadcast(server, task)
         accumulator, states = play_chunks(
-            engine.clients, engine.method.client, engine.lanes, chunks, frozen, broadcast, states, data, task, key
+            engine.clients,
+            engine.method.client,
+            engine.lanes,
+            chunks,
+            frozen,
+            broadcast,
+            states,
+            data,
+            task,
+            key,
         )
         jax.block_until_ready(accumulator)
     with section("server"):
         server, metrics = jax.block_until_ready(engine.server(frozen, server, accumulator, task, key))
     if engine.refresh is not None:
         with section("client"):
-            states = jax.block_until_ready(_refresh(engine, frozen, server, states, data, roster, task, round_, key))
+            states = jax.block_until_ready(
+                _refresh(engine, frozen, server, states, data, roster, task, round_, key)
+            )
     return server, states, _report(engine, accumulator, metrics, roster, ids, steps)
 
 
 def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
     """Every client with rows runs the refresh program on the new broadcast."""
     everyone = np.arange(len(roster.count))
-    chunks, _ = plan_round(engine.method.refresh, roster, everyone, round_, engine.lanes.count, engine.refresh_capacity)
+    chunks, _ = plan_round(
+        engine.method.refresh, roster, everyone, round_, engine.lanes.count, engine.refresh_capacity
+    )
     broadcast, again = engine.broadcast(server, task), jax.random.fold_in(key, 1)
     program = engine.method.refresh
-    return play_chunks(engine.refresh, program, engine.lanes, chunks, frozen, broadcast, states, data, task, again)[1]
+    return play_chunks(
+        engine.refresh, program, engine.lanes, chunks, frozen, broadcast, states, data, task, again
+    )[1]
 
 
 def play_chunks(
-    player: Player, program: Program, lanes: Lanes, chunks: list[Chunk], frozen, broadcast: Broadcast, states, data, task: Task, key
+    player: Player,
+    program: Program,
+    lanes: Lanes,
+    chunks: list[Chunk],
+    frozen,
+    broadcast: Broadcast,
+    states,
+    data,
+    task: Task,
+    key,
 ) -> tuple[Accumulator, PyTree]:
-    """The clients' part of a round: what was received, and the new client states. The arguments are as in `run_round`, placed, with
-    the round's key; `states` are donated."""
+    """The clients' part of a round: what was received, and the new client states. The arguments are as in
+    `run_round`, placed, with the round's key; `states` are donated."""
     sample = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
     accumulator = player.empty(frozen, broadcast, states, sample, chunks[0], task, key)
     for chunk in chunks:
@@ -260,7 +319,9 @@ def play_chunks(
             continue
         carry, rows = player.open(broadcast, accumulator, states, chunk, task), player.rows(chunk, key)
         if isinstance(data, Host):
-            carry = _over_host(player, program, lanes, frozen, broadcast, carry, data, jax.device_get(rows), chunk, task, key)
+            carry = _over_host(
+                player, program, lanes, frozen, broadcast, carry, data, jax.device_get(rows), chunk, task, key
+            )
         else:
             for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
                 carry = play(frozen, broadcast, carry, data, mine, mine, chunk, task, key, np.int32(0), ticks)
@@ -268,9 +329,24 @@ def play_chunks(
     return accumulator, states
 
 
-def _over_host(player: Player, program: Program, lanes: Lanes, frozen, broadcast, carry, data: Host, rows, chunk, task, key) -> Carry:
+def _over_host(
+    player: Player,
+    program: Program,
+    lanes: Lanes,
+    frozen,
+    broadcast,
+    carry,
+    data: Host,
+    rows,
+    chunk,
+    task,
+    key,
+) -> Carry:
     """The ticks of one chunk over windows of host data, in the order of resident data."""
-    sizes = [_window_ticks(data, phase, lanes, table) for phase, table in zip(program.phases, chunk.tables, strict=True)]
+    sizes = [
+        _window_ticks(data, phase, lanes, table)
+        for phase, table in zip(program.phases, chunk.tables, strict=True)
+    ]
     windows = [(i, first) for i, size in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), size)]
 
     def load(window):
@@ -283,7 +359,9 @@ def _over_host(player: Player, program: Program, lanes: Lanes, frozen, broadcast
     def step(carry, window, loaded):
         index, first = window
         ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
-        return player.sweeps[index](frozen, broadcast, carry, *loaded, chunk, task, key, np.int32(first), ticks)
+        return player.sweeps[index](
+            frozen, broadcast, carry, *loaded, chunk, task, key, np.int32(first), ticks
+        )
 
     return over_windows(step, carry, windows, load, data.overlap)
 
@@ -294,11 +372,17 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table) -> int:
 
 
 def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundReport:
-    rejected, client_metrics, metrics = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics))
+    rejected, client_metrics, metrics = jax.device_get(
+        (accumulator.rejected, accumulator.metrics, server_metrics)
+    )
     rows = int(roster.count[ids].sum())
     epochs = [phase.view.epochs for phase in engine.method.client.phases]
-    named = {name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()}
-    return RoundReport(named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps)
+    named = {
+        name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()
+    }
+    return RoundReport(
+        named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps
+    )
 
 
 def _mean_value(value: Weighted) -> float:
@@ -315,7 +399,8 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
 
 
 def _serve(method: Method, reduce, frozen, server, acc: Accumulator, task, key) -> tuple[PyTree, Metrics]:
-    """Close the round: the aggregate, then the method's server phase. With no valid upload the server state stays."""
+    """Close the round: the aggregate, then the method's server phase. With no valid upload the server state
+    stays."""
     if reduce:
         mean = reduce(acc.mean, acc.weight, acc.valid)
     else:

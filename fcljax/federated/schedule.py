@@ -1,7 +1,9 @@
-"""Host-side planning of a round: who takes part, and which lane runs which client's step at which tick. Numpy only.
+"""Host-side planning of a round: who takes part, and which lane runs which client's step at which tick. Numpy
+only.
 
-A lane plays its clients back to back, so lanes are never padded to the longest client; clients go longest first onto the least loaded
-lane (LPT). The tables have one shape for a whole run, so that every round of every task reuses one compiled program.
+A lane plays its clients back to back, so lanes are never padded to the longest client; clients go longest
+first onto the least loaded lane (LPT). The tables have one shape for a whole run, so that every round of
+every task reuses one compiled program.
 """
 
 import heapq
@@ -17,7 +19,8 @@ Ints = Int[np.ndarray, "..."]
 
 
 class Roster(NamedTuple):
-    """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i + 1]]."""
+    """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i +
+    1]]."""
 
     rows: Int[np.ndarray, " rows"]  # indices into the training store
     offset: Int[np.ndarray, " K+1"]
@@ -50,10 +53,13 @@ class Table(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A group of participants that one call of the compiled program trains. Padding slots have id K and position P, which no write hits."""
+    """A group of participants that one call of the compiled program trains. Padding slots have id K and
+    position P, which no write hits."""
 
     id: Int[np.ndarray, " slots"]
-    position: Int[np.ndarray, " slots"]  # row in the gathered uploads: rank of the id among the round's participants
+    position: Int[
+        np.ndarray, " slots"
+    ]  # row in the gathered uploads: rank of the id among the round's participants
     count: Int[np.ndarray, " slots"]
     offset: Int[np.ndarray, " slots"]
     class_rows: Int[np.ndarray, "slots C"]
@@ -64,27 +70,34 @@ class Chunk(NamedTuple):
     round: Ints
 
 
-def participants(seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float) -> Int[np.ndarray, " m"]:
-    """Sorted ids of the clients that take part: a uniform draw without replacement of ceil(participation * n) of the eligible ones,
-    which depends on (seed, task, round) only."""
+def participants(
+    seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
+) -> Int[np.ndarray, " m"]:
+    """Sorted ids of the clients that take part: a uniform draw without replacement of ceil(participation * n)
+    of the eligible ones, which depends on (seed, task, round) only."""
     if participation >= 1.0:
         return np.sort(eligible)
-    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[: _wanted(participation, len(eligible))]
+    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[
+        : _wanted(participation, len(eligible))
+    ]
     return np.sort(eligible[draw])
 
 
 def _wanted(participation: float, eligible: int) -> int:
-    """ceil(participation * eligible); without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point."""
+    """ceil(participation * eligible); without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7
+    in floating point."""
     return int(np.ceil(participation * eligible - 1e-9))
 
 
 def phase_steps(count: Ints, view: View) -> Ints:
-    """Steps that a client with `count` rows takes in a phase: the last batch of an epoch may be partial, none is dropped."""
+    """Steps that a client with `count` rows takes in a phase: the last batch of an epoch may be partial, none
+    is dropped."""
     return view.epochs * -(-count // view.batch_size)
 
 
 def pack(length: Ints, lanes: int) -> list[list[int]]:
-    """Longest-processing-time-first: the items of each lane in playing order. Ties go to the lower index, so the result is unique."""
+    """Longest-processing-time-first: the items of each lane in playing order. Ties go to the lower index, so
+    the result is unique."""
     heap = [(0, lane) for lane in range(lanes)]
     plays: list[list[int]] = [[] for _ in range(lanes)]
     for item in np.argsort(-length, kind="stable"):
@@ -114,20 +127,27 @@ def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table,
     return table, longest
 
 
-def capacity(program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0) -> Capacity:
-    """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the clients per chunk and with
-    them the memory between phases."""
+def capacity(
+    program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0
+) -> Capacity:
+    """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the
+    clients per chunk and with them the memory between phases."""
     counts = [np.sort(roster.count)[::-1] for roster in rosters]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most))
     head = [count[:slots] for count in counts]
-    ticks = tuple(max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True))
-    return Capacity(len(rosters[0].count), max(1, most), slots, max(1, max(int(c.sum()) for c in head)), ticks)
+    ticks = tuple(
+        max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True)
+    )
+    return Capacity(
+        len(rosters[0].count), max(1, most), slots, max(1, max(int(c.sum()) for c in head)), ticks
+    )
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
-    """Ticks per phase that any subset of clients with `count` rows stays within. LPT never ends later than the mean load plus the
-    longest job, but it balances whole programs: one phase alone may be as uneven as their sum allows."""
+    """Ticks per phase that any subset of clients with `count` rows stays within. LPT never ends later than
+    the mean load plus the longest job, but it balances whole programs: one phase alone may be as uneven as
+      their sum allows."""
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     whole = np.sum(steps, axis=0)
     longest = int(-(-whole.sum() // lanes) + whole.max(initial=0))
@@ -137,9 +157,11 @@ def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
 def plan_round(
     program: Program, roster: Roster, ids: Int[np.ndarray, " n"], round_: int, lanes: int, capacity: Capacity
 ) -> tuple[list[Chunk], tuple[int, int]]:
-    """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their ratio is the slot efficiency.
+    """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their
+    ratio is the slot efficiency.
 
-    `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that none waits for another's.
+    `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that
+    none waits for another's.
 
     Raises:
       InputError: more participants than the capacity was made for; their uploads would have no row to go to.
@@ -158,13 +180,16 @@ def plan_round(
 
 
 def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
-    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its lane."""
+    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its
+    lane."""
     chosen, n = ids[group], len(group)
     count = roster.count[chosen]
     pad = capacity.slots - n
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     plays = pack(np.sum(steps, axis=0), lanes)
-    tables, ticks = zip(*(tabulate(plays, s, cap) for s, cap in zip(steps, capacity.ticks, strict=True)), strict=True)
+    tables, ticks = zip(
+        *(tabulate(plays, s, cap) for s, cap in zip(steps, capacity.ticks, strict=True)), strict=True
+    )
     rows = np.concatenate([roster.rows[roster.offset[i] : roster.offset[i + 1]] for i in chosen])
     spare = capacity.rows - len(rows)
     return Chunk(
@@ -172,7 +197,9 @@ def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
         position=_pad(group, pad, capacity.participants),
         count=_pad(count, pad, 0),
         offset=_pad(np.cumsum(count) - count, pad, 0),
-        class_rows=np.concatenate([roster.class_rows[chosen], np.zeros((pad, roster.class_rows.shape[1]))]).astype(np.int32),
+        class_rows=np.concatenate(
+            [roster.class_rows[chosen], np.zeros((pad, roster.class_rows.shape[1]))]
+        ).astype(np.int32),
         rows=_pad(rows, spare, 0),
         slot_of_row=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
         tables=tables,

@@ -1,8 +1,8 @@
 """The compiled loop of a round: lanes that play clients tick by tick, and what is received of them.
 
-Everything here runs inside jit; `engine.py` compiles it and feeds it. Lanes run side by side and each plays its clients back to back from
-a host-built table. A client's upload depends on (seed, task, round, client id) and its own rows only: every draw is keyed that way, never
-by lane, device, slot or co-participants.
+Everything here runs inside jit; `engine.py` compiles it and feeds it. Lanes run side by side and each plays
+its clients back to back from a host-built table. A client's upload depends on (seed, task, round, client id)
+and its own rows only: every draw is keyed that way, never by lane, device, slot or co-participants.
 """
 
 import functools
@@ -25,14 +25,16 @@ Reduce = Callable[[PyTree, Array, Array], PyTree]
 
 
 class Lanes(NamedTuple):
-    """How many clients run at a time, and how: `loop` (one after the other), `vmap` (batched) or `unroll` (a copy of the code each)."""
+    """How many clients run at a time, and how: `loop` (one after the other), `vmap` (batched) or `unroll` (a
+    copy of the code each)."""
 
     count: int = 1
     mode: str = "loop"
 
 
 class Accumulator(NamedTuple):
-    """What a round has received so far. P participants; `mean` holds sums of weight * leaf, or [P, ...] if a reduce rule gathers it."""
+    """What a round has received so far. P participants; `mean` holds sums of weight * leaf, or [P, ...] if a
+    reduce rule gathers it."""
 
     mean: PyTree
     sum: PyTree
@@ -45,8 +47,8 @@ class Accumulator(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick: the lanes' clients at work [L, ...], what was received, the states of the chunk's clients [S, ...]
-    and which of them are new, and the clients [S, ...] that wait between phases."""
+    """What goes from tick to tick: the lanes' clients at work [L, ...], what was received, the states of the
+    chunk's clients [S, ...] and which of them are new, and the clients [S, ...] that wait between phases."""
 
     local: PyTree
     accumulator: Accumulator
@@ -56,31 +58,39 @@ class Carry(NamedTuple):
 
 
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
-    """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers up to rounding."""
+    """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers
+    up to rounding."""
     if lanes == 1:
         return lambda *args: _expand(function(*_squeeze(args)))
     if mode == "vmap":
         return jax.vmap(function)
     if mode == "unroll":
-        return lambda *args: _stack([function(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(lanes)])
+        return lambda *args: _stack(
+            [function(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(lanes)]
+        )
     return lambda *args: jax.lax.map(lambda one: function(*one), args)
 
 
 def _countable(metric: Weighted, active: Array) -> Weighted:
-    """The metric, or nothing where the lane is idle or the value is not finite: one diverging client does not hide the others' loss."""
+    """The metric, or nothing where the lane is idle or the value is not finite: one diverging client does not
+    hide the others' loss."""
     counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
 
 
-# ---- what a round receives ---------------------------------------------------------------------------------------------------------
+# ---- what a round receives ---------------------------------------------------------------------------------
 
 
-def empty_accumulator(program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch) -> Accumulator:
+def empty_accumulator(
+    program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch
+) -> Accumulator:
     """An empty accumulator, with the shapes that the program's functions give."""
     info = ClientInfo(chunk.id[0], chunk.count[0], chunk.class_rows[0], chunk.round)
     local = jax.eval_shape(program.start, broadcast, state, task, info, key)
     upload, _ = jax.eval_shape(program.finish, broadcast, local, state, task, info)
-    metrics = tuple(_metric_shapes(phase, fetch, frozen, broadcast, local, data, task, key) for phase in program.phases)
+    metrics = tuple(
+        _metric_shapes(phase, fetch, frozen, broadcast, local, data, task, key) for phase in program.phases
+    )
     p = capacity.participants
     return Accumulator(
         mean=_zeros(upload.mean, (p,) if reduce else ()),
@@ -103,14 +113,20 @@ def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, ke
     return jax.eval_shape(metrics_of, frozen, broadcast, local, data, task, key)
 
 
-def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce) -> tuple[Accumulator, Array]:
+def _receive(
+    acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce
+) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
     negative weight, get weight 0 and are counted."""
     weight, valid, rejected = finite_guard(upload, upload.weight, end)
     nowhere = acc.valid.shape[0]
     position = jnp.where(valid, chunk.position[slot], nowhere)
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
-    mean = upload.mean if reduce else jax.tree.map(lambda x: x.astype(jnp.float32) * _align(weight, x), upload.mean)
+    mean = (
+        upload.mean
+        if reduce
+        else jax.tree.map(lambda x: x.astype(jnp.float32) * _align(weight, x), upload.mean)
+    )
     return acc._replace(
         mean=write(acc.mean, mean) if reduce else _add_valid(acc.mean, mean, valid),
         sum=_add_valid(acc.sum, upload.sum, valid),
@@ -122,7 +138,7 @@ def _receive(acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: A
     ), valid
 
 
-# ---- the compiled loop ---------------------------------------------------------------------------------------------------------------
+# ---- the compiled loop -------------------------------------------------------------------------------------
 
 
 def part_of_chunk(accumulator, states, chunk: Chunk, capacity: Capacity) -> tuple[Accumulator, PyTree]:
@@ -131,7 +147,9 @@ def part_of_chunk(accumulator, states, chunk: Chunk, capacity: Capacity) -> tupl
     return empty, jax.tree.map(lambda x: x[jnp.minimum(chunk.id, capacity.clients - 1)], states)
 
 
-def close_chunk(accumulator, states, received, mine, written, chunk: Chunk, capacity: Capacity) -> tuple[Accumulator, PyTree]:
+def close_chunk(
+    accumulator, states, received, mine, written, chunk: Chunk, capacity: Capacity
+) -> tuple[Accumulator, PyTree]:
     """What the chunk's clients sent and their new states, merged with everybody's."""
     there = jnp.where(written, chunk.id, capacity.clients)
     states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, mine)
@@ -139,14 +157,41 @@ def close_chunk(accumulator, states, received, mine, written, chunk: Chunk, capa
     return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
 
 
-def play_on_mesh(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes, capacity, reduce, mesh):
-    """One chunk of clients with the lanes split over the mesh axis `clients`. Slots are played by exactly one device, so sums over devices
-    only add zeros to what that device wrote."""
+def play_on_mesh(
+    program,
+    frozen,
+    broadcast,
+    accumulator,
+    states,
+    data,
+    chunk,
+    task,
+    key,
+    *,
+    fetch,
+    lanes,
+    capacity,
+    reduce,
+    mesh,
+):
+    """One chunk of clients with the lanes split over the mesh axis `clients`. Slots are played by exactly one
+    device, so sums over devices only add zeros to what that device wrote."""
     share = lanes._replace(count=lanes.count // mesh.shape["clients"])
 
     def on_device(frozen, broadcast, empty, states, data, chunk, task, key):
         carry = _play_phases(
-            program, frozen, broadcast, empty, states, data, chunk, task, key, fetch=fetch, lanes=share, reduce=reduce
+            program,
+            frozen,
+            broadcast,
+            empty,
+            states,
+            data,
+            chunk,
+            task,
+            key,
+            fetch=fetch,
+            lanes=share,
+            reduce=reduce,
         )
         new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
         return jax.tree.map(_sum_devices, (carry.accumulator, new, carry.written))
@@ -165,14 +210,29 @@ def _sum_devices(x: Array) -> Array:
     return jax.lax.psum(x.astype(jnp.int32), "clients") > 0 if x.dtype == bool else jax.lax.psum(x, "clients")
 
 
-def _play_phases(program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce):
+def _play_phases(
+    program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce
+):
     """Phases as successive sweeps over the chunk's clients and over resident data."""
     carry = open_chunk(program, lanes, broadcast, accumulator, states, chunk, task)
     for index, phase in enumerate(program.phases):
         locate = functools.partial(_in_store, phase, chunk, _row_order(phase, index, chunk, key))
         ticks = (0, chunk.ticks[index])
         carry = sweep(
-            program, index, frozen, broadcast, carry, data, locate, chunk, task, key, ticks, fetch=fetch, lanes=lanes, reduce=reduce
+            program,
+            index,
+            frozen,
+            broadcast,
+            carry,
+            data,
+            locate,
+            chunk,
+            task,
+            key,
+            ticks,
+            fetch=fetch,
+            lanes=lanes,
+            reduce=reduce,
         )
     return carry
 
@@ -188,7 +248,8 @@ def open_chunk(program: Program, lanes: Lanes, broadcast, accumulator, states, c
 
 def sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate, chunk, task, key, ticks, *,
            fetch, lanes, reduce) -> Carry:  # fmt: skip
-    """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table names.
+    """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table
+    names.
 
     locate(tick, lane, slot, step) -> (row ids, mask, where `data` has these rows)
     """
@@ -198,9 +259,11 @@ def sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate
 
     def begin(slot, start, locals_, states, waiting):
         if is_first:
-            new = each(lambda s: program.start(broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)))(
-                slot
-            )
+            new = each(
+                lambda s: program.start(
+                    broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)
+                )
+            )(slot)
         else:
             new = jax.tree.map(lambda x: x[slot], waiting)
         return select(start, new, locals_)
@@ -210,7 +273,9 @@ def sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate
         rows, mask, place = locate(tick, lane, slot, step)
         batch = _read(fetch, phase, data, rows, place, mask, jax.random.fold_in(key_, 0))
         new, metrics = phase.step(frozen, broadcast, local, batch, task, jax.random.fold_in(key_, 1))
-        return select(active, new, local), {name: _countable(value, active) for name, value in metrics.items()}
+        return select(active, new, local), {
+            name: _countable(value, active) for name, value in metrics.items()
+        }
 
     def finish(slot, end, locals_, accumulator, states, written, waiting):
         if not is_last:
@@ -229,9 +294,14 @@ def sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate
         locals_, accumulator, states, written, waiting = carry
         slot, step, start, end, active = (column[i] for column in table)
         start, end, active = start > 0, end > 0, active > 0
-        # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both branches at every tick.
-        locals_ = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_)
-        locals_, metrics = each(work)(jnp.full_like(slot, i), jnp.arange(lanes.count), slot, step, active, locals_)
+        # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both
+        # branches at every tick.
+        locals_ = jax.lax.cond(
+            jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_
+        )
+        locals_, metrics = each(work)(
+            jnp.full_like(slot, i), jnp.arange(lanes.count), slot, step, active, locals_
+        )
         total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0), accumulator.metrics[index], metrics)
         metrics = (*accumulator.metrics[:index], total, *accumulator.metrics[index + 1 :])
         accumulator = accumulator._replace(metrics=metrics)
@@ -254,7 +324,8 @@ def _in_store(phase: Phase, chunk: Chunk, order, tick, lane, slot, step):
 
 
 def in_window(rows, places, first, tick, lane, slot, step):
-    """The rows of a step in a window: their ids, -1 for padding, and their places, both [ticks, L, B] from tick `first`."""
+    """The rows of a step in a window: their ids, -1 for padding, and their places, both [ticks, L, B] from
+    tick `first`."""
     del slot, step
     mine = rows[tick - first, lane]
     return mine, mine >= 0, places[tick - first, lane]
@@ -272,9 +343,11 @@ def rows_of_ticks(phase: Phase, index: int, lanes: Lanes, chunk: Chunk, key) -> 
 
 
 def _row_order(phase: Phase, index: int, chunk: Chunk, key) -> Int[Array, "epochs rows"]:
-    """For every epoch, the positions in chunk.rows sorted by client and, within a client, by a uniform draw per training row.
+    """For every epoch, the positions in chunk.rows sorted by client and, within a client, by a uniform draw
+    per training row.
 
-    The draw belongs to the row (seed, task, round, phase, epoch, row), so a client's order does not depend on who else takes part.
+    The draw belongs to the row (seed, task, round, phase, epoch, row), so a client's order does not depend on
+    who else takes part.
     """
     position = jnp.arange(chunk.rows.shape[0], dtype=jnp.int32)
 
@@ -289,7 +362,8 @@ def _row_order(phase: Phase, index: int, chunk: Chunk, key) -> Int[Array, "epoch
 
 
 def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Training rows of a client's step, and which of them are real: the last batch of an epoch may be partial."""
+    """Training rows of a client's step, and which of them are real: the last batch of an epoch may be
+    partial."""
     size, count = phase.view.batch_size, chunk.count[slot]
     per_epoch = jnp.maximum(-(-count // size), 1)
     within = (step % per_epoch) * size + jnp.arange(size, dtype=jnp.int32)
@@ -303,7 +377,9 @@ def _read(fetch: Fetch, phase: Phase, data, rows, place, mask, key) -> Batch:
     keys = jax.random.split(key, rows.shape[0])
     image, label, query = fetch(data, jnp.where(mask, place, 0), keys, phase.view.augment)
     clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
-    return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query))
+    return Batch(
+        clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query)
+    )
 
 
 def _client_key(key, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:
@@ -314,7 +390,7 @@ def _info(chunk: Chunk, slot) -> ClientInfo:
     return ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], chunk.round)
 
 
-# ---- pytrees -----------------------------------------------------------------------------------------------------------------------
+# ---- pytrees -----------------------------------------------------------------------------------------------
 
 
 def _at(tree: PyTree, index: Any) -> PyTree:
@@ -336,7 +412,9 @@ def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
 
 def _add_valid(total: PyTree, new: PyTree, valid: Array) -> PyTree:
     """Sum over lanes of the valid rows: selected, not multiplied, since 0 * nan is nan."""
-    return jax.tree.map(lambda t, x: t + jnp.sum(jnp.where(_align(valid, x), x, 0), axis=0, dtype=t.dtype), total, new)
+    return jax.tree.map(
+        lambda t, x: t + jnp.sum(jnp.where(_align(valid, x), x, 0), axis=0, dtype=t.dtype), total, new
+    )
 
 
 def _squeeze(tree: PyTree) -> PyTree:

@@ -26,26 +26,53 @@ class MethodEntry(NamedTuple):
 
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
-        "fused task prompts, unified representation, prototype debias (FPPL)", fppl.FPPLConfig, fppl.FIDELITY, fppl.fppl
+        "fused task prompts, unified representation, prototype debias (FPPL)",
+        fppl.FPPLConfig,
+        fppl.FIDELITY,
+        fppl.fppl,
     ),
     "fedavg": MethodEntry(
-        "FPPL's adapter with its three parts off: plain FedAvg", fedavg.FedAvgConfig, fedavg.FIDELITY, fedavg.fedavg
+        "FPPL's adapter with its three parts off: plain FedAvg",
+        fedavg.FedAvgConfig,
+        fedavg.FIDELITY,
+        fedavg.fedavg,
     ),
-    "linear": MethodEntry("FedAvg of a classifier on frozen features", linear.LinearConfig, linear.FIDELITY, linear.linear),
+    "linear": MethodEntry(
+        "FedAvg of a classifier on frozen features", linear.LinearConfig, linear.FIDELITY, linear.linear
+    ),
     "pilora": MethodEntry(
-        "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)", pilora.PiloraConfig, pilora.FIDELITY, pilora.pilora
+        "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
+        pilora.PiloraConfig,
+        pilora.FIDELITY,
+        pilora.pilora,
     ),
     "fedncm": MethodEntry(
-        "class means of frozen features, no training (FedNCM)", fedncm.FedNCMConfig, fedncm.FIDELITY, fedncm.fedncm
+        "class means of frozen features, no training (FedNCM)",
+        fedncm.FedNCMConfig,
+        fedncm.FIDELITY,
+        fedncm.fedncm,
     ),
     "fedclm": MethodEntry(
-        "FedAvg of LoRA and a classifier, nearest class mean at inference", finetune.FinetuneConfig, finetune.FIDELITY, fedclm.fedclm
+        "FedAvg of LoRA and a classifier, nearest class mean at inference",
+        finetune.FinetuneConfig,
+        finetune.FIDELITY,
+        fedclm.fedclm,
     ),
-    "ewc": MethodEntry("FedAvg of LoRA and a classifier with elastic weights", ewc.EWCConfig, finetune.FIDELITY, ewc.ewc),
-    "lwf": MethodEntry("FedAvg of LoRA and a classifier with distillation", lwf.LwFConfig, finetune.FIDELITY, lwf.lwf),
-    "icarl": MethodEntry("FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLConfig, finetune.FIDELITY, icarl.icarl),
+    "ewc": MethodEntry(
+        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCConfig, finetune.FIDELITY, ewc.ewc
+    ),
+    "lwf": MethodEntry(
+        "FedAvg of LoRA and a classifier with distillation", lwf.LwFConfig, finetune.FIDELITY, lwf.lwf
+    ),
+    "icarl": MethodEntry(
+        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLConfig, finetune.FIDELITY, icarl.icarl
+    ),
     "joint": MethodEntry(
-        "FedAvg of LoRA and a classifier, all classes at once", finetune.FinetuneConfig, finetune.FIDELITY, finetune.finetune, joint=True
+        "FedAvg of LoRA and a classifier, all classes at once",
+        finetune.FinetuneConfig,
+        finetune.FIDELITY,
+        finetune.finetune,
+        joint=True,
     ),
 }
 
@@ -53,4 +80,6 @@ METHODS: dict[str, MethodEntry] = {
 def resolve_options(name: str, options: Any, fidelity: str) -> Any:
     """`options` with every None replaced by the value of the fidelity preset."""
     preset = METHODS[name].fidelity[fidelity]
-    return dataclasses.replace(options, **{field: value for field, value in preset.items() if getattr(options, field) is None})
+    return dataclasses.replace(
+        options, **{field: value for field, value in preset.items() if getattr(options, field) is None}
+    )

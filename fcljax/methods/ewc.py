@@ -1,7 +1,9 @@
-"""EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017) on LoRA and a linear classifier, after TARGET's release (ICCV 2023).
+"""EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017) on LoRA and a linear classifier, after
+TARGET's release (ICCV 2023).
 
-Every client pulls its weights to where they were after its last task, the harder the more its own old data cared for them. The release
-evaluates this penalty on the global network object and not on the weights that train, so that it has no gradient; here it is on the latter.
+Every client pulls its weights to where they were after its last task, the harder the more its own old data
+cared for them. The release evaluates this penalty on the global network object and not on the weights that
+train, so that it has no gradient; here it is on the latter.
 """
 
 import dataclasses
@@ -25,9 +27,11 @@ class EWCConfig(FinetuneConfig):
 
 
 class Anchor(NamedTuple):
-    """What a client knows of its earlier tasks: weights, and how much each matters. Fisher is 0 before the first task is over.
+    """What a client knows of its earlier tasks: weights, and how much each matters. Fisher is 0 before the
+    first task is over.
 
-    `next_tuned`, `next_fisher`: the same for the task that it last took part in, which counts once a later one begins.
+    `next_tuned`, `next_fisher`: the same for the task that it last took part in, which counts once a later
+    one begins.
     """
 
     tuned: Tuned
@@ -46,30 +50,42 @@ class Memory(NamedTuple):
     batches: Float[Array, ""]
 
 
-def ewc(config: EWCConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+def ewc(
+    config: EWCConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
     """EWC+FL as a method."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
     def penalty(frozen, tuned, memory: Memory, batch, task, key, logits):
         """lambda / 2 sum F (w - w*)^2"""
         del frozen, batch, task, key, logits
-        pull = jax.tree.map(lambda f, w, old: jnp.sum(f * (w - old) ** 2), memory.anchor.fisher, tuned, memory.anchor.tuned)
+        pull = jax.tree.map(
+            lambda f, w, old: jnp.sum(f * (w - old) ** 2), memory.anchor.fisher, tuned, memory.anchor.tuned
+        )
         return config.ewc_weight / 2 * sum(jax.tree.leaves(pull))
 
     def look(frozen, broadcast, local: Local, batch, task, key):
         """Add the squared gradient of a batch, at the weights that were trained."""
         del broadcast, key
-        loss_of = lambda tuned: cross_entropy(logits_of(recipe, frozen, tuned, batch.image), batch.label, task.current, batch.mask)
+        loss_of = lambda tuned: cross_entropy(
+            logits_of(recipe, frozen, tuned, batch.image), batch.label, task.current, batch.mask
+        )
         gradient = jax.grad(loss_of)(local.tuned)
         squares = jax.tree.map(lambda total, g: total + g**2, local.memory.squares, gradient)
-        return local._replace(memory=local.memory._replace(squares=squares, batches=local.memory.batches + 1)), {}
+        return local._replace(
+            memory=local.memory._replace(squares=squares, batches=local.memory.batches + 1)
+        ), {}
 
     def keep(local: Local, state, task) -> Anchor:
         del state
         memory: Memory = local.memory
-        fisher = jax.tree.map(lambda s: jnp.minimum(s / jnp.maximum(memory.batches, 1), config.fisher_limit), memory.squares)
+        fisher = jax.tree.map(
+            lambda s: jnp.minimum(s / jnp.maximum(memory.batches, 1), config.fisher_limit), memory.squares
+        )
         old = jnp.sum(task.seen & ~task.current) / jnp.sum(task.seen)
-        return memory.anchor._replace(next_tuned=local.tuned, next_fisher=fisher, share=old.astype(jnp.float32), task=task.index)
+        return memory.anchor._replace(
+            next_tuned=local.tuned, next_fisher=fisher, share=old.astype(jnp.float32), task=task.index
+        )
 
     fisher_pass = Phase(View(1, batch_size, shuffle=False, augment=False), look)
     client = make_client(recipe, open_memory=consolidate, term=penalty, later=(fisher_pass,), keep=keep)
@@ -77,11 +93,13 @@ def ewc(config: EWCConfig, setting: Setting, backbone: Backbone, epochs: int, ba
 
 
 def consolidate(broadcast, state: Anchor, task, info, key) -> Memory:
-    """When a later task begins, what was learned in the last one becomes part of the anchor: F <- a F + (1 - a) F_new with a the share of
-    classes that were old then, and w* <- w_new."""
+    """When a later task begins, what was learned in the last one becomes part of the anchor: F <- a F + (1 -
+    a) F_new with a the share of classes that were old then, and w* <- w_new."""
     del broadcast, info, key
     new = (state.task >= 0) & (state.task != task.index)
-    merged = jax.tree.map(lambda f, g: state.share * f + (1 - state.share) * g, state.fisher, state.next_fisher)
+    merged = jax.tree.map(
+        lambda f, g: state.share * f + (1 - state.share) * g, state.fisher, state.next_fisher
+    )
     select = lambda a, b: jax.tree.map(lambda x, y: jnp.where(new, x, y), a, b)
     anchor = state._replace(tuned=select(state.next_tuned, state.tuned), fisher=select(merged, state.fisher))
     return Memory(anchor, jax.tree.map(jnp.zeros_like, state.fisher), jnp.zeros(()))

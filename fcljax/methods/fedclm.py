@@ -1,13 +1,22 @@
-"""FedCLM (a baseline of PILoRA's tables): LoRA and a linear classifier trained by FedAvg, the nearest class mean at inference.
+"""FedCLM (a baseline of PILoRA's tables): LoRA and a linear classifier trained by FedAvg, the nearest class
+mean at inference.
 
-After the last round of a task every client sends sums of features and numbers of rows of the task's classes under the final model. Means
-of old classes are not computed again: nobody has their data any more.
+After the last round of a task every client sends sums of features and numbers of rows of the task's classes
+under the final model. Means of old classes are not computed again: nobody has their data any more.
 """
 
 from typing import NamedTuple
 
 from fcljax.methods.fedncm import Sums, add_batch, add_classes, empty_sums, mean_logits
-from fcljax.methods.finetune import FinetuneConfig, Recipe, Tuned, features, init_tuned, make_client, make_method
+from fcljax.methods.finetune import (
+    FinetuneConfig,
+    Recipe,
+    Tuned,
+    features,
+    init_tuned,
+    make_client,
+    make_method,
+)
 from fcljax.types import Backbone, Broadcast, Extra, Method, Phase, Program, Setting, Upload, View
 
 
@@ -18,7 +27,9 @@ class ServerState(NamedTuple):
     sums: Sums
 
 
-def fedclm(config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+def fedclm(
+    config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
     """FedCLM as a method."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
@@ -36,7 +47,9 @@ def fedclm(config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs:
 
     def gather_means(frozen, server: ServerState, aggregate, task, key):
         del frozen, key
-        return server._replace(sums=add_classes(server.sums, aggregate.sum, task)), {}  # each class is of one task, surveyed once
+        return server._replace(
+            sums=add_classes(server.sums, aggregate.sum, task)
+        ), {}  # each class is of one task, surveyed once
 
     def predict(frozen, server: ServerState, image, query, task):
         del query

@@ -1,7 +1,7 @@
 """FedNCM (Legate et al. 2023): a training-free classifier of class means of frozen features.
 
-Every client sends the sum of its features and the number of its rows for each class of the task, once; the server's means are those of all
-rows together, whoever holds them.
+Every client sends the sum of its features and the number of its rows for each class of the task, once; the
+server's means are those of all rows together, whoever holds them.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ from fcljax.types import Backbone, Batch, Broadcast, Method, Phase, Program, Set
 class FedNCMConfig:
     """Options of FedNCM."""
 
-    classifier: Literal["linear", "nearest"] = "linear"  # mean features of length 1 as weights, or the nearest mean
+    classifier: Literal["linear", "nearest"] = (
+        "linear"  # mean features of length 1 as weights, or the nearest mean
+    )
 
 
 FIDELITY: dict[str, dict] = {"intended": {}, "paper": {}, "released": {}}
@@ -32,8 +34,11 @@ class Sums(NamedTuple):
     rows: Float[Array, " classes"]
 
 
-def fedncm(config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
-    """FedNCM as a method; a client's state is the last task that it has sent its sums for. Epochs and rate do not matter."""
+def fedncm(
+    config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
+    """FedNCM as a method; a client's state is the last task that it has sent its sums for. Epochs and rate do
+    not matter."""
     del epochs, lr
     features = lambda frozen, image, query: backbone.encode(frozen, image, None) if query is None else query
 
@@ -77,12 +82,15 @@ def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, ta
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """The server's sums of all classes with what arrived for those of the task; padding classes are dropped."""
+    """The server's sums of all classes with what arrived for those of the task; padding classes are
+    dropped."""
     place = jnp.where(task.classes >= 0, task.classes, total.rows.shape[0])
     return Sums(*(old.at[place].add(new, mode="drop") for old, new in zip(total, arrived, strict=True)))
 
 
-def mean_logits(feature: Float[Array, "batch width"], sums: Sums, seen, classifier: str) -> Float[Array, "batch classes"]:
+def mean_logits(
+    feature: Float[Array, "batch width"], sums: Sums, seen, classifier: str
+) -> Float[Array, "batch classes"]:
     """Logits of a classifier of class means; classes that are not seen, or that nobody had, never win."""
     mean, held = class_means(sums.feature, sums.rows)
     if classifier == "nearest":

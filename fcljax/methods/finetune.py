@@ -1,8 +1,9 @@
 """FedAvg of LoRA and a linear classifier: what the baselines of PILoRA's tables have in common.
 
-One low-rank pair serves all tasks and goes on training, so nothing but the baselines' own terms keeps it from forgetting. Those terms are
-the arguments of `make_client`: a `memory` that a client carries while it works, and a loss that reads it. Alone, over all classes at once,
-this is the tables' joint training. Ranks, rates and blocks are not stated for the baselines; PILoRA's are taken.
+One low-rank pair serves all tasks and goes on training, so nothing but the baselines' own terms keeps it from
+forgetting. Those terms are the arguments of `make_client`: a `memory` that a client carries while it works,
+and a loss that reads it. Alone, over all classes at once, this is the tables' joint training. Ranks, rates
+and blocks are not stated for the baselines; PILoRA's are taken.
 """
 
 import dataclasses
@@ -74,21 +75,26 @@ class Recipe(NamedTuple):
     @property
     def adam(self) -> optax.GradientTransformation:
         """Adam, with a rate for each part; new every round."""
-        return optax.partition({"lora": optax.adam(self.config.lora_lr), "head": optax.adam(self.lr)}, Tuned("lora", "head"))
+        return optax.partition(
+            {"lora": optax.adam(self.config.lora_lr), "head": optax.adam(self.lr)}, Tuned("lora", "head")
+        )
 
 
 # (frozen, tuned, memory, batch, task, key, logits of the batch) -> loss that is added to the cross-entropy
 Term = Callable[[PyTree, Tuned, PyTree, Batch, Task, Array, Array], Float[Array, ""]]
 
 
-def finetune(config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+def finetune(
+    config: FinetuneConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
     """FedAvg of LoRA and head, with nothing against forgetting."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
     return make_method(recipe, make_client(recipe))
 
 
 def make_method(recipe: Recipe, client: Program, **others) -> Method:
-    """A baseline whose server keeps the averaged parameters and predicts with the classifier, unless `others` says otherwise."""
+    """A baseline whose server keeps the averaged parameters and predicts with the classifier, unless `others`
+    says otherwise."""
 
     def predict(frozen, server: Tuned, image, query, task):
         del query
@@ -159,7 +165,9 @@ def make_client(
     """
 
     def start(broadcast, state, task, info, key):
-        return Local(broadcast.wire, recipe.adam.init(broadcast.wire), open_memory(broadcast, state, task, info, key))
+        return Local(
+            broadcast.wire, recipe.adam.init(broadcast.wire), open_memory(broadcast, state, task, info, key)
+        )
 
     def finish(broadcast, local: Local, state, task, info):
         del broadcast

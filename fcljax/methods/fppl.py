@@ -1,8 +1,10 @@
-"""FPPL: an efficient and non-IID robust federated continual learning framework (He et al. 2024, arXiv 2411.01904).
+"""FPPL: an efficient and non-IID robust federated continual learning framework (He et al. 2024, arXiv
+2411.01904).
 
-Clients learn a prompt per task that is fused with the frozen prompts of earlier tasks by a gate on the un-prompted features; class
-prototypes go up, are averaged, come back to pull the clients' features together (unified representation), and fill a pool on which the
-server removes the bias of the averaged classifier. Where paper and release differ, a field of `FPPLConfig` says which one is meant.
+Clients learn a prompt per task that is fused with the frozen prompts of earlier tasks by a gate on the
+un-prompted features; class prototypes go up, are averaged, come back to pull the clients' features together
+(unified representation), and fill a pool on which the server removes the bias of the averaged classifier.
+Where paper and release differ, a field of `FPPLConfig` says which one is meant.
 """
 
 import dataclasses
@@ -38,16 +40,24 @@ class FPPLConfig:
     prompt_length: int = 20  # tokens per block
     prompt_blocks: int = 5  # blocks 0..4
     server_epochs: int = 5  # debias epochs per round
-    server_batch_size: int | None = None  # prototypes per debias step; default: the clients' batch size, as in paper and release
-    server_lr: float | None = None  # of the debias steps; default: the clients' learning rate, as in paper and release
+    server_batch_size: int | None = (
+        None  # prototypes per debias step; default: the clients' batch size, as in paper and release
+    )
+    server_lr: float | None = (
+        None  # of the debias steps; default: the clients' learning rate, as in paper and release
+    )
     wo_unified: bool = False  # ablation: no unified-representation loss
     wo_fusion: bool = False  # ablation: the gate's best task alone, gate untrained
     wo_debias: bool = False  # ablation: no server training of the classifier
     wo_pool: bool = False  # ablation: debias on the current task's prototypes only
     gate_scale: Literal["learnable", "fixed"] | None = None  # is sigma trained and sent, or 1
-    local_classes: Literal["current", "all"] | None = None  # classes that compete in the client's cross-entropy
+    local_classes: Literal["current", "all"] | None = (
+        None  # classes that compete in the client's cross-entropy
+    )
     reduction: Literal["mean", "sum"] | None = None  # of the losses over a batch, at clients and server
-    unified_average: Literal["holders", "batch"] | None = None  # divide the unified loss by rows with a prototype, or all rows
+    unified_average: Literal["holders", "batch"] | None = (
+        None  # divide the unified loss by rows with a prototype, or all rows
+    )
     prototype_view: Literal["augmented", "clean"] | None = None  # images that local prototypes are made of
     prototype_download: Literal["current", "seen"] | None = None  # prototypes sent down
     prompt_upload: Literal["current", "all"] | None = None  # prompts that cross the wire
@@ -94,7 +104,8 @@ class ServerState(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Down: the trained parts and the global prototypes G. In the release `trained.prompt` holds all prompts, [tasks, ...]."""
+    """Down: the trained parts and the global prototypes G. In the release `trained.prompt` holds all prompts,
+    [tasks, ...]."""
 
     trained: Trained
     prototypes: Prototypes | tuple[()]
@@ -110,7 +121,8 @@ class Client(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Everything static that FPPL's functions close over. `config` is resolved (no None but the server's batch and rate)."""
+    """Everything static that FPPL's functions close over. `config` is resolved (no None but the server's
+    batch and rate)."""
 
     config: FPPLConfig
     setting: Setting
@@ -130,7 +142,9 @@ class Recipe(NamedTuple):
         return self.config.prompt_upload == "all"
 
 
-def fppl(config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+def fppl(
+    config: FPPLConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
     """FPPL as a method. `config` must be resolved; `epochs`, `batch_size` and `lr` are the clients'."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
@@ -173,7 +187,7 @@ def current_part(server: ServerState, task: Task) -> Trained:
     return Trained(server.prompts[task.index], server.gate, server.head)
 
 
-# ---- client ------------------------------------------------------------------------------------------------------------------------
+# ---- client ------------------------------------------------------------------------------------------------
 
 
 def _client(recipe: Recipe) -> Program:
@@ -199,7 +213,9 @@ def _client(recipe: Recipe) -> Program:
         prototypes, classes = _current_prototypes(broadcast.wire.prototypes, task, config)
 
         def loss_of(trained):
-            feature = features(recipe, frozen, trained, held_prompts(broadcast), batch.image, batch.query, task)
+            feature = features(
+                recipe, frozen, trained, held_prompts(broadcast), batch.image, batch.query, task
+            )
             logits = apply_head(trained.head, feature)
             loss = cross_entropy(logits, batch.label, allowed, batch.mask, config.reduction)
             if not config.wo_unified:
@@ -215,12 +231,17 @@ def _client(recipe: Recipe) -> Program:
         rows = jnp.sum(batch.mask).astype(jnp.float32)
         total = loss if config.reduction == "sum" else loss * rows
         metrics = {"loss": Weighted(total, rows), "train_accuracy": Weighted(hits, rows)}
-        return local._replace(trained=optax.apply_updates(local.trained, update), optimiser=optimiser), metrics
+        return local._replace(
+            trained=optax.apply_updates(local.trained, update), optimiser=optimiser
+        ), metrics
 
     def extract(frozen, broadcast, local: Client, batch, task, key):
-        """Local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model it has just trained."""
+        """Local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model it
+        has just trained."""
         del key
-        feature = features(recipe, frozen, local.trained, held_prompts(broadcast), batch.image, batch.query, task)
+        feature = features(
+            recipe, frozen, local.trained, held_prompts(broadcast), batch.image, batch.query, task
+        )
         sums, counts = class_sums(feature, batch.label, task.classes, batch.mask)
         return local._replace(sums=local.sums + sums, counts=local.counts + counts), {}
 
@@ -237,7 +258,7 @@ def _client(recipe: Recipe) -> Program:
     return Program(start, phases, finish)
 
 
-# ---- server ------------------------------------------------------------------------------------------------------------------------
+# ---- server ------------------------------------------------------------------------------------------------
 
 
 def _init(recipe: Recipe, key, frozen) -> ServerState:
@@ -248,7 +269,10 @@ def _init(recipe: Recipe, key, frozen) -> ServerState:
         prompts=init_prompts(keys[0], setting.tasks, config.prompt_blocks, config.prompt_length, width),
         gate=init_gate(keys[1], setting.tasks, width, config.gate_scale == "learnable"),
         head=init_head(keys[2], width, setting.classes),
-        pool=Prototypes(jnp.zeros((setting.clients, setting.classes, width)), jnp.zeros((setting.clients, setting.classes), bool)),
+        pool=Prototypes(
+            jnp.zeros((setting.clients, setting.classes, width)),
+            jnp.zeros((setting.clients, setting.classes), bool),
+        ),
     )
 
 
@@ -267,7 +291,8 @@ def _broadcast(recipe: Recipe, server: ServerState, task) -> Broadcast:
         prototypes = Prototypes(*_rows(prototypes, task.classes))
     trained = current_part(server, task)
     wire = Wire(
-        trained._replace(prompt=server.prompts) if recipe.sends_all else trained, () if recipe.config.wo_unified else prototypes
+        trained._replace(prompt=server.prompts) if recipe.sends_all else trained,
+        () if recipe.config.wo_unified else prototypes,
     )
     return Broadcast(wire, held=() if recipe.sends_all else server.prompts)
 
@@ -281,7 +306,9 @@ def _serve(recipe: Recipe, frozen, server: ServerState, aggregate, task, key):
     server = ServerState(prompts, trained.gate, trained.head, server.pool)
     if not recipe.extracts:
         return server, {}
-    server = server._replace(pool=store_prototypes(server.pool, aggregate.gather, aggregate.id, aggregate.valid, task.classes))
+    server = server._replace(
+        pool=store_prototypes(server.pool, aggregate.gather, aggregate.id, aggregate.valid, task.classes)
+    )
     if config.wo_debias:
         return server, {}
     held = server.pool.held & (task.current if config.wo_pool else task.seen)
@@ -302,20 +329,28 @@ def unified_representation_loss(
     average: str = "holders",
     reduction: str = "mean",
 ) -> Float[Array, ""]:
-    """L_ur (FPPL eq. 6): InfoNCE of each feature against the global prototypes of `classes` that exist; row a is class classes[a].
+    """L_ur (FPPL eq. 6): InfoNCE of each feature against the global prototypes of `classes` that exist; row a
+    is class classes[a].
 
-    Rows whose class has no prototype are left out, of the average too unless `average` is "batch"; 0 if no row is left.
+    Rows whose class has no prototype are left out, of the average too unless `average` is "batch"; 0 if no
+    row is left.
     """
     similarity = cosine(feature, jax.lax.stop_gradient(prototypes.vector)) / temperature
     positive = (label[:, None] == classes) & prototypes.held
     has_prototype = mask & jnp.any(positive, axis=-1)
-    loss = jax.nn.logsumexp(mask_logits(similarity, prototypes.held), axis=-1) - jnp.sum(similarity * positive, axis=-1)
-    return reduce_rows(loss, has_prototype, jnp.sum(has_prototype if average == "holders" else mask), reduction)
+    loss = jax.nn.logsumexp(mask_logits(similarity, prototypes.held), axis=-1) - jnp.sum(
+        similarity * positive, axis=-1
+    )
+    return reduce_rows(
+        loss, has_prototype, jnp.sum(has_prototype if average == "holders" else mask), reduction
+    )
 
 
-def store_prototypes(pool: Prototypes, sent: Prototypes, id_: Array, valid: Array, classes: Array) -> Prototypes:
-    """The pool [K, C, ...] with the rows [P, Ct, ...] that the valid clients sent for the current task in place of their older ones;
-    entries of other tasks and of absent clients stay."""
+def store_prototypes(
+    pool: Prototypes, sent: Prototypes, id_: Array, valid: Array, classes: Array
+) -> Prototypes:
+    """The pool [K, C, ...] with the rows [P, Ct, ...] that the valid clients sent for the current task in
+    place of their older ones; entries of other tasks and of absent clients stay."""
     clients, total = pool.held.shape
     row = jnp.where(valid, id_, clients)[:, None]
     column = jnp.where(classes >= 0, classes, total)[None, :]
@@ -326,8 +361,9 @@ def store_prototypes(pool: Prototypes, sent: Prototypes, id_: Array, valid: Arra
 def debias(
     head: Head, pool: Prototypes, key, epochs: int, batch_size: int, lr: float, reduction: str = "mean"
 ) -> tuple[Head, dict[str, Weighted]]:
-    """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes without a prototype
-    masked. pool: vectors [K, C, width] and held [K, C]; one training row per held entry."""
+    """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes
+    without a prototype masked. pool: vectors [K, C, width] and held [K, C]; one training row per held
+    entry."""
     width = pool.vector.shape[-1]
     feature = pool.vector.reshape(-1, width)
     held = pool.held.reshape(-1)
@@ -337,7 +373,9 @@ def debias(
     adam = optax.adam(lr)
     batches = -(-count // batch_size)
     # Held rows first, in a fresh random order every epoch.
-    draw = jax.vmap(lambda epoch: jax.random.uniform(jax.random.fold_in(key, epoch), held.shape))(jnp.arange(epochs))
+    draw = jax.vmap(lambda epoch: jax.random.uniform(jax.random.fold_in(key, epoch), held.shape))(
+        jnp.arange(epochs)
+    )
     order = jnp.argsort(jnp.where(held, draw, 2.0), axis=-1)
 
     def step(i, carry):

@@ -1,4 +1,5 @@
-"""The linear baseline: FedAvg of a classifier on frozen features, nothing else (McMahan et al. 2017 with a frozen backbone)."""
+"""The linear baseline: FedAvg of a classifier on frozen features, nothing else (McMahan et al. 2017 with a
+frozen backbone)."""
 
 import dataclasses
 
@@ -18,8 +19,11 @@ class LinearConfig:
 FIDELITY: dict[str, dict] = {"intended": {}, "paper": {}, "released": {}}
 
 
-def linear(config: LinearConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
-    """Head-only FedAvg: clients train the classifier with a new Adam every round on the classes of the current task."""
+def linear(
+    config: LinearConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
+    """Head-only FedAvg: clients train the classifier with a new Adam every round on the classes of the
+    current task."""
     del config
     adam = optax.adam(lr)
 

@@ -1,7 +1,9 @@
-"""LwF+FL: learning without forgetting (Li and Hoiem 2016) on LoRA and a linear classifier, as in TARGET's release (ICCV 2023).
+"""LwF+FL: learning without forgetting (Li and Hoiem 2016) on LoRA and a linear classifier, as in TARGET's
+release (ICCV 2023).
 
-A client distils the logits of old classes, on its own images of the current task, from the global model as it was when the client first
-took part in the task. It keeps this teacher, since at later rounds the server only sends the newest model.
+A client distils the logits of old classes, on its own images of the current task, from the global model as it
+was when the client first took part in the task. It keeps this teacher, since at later rounds the server only
+sends the newest model.
 """
 
 import dataclasses
@@ -11,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fcljax.methods.finetune import FinetuneConfig, Recipe, Tuned, logits_of, make_client, make_method, old_classes
+from fcljax.methods.finetune import (
+    FinetuneConfig,
+    Recipe,
+    Tuned,
+    logits_of,
+    make_client,
+    make_method,
+    old_classes,
+)
 from fcljax.models.heads import distillation
 from fcljax.types import Backbone, Method, Setting
 
@@ -31,16 +41,22 @@ class Teacher(NamedTuple):
     task: Int[Array, ""]
 
 
-def lwf(config: LwFConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float) -> Method:
+def lwf(
+    config: LwFConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
+) -> Method:
     """LwF+FL as a method."""
     recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
 
     def distil(frozen, tuned, teacher: Teacher, batch, task, key, logits):
         del tuned, key
         target = logits_of(recipe, frozen, teacher.tuned, batch.image)
-        return config.distill_weight * distillation(logits, target, old_classes(task), batch.mask, config.distill_temperature)
+        return config.distill_weight * distillation(
+            logits, target, old_classes(task), batch.mask, config.distill_temperature
+        )
 
-    client = make_client(recipe, open_memory=first_model_of_task, term=distil, keep=lambda local, state, task: local.memory)
+    client = make_client(
+        recipe, open_memory=first_model_of_task, term=distil, keep=lambda local, state, task: local.memory
+    )
     return make_method(recipe, client, init_client=lambda key, server: Teacher(server, jnp.int32(-1)))
 
 
@@ -48,6 +64,6 @@ def first_model_of_task(broadcast, state: Teacher, task, info, key) -> Teacher:
     """The teacher of the current task: a new one if the client's is of an earlier task."""
     del info, key
     stale = state.task != task.index
-    return Teacher(jax.tree.map(lambda new, old: jnp.where(stale, new, old), broadcast.wire, state.tuned), task.index)
-
-
+    return Teacher(
+        jax.tree.map(lambda new, old: jnp.where(stale, new, old), broadcast.wire, state.tuned), task.index
+    )

@@ -1,7 +1,9 @@
-"""A low-rank pair per task in the first blocks of a ViT, and the rules by which pairs of several tasks act as one (PILoRA, section 4.1).
+"""A low-rank pair per task in the first blocks of a ViT, and the rules by which pairs of several tasks act as
+one (PILoRA, section 4.1).
 
-The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of one task has leaves [blocks, ...]. A task
-is an index that may be traced: slots of earlier tasks are constants, slots of later ones count as 0. Knows nothing of federation.
+The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of one task has
+leaves [blocks, ...]. A task is an index that may be traced: slots of earlier tasks are constants, slots of
+later ones count as 0. Knows nothing of federation.
 """
 
 from typing import Literal
@@ -18,8 +20,11 @@ LoraInit = Literal["kaiming_uniform", "gaussian"]
 LoraRule = Literal["sum", "current", "products", "first"]
 
 
-def init_pairs(key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform") -> Lora:
-    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper), which states no deviation: that of the uniform.
+def init_pairs(
+    key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform"
+) -> Lora:
+    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper), which states no
+    deviation: that of the uniform.
 
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
@@ -47,15 +52,16 @@ def put_pair(pairs: Lora | tuple[()], task: ArrayLike, pair: Lora | tuple[()]) -
 
 
 def summed(pairs: Lora, current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
-    """The pair that acts for tasks 0..task, with slot `task` taken from `current`; only `current` gets a gradient.
+    """The pair that acts for tasks 0..task, with slot `task` taken from `current`; only `current` gets a
+    gradient.
 
     Args:
       pairs: leaves [tasks, blocks, ...]; not read by the rule "current".
       current: the pair of the task, leaves [blocks, ...].
       task: t.
-      rule: "sum" is the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6). "current" is B_t A_t alone (the release's clients).
-        "products" is sum_i B_i A_i, as one pair of rank tasks * rank (PILoRA eq. 5). "first" is B_0 A_0 (the model that the release
-        evaluates).
+      rule: "sum" is the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6). "current" is B_t A_t alone
+        (the release's clients). "products" is sum_i B_i A_i, as one pair of rank tasks * rank (PILoRA eq. 5).
+        "first" is B_0 A_0 (the model that the release evaluates).
 
     Returns:
       Leaves [blocks, R, width] and [blocks, width, R], R the rank, or tasks * rank for "products".
@@ -75,7 +81,8 @@ def lora_injection(pair: Lora) -> Injection:
 
 
 def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
-    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs. Exactly 0 in the first task.
+    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs. Exactly 0
+    in the first task.
 
     `pairs` are constants and only their A are read, so clients need not hold the B for it.
     """
@@ -88,12 +95,18 @@ def l1(current: Lora) -> Float[Array, ""]:
     return jnp.sum(jnp.abs(current.a_q)) + jnp.sum(jnp.abs(current.a_v))
 
 
-def _until(old: Float[Array, "tasks *rest"], new: Float[Array, "*rest"], task: ArrayLike) -> Float[Array, "tasks *rest"]:
+def _until(
+    old: Float[Array, "tasks *rest"], new: Float[Array, "*rest"], task: ArrayLike
+) -> Float[Array, "tasks *rest"]:
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * new.ndim)
     return jnp.where(index == task, new, jnp.where(index < task, jax.lax.stop_gradient(old), 0.0))
 
 
-def _overlap(old: Float[Array, "tasks blocks rank width"], new: Float[Array, "blocks rank width"], past: Bool[Array, " tasks"]):
+def _overlap(
+    old: Float[Array, "tasks blocks rank width"],
+    new: Float[Array, "blocks rank width"],
+    past: Bool[Array, " tasks"],
+):
     # in full precision, since the loss drives these products to 0
     product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
     return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))

@@ -1,7 +1,9 @@
-"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss (He et al. 2022; pMAE, arXiv 2411.01916).
+"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss (He et al. 2022;
+pMAE, arXiv 2411.01916).
 
-The encoder is `apply_vit(config, params, image, Injection(keep=masking.keep), full=True)`, whose tokens are the latent that `decode` takes.
-The decoder predicts all patches; what it says of the visible ones is kept, not replaced by the pixels that are known.
+The encoder is `apply_vit(config, params, image, Injection(keep=masking.keep), full=True)`, whose tokens are
+the latent that `decode` takes. The decoder predicts all patches; what it says of the visible ones is kept,
+not replaced by the pixels that are known.
 """
 
 import dataclasses
@@ -21,7 +23,8 @@ from fcljax.models.vit import Block, ViTConfig
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Static shape of a decoder; the defaults are those of MAE for a ViT-B/16. `dtype` is the compute type of the matrix products."""
+    """Static shape of a decoder; the defaults are those of MAE for a ViT-B/16. `dtype` is the compute type of
+    the matrix products."""
 
     image_size: int = 224
     patch: int = 16
@@ -40,8 +43,8 @@ class DecoderConfig:
 
 
 class Masking(NamedTuple):
-    """Which patches an encoder sees. keep: indices of the visible patches, in their random order. restore: for every patch its place
-    in the sequence [visible, masked]. masked: True for patches that are hidden."""
+    """Which patches an encoder sees. keep: indices of the visible patches, in their random order. restore:
+    for every patch its place in the sequence [visible, masked]. masked: True for patches that are hidden."""
 
     keep: Int[Array, "batch kept"]
     restore: Int[Array, "batch patches"]
@@ -52,10 +55,12 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
     """Hide a random share of the patches, anew for every sample (MAE, section 3).
 
     Args:
-      key: one key, from which sample i gets fold_in(key, i), or one key per sample, [batch]: a sample's mask depends on its key alone.
+      key: one key, from which sample i gets fold_in(key, i), or one key per sample, [batch]: a sample's mask
+        depends on its key alone.
       batch: samples.
       patches: patches per sample.
-      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay. With 0 all stay, in random order.
+      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay. With 0 all stay, in random
+        order.
 
     Raises:
       InputError: for a ratio outside [0, 1].
@@ -79,14 +84,17 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
-    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token; else the column index in the
-    first half and the row index in the second, each p as [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
+    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token; else
+    the column index in the first half and the row index in the second, each p as [sin(p w), cos(p w)] with
+    w_i = 10000^(-i / (width / 4)).
 
     Raises:
       InputError: if width is not a multiple of 4.
     """
     if width % 4:
-        raise InputError(f"decoder width: {width} is not a multiple of 4; nearest: {max(4, round(width / 4) * 4)}")
+        raise InputError(
+            f"decoder width: {width} is not a multiple of 4; nearest: {max(4, round(width / 4) * 4)}"
+        )
     frequency = 10000.0 ** (-np.arange(width // 4) / (width // 4))
     row, column = np.divmod(np.arange(grid * grid), grid)
     angles = [np.outer(index, frequency) for index in (column, row)]
@@ -111,7 +119,9 @@ class Decoder(nn.Module):
         for i in range(c.depth):
             x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
         x = nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name="norm")(x)
-        return nn.Dense(3 * c.patch**2, dtype=c.dtype, name="predict")(x[:, 1:].astype(c.dtype)).astype(jnp.float32)
+        return nn.Dense(3 * c.patch**2, dtype=c.dtype, name="predict")(x[:, 1:].astype(c.dtype)).astype(
+            jnp.float32
+        )
 
 
 def _block_config(c: DecoderConfig) -> ViTConfig:
@@ -125,25 +135,29 @@ def decode(
     restore: Int[Array, "batch patches"],
     prompt: Float[Array, "..."] | None = None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Pixels of every patch, [batch, patches, patch * patch * 3], visible patches included, in the range that the decoder learned.
+    """Pixels of every patch, [batch, patches, patch * patch * 3], visible patches included, in the range that
+    the decoder learned.
 
     Args:
       config: the static shape.
-      params: as from `init_decoder` or `models.pretrained`; an argument, never closed over. `pos` is fixed: no gradient reaches it.
+      params: as from `init_decoder` or `models.pretrained`; an argument, never closed over. `pos` is fixed:
+        no gradient reaches it.
       latent: the encoder's tokens after its final norm, class token first, then the visible patches.
       restore: from the `Masking` with which they were encoded.
-      prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch, length, width]
-        (pMAE's reconstructive prompt).
+      prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch,
+        length, width] (pMAE's reconstructive prompt).
     """
     return Decoder(config).apply({"params": params}, latent, restore, prompt)
 
 
 def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
-    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}. MAE's: xavier-uniform kernels, zero biases,
-    a mask token from N(0, 0.02^2), sin-cos positions."""
+    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}. MAE's: xavier-uniform
+    kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
     keys = jax.random.split(key, len(leaves))
-    return structure.unflatten([_draw(key, path[-1].key, x.shape, config) for key, (path, x) in zip(keys, leaves, strict=True)])
+    return structure.unflatten(
+        [_draw(key, path[-1].key, x.shape, config) for key, (path, x) in zip(keys, leaves, strict=True)]
+    )
 
 
 def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderConfig) -> Array:
@@ -161,12 +175,16 @@ def decoder_shapes(config: DecoderConfig) -> PyTree:
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
 
 
-def patchify(image: Float[Array, "batch height width_px 3"], patch: int) -> Float[Array, "batch patches pixels"]:
+def patchify(
+    image: Float[Array, "batch height width_px 3"], patch: int
+) -> Float[Array, "batch patches pixels"]:
     """Patches row by row; the pixels of one in order row, column, channel, channel fastest."""
     return rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=patch, q=patch)
 
 
-def unpatchify(patches: Float[Array, "batch patches pixels"], patch: int) -> Float[Array, "batch height width_px 3"]:
+def unpatchify(
+    patches: Float[Array, "batch patches pixels"], patch: int
+) -> Float[Array, "batch height width_px 3"]:
     """The square images that `patchify` took apart."""
     side = math.isqrt(patches.shape[1])
     return rearrange(patches, "b (h w) (p q c) -> b (h p) (w q) c", h=side, p=patch, q=patch, c=3)
@@ -178,8 +196,9 @@ def reconstruction_loss(
     masked: Bool[Array, "batch patches"],
     row: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean squared error over the hidden patches of the whole batch, sum(masked * error) / sum(masked) with error the mean over a
-    patch's pixels; 0 if none is hidden (MAE, section 3, without per-patch normalisation of the pixels).
+    """Mean squared error over the hidden patches of the whole batch, sum(masked * error) / sum(masked) with
+    error the mean over a patch's pixels; 0 if none is hidden (MAE, section 3, without per-patch normalisation
+    of the pixels).
 
     Args:
       prediction: from `decode`.

@@ -1,4 +1,5 @@
-"""Task prompts that are fused per image by a gate on the un-prompted features (FPPL, section III-B; release `prompt.py`, `linears.py`).
+"""Task prompts that are fused per image by a gate on the un-prompted features (FPPL, section III-B; release
+`prompt.py`, `linears.py`).
 
 Knows networks, nothing of federation: every function takes prompts, queries and masks.
 """
@@ -14,14 +15,18 @@ from fcljax.models.vit import Injection
 
 
 class Gate(NamedTuple):
-    """The coslinear gate g_psi: one direction per task and a scale sigma. The paper has no scale (sigma None, which stands for 1)."""
+    """The coslinear gate g_psi: one direction per task and a scale sigma. The paper has no scale (sigma None,
+    which stands for 1)."""
 
     psi: Float[Array, "tasks width"]
     sigma: Float[Array, ""] | None
 
 
-def init_prompts(key: PRNGKeyArray, tasks: int, blocks: int, length: int, width: int) -> Float[Array, "tasks blocks length width"]:
-    """All tasks' prompts, uniform in [-1, 1]. The release stores length 20 as a pool of 4 times 5, which flattens to the same."""
+def init_prompts(
+    key: PRNGKeyArray, tasks: int, blocks: int, length: int, width: int
+) -> Float[Array, "tasks blocks length width"]:
+    """All tasks' prompts, uniform in [-1, 1]. The release stores length 20 as a pool of 4 times 5, which
+    flattens to the same."""
     return jax.random.uniform(key, (tasks, blocks, length, width), minval=-1.0, maxval=1.0)
 
 
@@ -35,9 +40,11 @@ def init_gate(key: PRNGKeyArray, tasks: int, width: int, learnable_scale: bool) 
 def gate_weights(
     gate: Gate, query: Float[Array, "batch width"], seen: Bool[Array, " tasks"], soft: bool = True
 ) -> Float[Array, "batch tasks"]:
-    """Fusion weights over the seen tasks (FPPL eq. 2): softmax of sigma * cos(q, psi_t), exactly 0 for tasks not seen.
+    """Fusion weights over the seen tasks (FPPL eq. 2): softmax of sigma * cos(q, psi_t), exactly 0 for tasks
+    not seen.
 
-    With soft False the best task gets weight 1 and no gradient reaches the gate (the ablation without fusion).
+    With soft False the best task gets weight 1 and no gradient reaches the gate (the ablation without
+    fusion).
     """
     score = cosine(query, gate.psi, eps=1e-12)
     score = mask_logits(score if gate.sigma is None else gate.sigma * score, seen)
@@ -52,10 +59,12 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 1) with slot `task` taken from `current`: the other slots are constants, so only
-    `current` gets a gradient."""
+    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 1) with slot `task` taken from `current`: the other slots
+    are constants, so only `current` gets a gradient."""
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
-    return jnp.einsum("bt,tmld->bmld", weights, jnp.where(is_current, current, jax.lax.stop_gradient(prompts)))
+    return jnp.einsum(
+        "bt,tmld->bmld", weights, jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
+    )
 
 
 def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Injection:

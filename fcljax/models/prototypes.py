@@ -1,4 +1,5 @@
-"""A classifier made of one learned prototype per class: distances, the losses on them and its predictions (PILoRA, section 4.2)."""
+"""A classifier made of one learned prototype per class: distances, the losses on them and its predictions
+(PILoRA, section 4.2)."""
 
 from typing import Literal
 
@@ -11,18 +12,20 @@ Distance = Literal["sqrt_scaled", "squared"]
 
 
 def distances(
-    feature: Float[Array, "batch width"], prototypes: Float[Array, "classes width"], form: Distance = "sqrt_scaled"
+    feature: Float[Array, "batch width"],
+    prototypes: Float[Array, "classes width"],
+    form: Distance = "sqrt_scaled",
 ) -> Float[Array, "batch classes"]:
     """Distances of all features to all prototypes, float32.
 
     Args:
       feature: f.
       prototypes: m.
-      form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| / sqrt(width) (its release), whose gradient
-        where f = m is taken as 0.
+      form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| / sqrt(width) (its
+        release), whose gradient where f = m is taken as 0.
     """
-    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, all of them where products are taken in bfloat16. XLA fuses
-    # the difference into the sum, so [batch, classes, width] is never stored.
+    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, all of them where products are
+    # taken in bfloat16. XLA fuses the difference into the sum, so [batch, classes, width] is never stored.
     difference = feature.astype(jnp.float32)[:, None] - prototypes.astype(jnp.float32)
     squared = jnp.sum(jnp.square(difference), axis=-1)
     if form == "squared":
@@ -31,8 +34,11 @@ def distances(
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0) / feature.shape[-1]), 0.0)
 
 
-def distance_logits(distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]) -> Float[Array, "batch classes"]:
-    """Logits whose highest is the nearest prototype of the allowed classes; the others are at the lowest finite value."""
+def distance_logits(
+    distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]
+) -> Float[Array, "batch classes"]:
+    """Logits whose highest is the nearest prototype of the allowed classes; the others are at the lowest
+    finite value."""
     return mask_logits(-distance, allowed)
 
 
@@ -44,15 +50,19 @@ def dce_loss(
     hardness: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label] over the allowed classes and the rows in
-    the mask; prototypes of other classes get no gradient."""
+    """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label] over the
+    allowed classes and the rows in the mask; prototypes of other classes get no gradient."""
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
 
 def pl_loss(
-    distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"], reduction: Reduction = "mean"
+    distance: Float[Array, "batch classes"],
+    label: Int[Array, " batch"],
+    mask: Bool[Array, " batch"],
+    reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Prototype-learning loss (PILoRA eq. 10): the distance to the prototype of the own class, over the rows in the mask."""
+    """Prototype-learning loss (PILoRA eq. 10): the distance to the prototype of the own class, over the rows
+    in the mask."""
     own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
     return reduce_rows(own, mask, jnp.sum(mask), reduction)
 
@@ -60,5 +70,6 @@ def pl_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """(mean features, which classes have any) from sums of features and numbers of rows; the mean is 0 for a class without rows."""
+    """(mean features, which classes have any) from sums of features and numbers of rows; the mean is 0 for a
+    class without rows."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

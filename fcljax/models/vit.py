@@ -1,8 +1,10 @@
-"""A pre-norm Vision Transformer in Flax with named intermediates and injection points for parameter-efficient adapters.
+"""A pre-norm Vision Transformer in Flax with named intermediates and injection points for parameter-efficient
+adapters.
 
-The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class token, biased qkv, LayerNorm
-with eps 1e-6, exact GELU, no dropout. Adapters never touch this code: they hand over an `Injection`. The patch embedding is a reshape and
-a matrix product because convolutions inside loops fall off XLA's fast path.
+The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class
+token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Adapters never touch this code: they hand
+over an `Injection`. The patch embedding is a reshape and a matrix product because convolutions inside loops
+fall off XLA's fast path.
 """
 
 import dataclasses
@@ -20,8 +22,9 @@ from fcljax.types import Backbone
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32. Without
-    `final_norm` the features are what the last block gives, and the parameters have no `norm`."""
+    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay
+    in float32. Without `final_norm` the features are what the last block gives, and the parameters have no
+    `norm`."""
 
     image_size: int = 224
     patch: int = 16
@@ -48,7 +51,8 @@ VITS: dict[str, ViTConfig] = {
 
 
 class Lora(NamedTuple):
-    """Low-rank updates of one block: q += B_q A_q x and v += B_v A_v x, with x the output of norm1. No scaling factor."""
+    """Low-rank updates of one block: q += B_q A_q x and v += B_v A_v x, with x the output of norm1. No
+    scaling factor."""
 
     a_q: Float[Array, "rank width"]
     b_q: Float[Array, "width rank"]
@@ -57,7 +61,8 @@ class Lora(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Extra keys and values of one block in head space: they bypass norm1 and the qkv projection (DualPrompt, CODA-Prompt, HePCo)."""
+    """Extra keys and values of one block in head space: they bypass norm1 and the qkv projection (DualPrompt,
+    CODA-Prompt, HePCo)."""
 
     key: Float[Array, "batch length heads head_dim"]
     value: Float[Array, "batch length heads head_dim"]
@@ -66,9 +71,10 @@ class Prefix(NamedTuple):
 class Injection(NamedTuple):
     """What an adapter puts into the frozen network, by block index.
 
-    prompt: tokens that join the block's input, [batch, length, width] or [length, width] for all images alike. Their outputs would be
-      dropped after the block, so they enter only as extra keys and values, which gives the same class token at a lower cost
-      (FPPL release; equal to prefix-tuning with K = W_k norm1(p) + b_k and V likewise).
+    prompt: tokens that join the block's input, [batch, length, width] or [length, width] for all images
+      alike. Their outputs would be dropped after the block, so they enter only as extra keys and values,
+      which gives the same class token at a lower cost (FPPL release; equal to prefix-tuning with K = W_k
+      norm1(p) + b_k and V likewise).
     prefix: keys and values that are concatenated as they are.
     lora: low-rank updates of q and v.
     keep: indices of the patches that stay, in order (masked autoencoding); None keeps all.
@@ -81,7 +87,8 @@ class Injection(NamedTuple):
 
 
 class Features(NamedTuple):
-    """cls: class token after the final norm, if there is one. tokens: all tokens likewise, if asked for. taps: named intermediates."""
+    """cls: class token after the final norm, if there is one. tokens: all tokens likewise, if asked for.
+    taps: named intermediates."""
 
     cls: Float[Array, "batch width"]
     tokens: Float[Array, "batch tokens width"] | None
@@ -93,7 +100,8 @@ def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of the first `queries` tokens of x over all tokens of x, the prompts and the prefix."""
+    """Multi-head attention of the first `queries` tokens of x over all tokens of x, the prompts and the
+    prefix."""
 
     config: ViTConfig
 
@@ -110,7 +118,8 @@ class Attention(nn.Module):
         if prompt is not None:
             extra = prompt @ kernel[:, c.width :] + bias[c.width :]
             kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
-        # Heads before tokens: the two products are then plain batched matrix products, a third faster on CPU than with heads inside.
+        # Heads before tokens: the two products are then plain batched matrix products, a third faster on CPU
+        # than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
@@ -121,7 +130,8 @@ class Attention(nn.Module):
         return nn.Dense(c.width, dtype=c.dtype, name="proj")(rearrange(out, "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
-        """The fused projection's kernel and bias in the compute type, so that q, k and v can be taken for different tokens."""
+        """The fused projection's kernel and bias in the compute type, so that q, k and v can be taken for
+        different tokens."""
         if self.is_initializing():
             dense(x)
         parameters = dense.variables["params"]
@@ -129,7 +139,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block. Only the first `queries` tokens come out; the others serve as keys and values alone."""
+    """One transformer block. Only the first `queries` tokens come out; the others serve as keys and values
+    alone."""
 
     config: ViTConfig
 
@@ -142,7 +153,10 @@ class Block(nn.Module):
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
         x = x[:, :queries] + attended.astype(x.dtype)
-        hidden = nn.gelu(nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm(c, "norm2")(x).astype(c.dtype)), approximate=False)
+        hidden = nn.gelu(
+            nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm(c, "norm2")(x).astype(c.dtype)),
+            approximate=False,
+        )
         return x + nn.Dense(c.width, dtype=c.dtype, name="fc2")(hidden).astype(x.dtype)
 
 
@@ -164,9 +178,12 @@ class ViT(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width)), x], axis=1)
         taps = {"embed": x}
         for i in range(c.depth):
-            # Only the class token of the last block is read, so only it needs a query, a projection and an MLP there.
+            # Only the class token of the last block is read, so only it needs a query, a projection and an
+            # MLP there.
             queries = 1 if i == c.depth - 1 and not full else None
-            x = Block(c, name=f"block_{i:02d}")(x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries)
+            x = Block(c, name=f"block_{i:02d}")(
+                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
+            )
             taps[f"block_{i:02d}"] = x
         x = _norm(c, "norm")(x) if c.final_norm else x
         return Features(x[:, 0], x if full else None, taps)
@@ -192,7 +209,8 @@ def apply_vit(
       params: as from `init_vit` or `models.pretrained`; an argument, never closed over.
       image: float images in the range that the checkpoint expects.
       injection: what an adapter adds.
-      full: also return all tokens; otherwise the last block computes the class token alone (the same value, cheaper).
+      full: also return all tokens; otherwise the last block computes the class token alone (the same value,
+        cheaper).
     """
     return ViT(config).apply({"params": params}, image, injection, full)
 

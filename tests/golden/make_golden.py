@@ -1,15 +1,19 @@
-"""Makes the files that tests/test_golden.py compares with: small random networks of the libraries that published weights come from.
+"""Makes the files that tests/test_golden.py compares with: small random networks of the libraries that
+published weights come from.
 
-Run it where torch, timm and transformers are installed (made with torch 2.13, timm 1.0.31, transformers 5.23):
+Run it where torch, timm and transformers are installed (made with torch 2.13, timm 1.0.31, transformers
+5.23):
 
     python tests/golden/make_golden.py [folder]
 
-Every format is one file of weights, in the names and layouts of its source. Checkpoints that are torch pickles at the source are stored as
-safetensors under the flattened names of their nested dictionaries, so that the tests need no torch. `expected.npz` holds the images, and
-for each file what the source library made of them: cls (class token after the final norm), logits, and for autoencoders the noise that
-drew the mask, the predicted pixels and the loss. The weights are drawn large enough for attention to be far from uniform.
+Every format is one file of weights, in the names and layouts of its source. Checkpoints that are torch
+pickles at the source are stored as safetensors under the flattened names of their nested dictionaries, so
+that the tests need no torch. `expected.npz` holds the images, and for each file what the source library made
+of them: cls (class token after the final norm), logits, and for autoencoders the noise that drew the mask,
+  the predicted pixels and the loss. The weights are drawn large enough for attention to be far from uniform.
 
-transformers adds 1e-12 to the variance in layer norms, all others 1e-6: taking one for the other moves the outputs below by at most 6e-6.
+transformers adds 1e-12 to the variance in layer norms, all others 1e-6: taking one for the other moves the
+outputs below by at most 6e-6.
 """
 
 import os
@@ -25,13 +29,21 @@ from timm.models.vision_transformer import VisionTransformer
 
 SIDE, PATCH, WIDTH, DEPTH, HEADS, MLP, CLASSES = 16, 4, 24, 2, 2, 60, 7
 DECODER = 20  # width; its MLP is wider by the same factor as the encoder's
-TIMM = {"img_size": SIDE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS, "mlp_ratio": MLP / WIDTH}
+TIMM = {
+    "img_size": SIDE,
+    "patch_size": PATCH,
+    "embed_dim": WIDTH,
+    "depth": DEPTH,
+    "num_heads": HEADS,
+    "mlp_ratio": MLP / WIDTH,
+}
 HF = {"image_size": SIDE, "patch_size": PATCH, "hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS,
       "intermediate_size": MLP, "num_labels": CLASSES}  # fmt: skip
 HF_DECODER = {"decoder_hidden_size": DECODER, "decoder_num_hidden_layers": DEPTH, "decoder_num_attention_heads": HEADS,
               "decoder_intermediate_size": DECODER * MLP // WIDTH}  # fmt: skip
 GOOGLE_NORMS = {"norm1": "LayerNorm_0", "norm2": "LayerNorm_2"}
-FACEBOOK_NAMES = (  # of an autoencoder, from the names in files of transformers; queries, keys and values are fused first
+# of an autoencoder, from the names in files of transformers; queries, keys and values are fused first
+FACEBOOK_NAMES = (
     ("vit.embeddings.position_embeddings", "pos_embed"), ("vit.embeddings.cls_token", "cls_token"),
     ("vit.embeddings.patch_embeddings.projection", "patch_embed.proj"), ("vit.layernorm", "norm"), ("vit.encoder.layer.", "blocks."),
     ("decoder.decoder_layers.", "decoder_blocks."), ("decoder.decoder_", "decoder_"), ("decoder.mask_token", "mask_token"),
@@ -83,7 +95,9 @@ def write(folder: Path, name: str, tensors: Tensors) -> None:
     if name.endswith(".npz"):
         np.savez_compressed(temporary, **tensors)
     else:
-        safetensors.numpy.save_file({key: np.ascontiguousarray(x) for key, x in tensors.items()}, temporary, {"format": "pt"})
+        safetensors.numpy.save_file(
+            {key: np.ascontiguousarray(x) for key, x in tensors.items()}, temporary, {"format": "pt"}
+        )
     os.chmod(temporary, 0o644)
     os.replace(temporary, folder / name)
 
@@ -91,7 +105,9 @@ def write(folder: Path, name: str, tensors: Tensors) -> None:
 @torch.no_grad()
 def timm_outputs(model: VisionTransformer) -> Tensors:
     cls = model.forward_features(torch_pixels())[:, 0]
-    return {"cls": cls.numpy(), "logits": model.head(cls).numpy()} if model.num_classes else {"cls": cls.numpy()}
+    return (
+        {"cls": cls.numpy(), "logits": model.head(cls).numpy()} if model.num_classes else {"cls": cls.numpy()}
+    )
 
 
 def timm_model(seed: int, classes: int) -> VisionTransformer:
@@ -99,7 +115,8 @@ def timm_model(seed: int, classes: int) -> VisionTransformer:
 
 
 def projection_head(seed: int, layers: tuple[str, ...]) -> Tensors:
-    """What a self-supervised method puts behind its backbone: an MLP, and weight-normed layers without bias."""
+    """What a self-supervised method puts behind its backbone: an MLP, and weight-normed layers without
+    bias."""
     shapes = {"mlp.0.weight": (16, WIDTH), "mlp.0.bias": (16,), "mlp.2.weight": (16, 16), "mlp.2.bias": (16,)}
     shapes |= {"mlp.4.weight": (8, 16), "mlp.4.bias": (8,)}
     for layer in layers:
@@ -109,29 +126,44 @@ def projection_head(seed: int, layers: tuple[str, ...]) -> Tensors:
 
 
 def self_supervised(seed: int, heads: tuple[str, ...], rest: Tensors) -> tuple[Tensors, Tensors]:
-    """A training checkpoint of DINO or iBOT: the student in a wrapper for several devices, the teacher without."""
+    """A training checkpoint of DINO or iBOT: the student in a wrapper for several devices, the teacher
+    without."""
     teacher, student = timm_model(seed, 0), timm_model(seed + 1, 0)
     tensors = dict(rest)
     for i, (prefix, model) in enumerate({"teacher": teacher, "student.module": student}.items()):
-        tensors |= prefixed(f"{prefix}.backbone.", state(model)) | prefixed(f"{prefix}.head.", projection_head(seed + 2 + i, heads))
+        tensors |= prefixed(f"{prefix}.backbone.", state(model)) | prefixed(
+            f"{prefix}.head.", projection_head(seed + 2 + i, heads)
+        )
     return tensors, {"cls": timm_outputs(teacher)["cls"], "student_cls": timm_outputs(student)["cls"]}
 
 
 def google(seed: int, folder: Path) -> tuple[Tensors, Tensors]:
-    """Arrays as in the releases of google-research/vision_transformer; timm's own reader turns them into a model."""
+    """Arrays as in the releases of google-research/vision_transformer; timm's own reader turns them into a
+    model."""
     size = WIDTH // HEADS
     shapes = {"cls": (1, 1, WIDTH), "embedding/kernel": (PATCH, PATCH, 3, WIDTH), "embedding/bias": (WIDTH,),
               "Transformer/posembed_input/pos_embedding": (1, 1 + (SIDE // PATCH) ** 2, WIDTH),
               "head/kernel": (WIDTH, CLASSES), "head/bias": (CLASSES,)}  # fmt: skip
     shapes |= {f"Transformer/encoder_norm/{leaf}": (WIDTH,) for leaf in ("scale", "bias")}
     for block in (f"Transformer/encoderblock_{i}" for i in range(DEPTH)):
-        shapes |= {f"{block}/{norm}/{leaf}": (WIDTH,) for norm in GOOGLE_NORMS.values() for leaf in ("scale", "bias")}
+        shapes |= {
+            f"{block}/{norm}/{leaf}": (WIDTH,) for norm in GOOGLE_NORMS.values() for leaf in ("scale", "bias")
+        }
         attention = f"{block}/MultiHeadDotProductAttention_1"
         for part in ("query", "key", "value"):
-            shapes |= {f"{attention}/{part}/kernel": (WIDTH, HEADS, size), f"{attention}/{part}/bias": (HEADS, size)}
+            shapes |= {
+                f"{attention}/{part}/kernel": (WIDTH, HEADS, size),
+                f"{attention}/{part}/bias": (HEADS, size),
+            }
         shapes |= {f"{attention}/out/kernel": (HEADS, size, WIDTH), f"{attention}/out/bias": (WIDTH,)}
-        shapes |= {f"{block}/MlpBlock_3/Dense_0/kernel": (WIDTH, MLP), f"{block}/MlpBlock_3/Dense_0/bias": (MLP,)}
-        shapes |= {f"{block}/MlpBlock_3/Dense_1/kernel": (MLP, WIDTH), f"{block}/MlpBlock_3/Dense_1/bias": (WIDTH,)}
+        shapes |= {
+            f"{block}/MlpBlock_3/Dense_0/kernel": (WIDTH, MLP),
+            f"{block}/MlpBlock_3/Dense_0/bias": (MLP,),
+        }
+        shapes |= {
+            f"{block}/MlpBlock_3/Dense_1/kernel": (MLP, WIDTH),
+            f"{block}/MlpBlock_3/Dense_1/bias": (WIDTH,),
+        }
     draw = np.random.default_rng(seed)
     tensors = {name: google_array(name, shape, draw) for name, shape in shapes.items()}
     write(folder, "google.npz", tensors)
@@ -145,16 +177,22 @@ def google_array(name: str, shape: tuple[int, ...], draw: np.random.Generator) -
     if name.endswith("scale"):
         return (1 + 0.3 * noise).astype(np.float32)
     fan_in = MLP if name.endswith("Dense_1/kernel") else 3 * PATCH**2 if name == "embedding/kernel" else WIDTH
-    return ((0.3 if name.endswith("bias") else 1.5 / np.sqrt(fan_in) if "kernel" in name else 1.5) * noise).astype(np.float32)
+    return (
+        (0.3 if name.endswith("bias") else 1.5 / np.sqrt(fan_in) if "kernel" in name else 1.5) * noise
+    ).astype(np.float32)
 
 
 def saved(model: transformers.PreTrainedModel) -> Tensors:
-    """What transformers writes to a file. Version 5 renames modules in memory but keeps the old names in files; for the decoder of an
-    autoencoder it misses that, and the names that published files have are put back here."""
+    """What transformers writes to a file. Version 5 renames modules in memory but keeps the old names in
+    files; for the decoder of an autoencoder it misses that, and the names that published files have are put
+    back here."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = safetensors.numpy.load_file(Path(folder) / "model.safetensors")
-        tensors = {name.replace("decoder.decoder_encoder.layer.", "decoder.decoder_layers."): x for name, x in tensors.items()}
+        tensors = {
+            name.replace("decoder.decoder_encoder.layer.", "decoder.decoder_layers."): x
+            for name, x in tensors.items()
+        }
         safetensors.numpy.save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
         again = type(model).from_pretrained(folder).state_dict()
     for name, x in model.state_dict().items():
@@ -172,8 +210,8 @@ def huggingface(seed: int) -> tuple[Tensors, Tensors]:
 
 @torch.no_grad()
 def huggingface_features(seed: int) -> tuple[Tensors, Tensors]:
-    """A network without classes: no prefix, and a pooler on top that nobody reads. In the names that version 5 has in memory, which a
-    state dict carries that is saved by other means."""
+    """A network without classes: no prefix, and a pooler on top that nobody reads. In the names that version
+    5 has in memory, which a state dict carries that is saved by other means."""
     model = randomise(transformers.ViTModel(transformers.ViTConfig(**HF)), seed)
     return state(model), {"cls": model(torch_pixels()).last_hidden_state[:, 0].numpy()}
 
@@ -182,23 +220,36 @@ def positions(width: int) -> torch.Tensor:
     """The fixed positions of published autoencoders, which transformers 5 leaves at zero in a new model."""
     wave = 10000.0 ** (-np.arange(width // 4) / (width // 4))
     cells = [(row, column) for row in range(SIDE // PATCH) for column in range(SIDE // PATCH)]
-    patches = [np.concatenate([f(at * wave) for at in (column, row) for f in (np.sin, np.cos)]) for row, column in cells]
+    patches = [
+        np.concatenate([f(at * wave) for at in (column, row) for f in (np.sin, np.cos)])
+        for row, column in cells
+    ]
     return torch.from_numpy(np.stack([np.zeros(width), *patches])[None].astype(np.float32))
 
 
 @torch.no_grad()
 def autoencoder(seed: int, eps: float) -> tuple[Tensors, Tensors]:
-    """In the names of transformers, with its default of 1e-12 for eps or with the 1e-6 of the code that the names below are from."""
+    """In the names of transformers, with its default of 1e-12 for eps or with the 1e-6 of the code that the
+    names below are from."""
     config = transformers.ViTMAEConfig(**HF, **HF_DECODER, mask_ratio=0.75, layer_norm_eps=eps)
     model = randomise(transformers.ViTMAEForPreTraining(config), seed)
     model.vit.embeddings.position_embeddings.copy_(positions(WIDTH))
     model.decoder.decoder_pos_embed.copy_(positions(DECODER))
-    noise = torch.from_numpy(np.random.default_rng(seed + 1).random((4, (SIDE // PATCH) ** 2)).astype(np.float32))
+    noise = torch.from_numpy(
+        np.random.default_rng(seed + 1).random((4, (SIDE // PATCH) ** 2)).astype(np.float32)
+    )
     out = model(torch_pixels(), noise=noise)
-    expected = {"noise": noise.numpy(), "prediction": out.logits.numpy(), "masked": out.mask.numpy(), "loss": out.loss.numpy()}
+    expected = {
+        "noise": noise.numpy(),
+        "prediction": out.logits.numpy(),
+        "masked": out.mask.numpy(),
+        "loss": out.loss.numpy(),
+    }
     model.config.mask_ratio = 0.0
     in_order = torch.arange(noise.shape[1], dtype=torch.float32).expand_as(noise)
-    return saved(model), expected | {"cls": model.vit(torch_pixels(), noise=in_order).last_hidden_state[:, 0].numpy()}
+    return saved(model), expected | {
+        "cls": model.vit(torch_pixels(), noise=in_order).last_hidden_state[:, 0].numpy()
+    }
 
 
 def facebook(tensors: Tensors) -> Tensors:
@@ -206,7 +257,9 @@ def facebook(tensors: Tensors) -> Tensors:
     split = ("query", "key", "value")
     fused = {name: x for name, x in tensors.items() if not any(f".{part}." in name for part in split)}
     for name in (name for name in tensors if ".query." in name):
-        fused[name.replace("query", "qkv")] = np.concatenate([tensors[name.replace("query", part)] for part in split])
+        fused[name.replace("query", "qkv")] = np.concatenate(
+            [tensors[name.replace("query", part)] for part in split]
+        )
     for old, new in FACEBOOK_NAMES:
         fused = {name.replace(old, new): x for name, x in fused.items()}
     return fused

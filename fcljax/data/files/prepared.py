@@ -1,8 +1,8 @@
 """The prepared cache: images decoded once into arrays on disk, which later runs map into memory.
 
-A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written beside its place under another name and renamed
-when it is whole, so that a reader sees all of it or nothing. Its name ends in a key, a hash of whatever decides the pixels: change a
-source file or the geometry and it is another folder.
+A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written beside its place under
+another name and renamed when it is whole, so that a reader sees all of it or nothing. Its name ends in a key,
+a hash of whatever decides the pixels: change a source file or the geometry and it is another folder.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import fcljax
 from fcljax.data.augment import Geometry
-from fcljax.data.images import Decoded, Fit, Picture, decode, fits, quiet, size_of
+from fcljax.data.files.images import Decoded, Fit, Picture, decode, fits, quiet, size_of
 from fcljax.errors import InputError
 from fcljax.files import write_text
 
@@ -44,7 +44,9 @@ class Split(NamedTuple):
     labels: Int64[np.ndarray, " N"]
     names: Sequence[str]  # [N] for messages: the path, or where else the image is
     fetch: Callable[[Sequence[int]], list[Picture]]  # rows to what to decode
-    size: tuple[int, int] | None = None  # height and width in pixels of every image, where that is known beforehand
+    size: tuple[int, int] | None = (
+        None  # height and width in pixels of every image, where that is known beforehand
+    )
 
 
 class Listing(NamedTuple):
@@ -82,7 +84,8 @@ class PreparedInfo(NamedTuple):
 
 
 def place(root: Path, label: str, name: str, fingerprint: str, geometry: Geometry) -> Path:
-    """Where the prepared data set of these facts lies, if it exists. `label` is for people; all else goes into the key."""
+    """Where the prepared data set of these facts lies, if it exists. `label` is for people; all else goes
+    into the key."""
     facts = json.dumps([FORMAT, name, fingerprint, list(geometry)])
     return root / f"{label}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -97,10 +100,11 @@ def build(
     force: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Decode everything into `target`, unless another process has done so in the meantime. Memory does not grow with the data set.
+    """Decode everything into `target`, unless another process has done so in the meantime. Memory does not
+    grow with the data set.
 
-    Images that all have one size, with a short side of at most `geometry.test`, are stored as they are; others are brought to
-    `geometry.train` and `geometry.test`, see `images.fits`.
+    Images that all have one size, with a short side of at most `geometry.test`, are stored as they are;
+    others are brought to `geometry.train` and `geometry.test`, see `images.fits`.
 
     Args:
       facts: what the manifest shall say about the source.
@@ -108,7 +112,8 @@ def build(
       force: replace what is at `target`.
 
     Raises:
-      InputError: for an image that cannot be decoded, for a class without images, and for a folder that cannot be written.
+      InputError: for an image that cannot be decoded, for a class without images, and for a folder that
+        cannot be written.
     """
     console = console or Console(stderr=True)
     _check_classes(listing, [listing.train.labels, listing.test.labels], "no")
@@ -137,11 +142,20 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
-        if any(len(np.unique(arrays[key])) != classes or arrays[key].max() >= classes for key in ("y_train", "y_test")):
+        if any(
+            len(np.unique(arrays[key])) != classes or arrays[key].max() >= classes
+            for key in ("y_train", "y_test")
+        ):
             raise ValueError("labels do not fit the class names")
         skipped = tuple(entry["reason"] for entry in manifest["skipped"])
         arrays = {"size_train": None, "size_test": None} | arrays
-        return Prepared(target, **arrays, class_names=tuple(manifest["class_names"]), digest=manifest["digest"], skipped=skipped)
+        return Prepared(
+            target,
+            **arrays,
+            class_names=tuple(manifest["class_names"]),
+            digest=manifest["digest"],
+            skipped=skipped,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -204,7 +218,8 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def alone(target: Path, console: Console) -> Iterator[None]:
-    """One process works on `target`, the others wait for it. The system lifts the lock when its holder dies."""
+    """One process works on `target`, the others wait for it. The system lifts the lock when its holder
+    dies."""
     with open(target.parent / f".{target.name}.lock", "w") as handle:
         _lock(handle, target, console)
         yield
@@ -247,20 +262,28 @@ def _move(folder: Path, target: Path, force: bool) -> None:
             raise  # else another process was faster, and has the same
 
 
-def _write(folder: Path, listing: Listing, geometry: Geometry, facts: dict, skip_corrupt: bool, console: Console) -> None:
+def _write(
+    folder: Path, listing: Listing, geometry: Geometry, facts: dict, skip_corrupt: bool, console: Console
+) -> None:
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:
         size = _common_size(listing, geometry, pool)
         shapes = (size, size) if size else ((geometry.train,) * 2, (geometry.test,) * 2)
         _check_space(folder, listing, shapes)
         arrays, skipped = {}, []
-        for split, images, shape, fit in zip(("train", "test"), listing[2:], shapes, fits(geometry), strict=True):
+        for split, images, shape, fit in zip(
+            ("train", "test"), listing[2:], shapes, fits(geometry), strict=True
+        ):
             attempt = partial(_attempt, fit=None if size else fit, shape=shape, skip_corrupt=skip_corrupt)
             sizes = not size and (split == "train" or geometry.squash)
-            facts_of_split, left_out = _write_split(folder, split, images, shape, sizes, pool, attempt, advance)
+            facts_of_split, left_out = _write_split(
+                folder, split, images, shape, sizes, pool, attempt, advance
+            )
             arrays |= facts_of_split
             skipped += left_out
-    _check_classes(listing, [np.load(folder / f"y_{split}.npy") for split in ("train", "test")], "no readable")
+    _check_classes(
+        listing, [np.load(folder / f"y_{split}.npy") for split in ("train", "test")], "no readable"
+    )
     manifest = {
         "format": FORMAT,
         "library": fcljax.__version__,
@@ -276,13 +299,18 @@ def _write(folder: Path, listing: Listing, geometry: Geometry, facts: dict, skip
     }
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     if skipped:
-        say(console, f"{facts['name']}: skipped {len(skipped)} unreadable images, listed in manifest.json; {skipped[0]['reason']}")
+        say(
+            console,
+            f"{facts['name']}: skipped {len(skipped)} unreadable images, listed in manifest.json; {skipped[0]['reason']}",
+        )
 
 
 @contextlib.contextmanager
 def _progress(console: Console, count: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("decoding images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=count < _LONG or not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=count < _LONG or not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=count)
         yield lambda images: progress.advance(task, images)
 
@@ -292,11 +320,16 @@ def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> Non
         missing = np.setdiff1d(np.arange(len(listing.class_names)), present)
         if len(missing):
             label = listing.class_names[missing[0]]
-            raise InputError(f"dataset: {str(listing.where)!r}: class {label!r} has {lack} {split} images; every class needs some")
+            raise InputError(
+                f"dataset: {str(listing.where)!r}: class {label!r} has {lack} {split} images; every class needs some"
+            )
 
 
 def _check_space(folder: Path, listing: Listing, shapes: Sequence[tuple[int, int]]) -> None:
-    need = sum(len(split.names) * height * width * 3 for split, (height, width) in zip(listing[2:], shapes, strict=True))
+    need = sum(
+        len(split.names) * height * width * 3
+        for split, (height, width) in zip(listing[2:], shapes, strict=True)
+    )
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(
@@ -334,11 +367,15 @@ def _fetched(split: Split) -> Iterator[tuple[list[Picture], Sequence[str]]]:
         yield split.fetch(rows), split.names[rows.start : rows.stop]
 
 
-def _attempt(picture: Picture, name: str, fit: Fit | None, shape: tuple[int, int], skip_corrupt: bool) -> Decoded | dict[str, str]:
+def _attempt(
+    picture: Picture, name: str, fit: Fit | None, shape: tuple[int, int], skip_corrupt: bool
+) -> Decoded | dict[str, str]:
     try:
         decoded = decode(picture, name, fit)
         if decoded.pixels.shape[:2] != shape:
-            raise InputError(f"dataset: {name!r} has {decoded.width}x{decoded.height} pixels, unlike the others")
+            raise InputError(
+                f"dataset: {name!r} has {decoded.width}x{decoded.height} pixels, unlike the others"
+            )
         return decoded
     except OSError as error:  # of the file system, not of the image: never skipped
         raise InputError(f"dataset: {name!r} cannot be read ({error.strerror or error})") from error
@@ -366,7 +403,9 @@ def _write_split(
         good = [result for result in results if isinstance(result, Decoded)]
         skipped += [result for result in results if not isinstance(result, Decoded)]
         pixels = np.stack([result.pixels for result in good]) if good else np.empty((0, *shape, 3), np.uint8)
-        np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = pixels  # mapped anew, so that it does not fill up memory
+        np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = (
+            pixels  # mapped anew, so that it does not fill up memory
+        )
         sums.update(pixels.data)
         kept += [row + index for index, result in enumerate(results) if isinstance(result, Decoded)]
         sizes += [(result.height, result.width) for result in good]
@@ -376,12 +415,16 @@ def _write_split(
         _shorten(path, len(kept))
     facts = {f"x_{split}": _facts(path, _finish(sums, np.dtype(np.uint8), (len(kept), *shape, 3)))}
     facts |= _save(folder, f"y_{split}", images.labels[kept])
-    return facts | (_save(folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2)) if keep_sizes else {}), skipped
+    return facts | (
+        _save(folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2)) if keep_sizes else {}
+    ), skipped
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> None:
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    if hasattr(os, "posix_fallocate"):  # a full disk is an error here; later, on a mapped page, it would kill the process
+    if hasattr(
+        os, "posix_fallocate"
+    ):  # a full disk is an error here; later, on a mapped page, it would kill the process
         with path.open("r+b") as handle:
             try:
                 os.posix_fallocate(handle.fileno(), 0, path.stat().st_size)
@@ -407,7 +450,12 @@ def _save(folder: Path, key: str, array: np.ndarray) -> dict[str, dict]:
 
 def _facts(path: Path, sha256: str) -> dict:
     array = np.load(path, mmap_mode="r")
-    return {"shape": list(array.shape), "dtype": array.dtype.str, "bytes": path.stat().st_size, "sha256": sha256}
+    return {
+        "shape": list(array.shape),
+        "dtype": array.dtype.str,
+        "bytes": path.stat().st_size,
+        "sha256": sha256,
+    }
 
 
 def _map(path: Path, facts: dict, full: bool) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the cache that runs query."""
+"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the cache that runs
+query."""
 
 import dataclasses
 import time
@@ -13,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fcljax.config import InputConfig
 from fcljax.errors import InputError
 from fcljax.files import atomic
-from fcljax.inputs import Inputs, backbone_name, frozen_features, load_inputs, make_splits, save_features, tell
-from fcljax.metrics import nearest_class_mean
+from fcljax.runs.inputs import Inputs, backbone_name, frozen_features, load_inputs, make_splits, save_features, tell
+from fcljax.runs.metrics import nearest_class_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,9 @@ class EmbedConfig(InputConfig):
 
 
 def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:
-    """Write `features` float32 [N, D], `labels` [N] and `is_test` [N] of both splits, training images first, to one .npz file, with
-    `class_names` and, if asked for, `logits` float32 [N, classes of the head]. Fills the cache of query features.
+    """Write `features` float32 [N, D], `labels` [N] and `is_test` [N] of both splits, training images first,
+    to one .npz file, with `class_names` and, if asked for, `logits` float32 [N, classes of the head]. Fills
+    the cache of query features.
 
     Args:
       cfg: which images and which backbone; `normalise` must be resolved.
@@ -35,7 +37,8 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
       console: where the progress bar and notes go.
 
     Returns:
-      What was done, by name: counts, width, speed, and how well the nearest class mean of the training features does on the test images.
+      What was done, by name: counts, width, speed, and how well the nearest class mean of the training
+        features does on the test images.
 
     Raises:
       InputError: for bad settings or files, or if `out` exists.

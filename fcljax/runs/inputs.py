@@ -1,4 +1,5 @@
-"""What every command starts from: a backbone with its weights, and the images of a data set in the range that it expects.
+"""What every command starts from: a backbone with its weights, and the images of a data set in the range that
+it expects.
 
 Reads files; all that comes after works on what is loaded here.
 """
@@ -17,20 +18,22 @@ from jaxtyping import Array, Float, Int64
 from rich.console import Console
 
 from fcljax.config import DealConfig, InputConfig
-from fcljax.data.augment import NORMALISE, Preprocess, clean_view, preset, train_view
+from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.partition import dirichlet, first_share, iid, quantity, shards
-from fcljax.data.sources import Dataset, data_folder, load_dataset
+from fcljax.data.files.sources import Dataset, data_folder, load_dataset
 from fcljax.data.store import ClientRows, Split, client_rows
 from fcljax.data.tasks import class_order, make_tasks, relabel
 from fcljax.errors import InputError
-from fcljax.evaluation import make_features
+from fcljax.features import make_features
 from fcljax.files import atomic
-from fcljax.models.pretrained import Pretrained, load_backbone
+from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.models.vit import VITS, ViTConfig, apply_vit
-from fcljax.streaming import Host
+from fcljax.data.streaming import Host
+from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
-RESIDENT_SHARE = 0.5  # of a device's memory that images may take when no budget is given: the rest is for the network at work
+# of a device's memory that images may take when no budget is given: the rest is for the network at work
+RESIDENT_SHARE = 0.5
 
 
 class Inputs(NamedTuple):
@@ -53,7 +56,8 @@ def load_inputs(cfg: InputConfig) -> Inputs:
     )
     size = backbone.config.image_size
     dataset = load_dataset(cfg.dataset, **image_options(cfg, size))
-    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without the margin.
+    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
+    # the margin.
     preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
     if cfg.normalise == "checkpoint":
         preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
@@ -69,7 +73,8 @@ def tell(inputs: Inputs, console: Console) -> None:
 
 
 def image_options(cfg: InputConfig, image_size: int) -> dict[str, Any]:
-    """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size pixels."""
+    """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size
+    pixels."""
     geometry = preset(cfg.preprocess, image_size).geometry
     return dict(
         geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir, class_list=cfg.class_list,
@@ -91,7 +96,8 @@ def read_clean(preprocess: Preprocess, split: Split, rows: Array) -> Float[Array
 
 
 def fetch(preprocess: Preprocess, augments: bool, split: Split, rows: Array, keys: Array, augment: bool):
-    """What the engine reads: rows of a split as network input, with the query features where they are cached and still hold."""
+    """What the engine reads: rows of a split as network input, with the query features where they are cached
+    and still hold."""
     mine = _take(split, rows)
     if augment and augments:
         return train_view(preprocess, mine.image, keys, mine.size), mine.label, None
@@ -99,8 +105,9 @@ def fetch(preprocess: Preprocess, augments: bool, split: Split, rows: Array, key
 
 
 def _take(split: Split, rows: Array) -> Split:
-    # The barrier keeps XLA from fusing the gather with what follows. Without it the arithmetic after it would be compiled another way
-    # for arrays of another length, and images on the host would not give the bits of resident ones.
+    # The barrier keeps XLA from fusing the gather with what follows. Without it the arithmetic after it would
+    # be compiled another way for arrays of another length, and images on the host would not give the bits of
+    # resident ones.
     return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[rows], split))
 
 
@@ -109,20 +116,23 @@ class Deal(NamedTuple):
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
-    rows: Callable[[int, int], ClientRows]  # (task, round) -> the task's training rows that each client holds in that round
+    # (task, round) -> the task's training rows that each client holds in that round
+    rows: Callable[[int, int], ClientRows]
 
 
 def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
     """Deal the training rows to clients and tasks.
 
-    The class order and a static population's partition come from one legacy numpy stream, in this order, as in FPPL's release
-    (specification section 6); a partition by task is drawn for the tasks in turn, and the natural class order draws nothing. A static
-    population has the same rows in every round of a task. A redrawn one has the rows of a partition of its own in each, which depends
-    on (seed, task, round) only and is drawn when `Deal.rows` is called; PILoRA's release deals like this. There `dirichlet` and `iid`
-    split the whole training set each time, of which the task's rows count.
+    The class order and a static population's partition come from one legacy numpy stream, in this order, as
+    in FPPL's release (specification section 6); a partition by task is drawn for the tasks in turn, and the
+    natural class order draws nothing. A static population has the same rows in every round of a task. A
+    redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
+    is drawn when `Deal.rows` is called; PILoRA's release deals like this. There `dirichlet` and `iid` split
+    the whole training set each time, of which the task's rows count.
 
     Raises:
-      InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what its partition does.
+      InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what
+        its partition does.
     """
     stream = np.random.RandomState(cfg.seed)
     classes = len(dataset.class_names)
@@ -156,13 +166,14 @@ def _split(labels: np.ndarray, cfg: DealConfig, rng: np.random.RandomState) -> l
             return dirichlet(labels, cfg.clients, cfg.beta, rng, cfg.min_rows)
 
 
-# ---- where the images lie ----------------------------------------------------------------------------------------------------------
+# ---- where the images lie ----------------------------------------------------------------------------------
 
 
 def make_splits(
     dataset: Dataset, train_label: np.ndarray, test_label: np.ndarray, budget: int | None, eval_batch_size: int
 ) -> tuple[Split | Host, Split | Host]:
-    """Training and test split: on the device if both fit into the budget, else the larger one, or both, on the host.
+    """Training and test split: on the device if both fit into the budget, else the larger one, or both, on
+    the host.
 
     Args:
       dataset: the images.
@@ -202,22 +213,22 @@ def _host(split: Split, window: float) -> Host:
     return Host(split, int(window // (split.image.nbytes // len(split.label))))
 
 
-# ---- frozen features ----------------------------------------------------------------------------------------------------------------
+# ---- frozen features ---------------------------------------------------------------------------------------
 
 
 def frozen_features(
     inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None
 ) -> Callable[[PyTree, Split | Host], Array | np.ndarray]:
-    """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what prompt methods query.
-    `advance` is told how many images more are done."""
+    """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what
+    prompt methods query. `advance` is told how many images more are done."""
     config, preprocess = inputs.backbone.config, inputs.preprocess
     features = lambda params, image: apply_vit(config, params, image).cls
     return make_features(features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance)
 
 
 def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
-    """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for everything that decides
-    their bits: weights, images, view, batches, and what computes them."""
+    """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for
+    everything that decides their bits: weights, images, view, batches, and what computes them."""
     facts = {
         "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config), "view": repr(inputs.preprocess),
         "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,

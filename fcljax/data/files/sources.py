@@ -1,7 +1,9 @@
-"""Data sets by name: two that are built in, published ones from official files or tensorflow-datasets, and the user's own.
+"""Data sets by name: two that are built in, published ones from official files or tensorflow-datasets, and
+the user's own.
 
-Images of files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and built-in sets are arrays in
-memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wrong with a user's file is one line that names it.
+Images of files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and
+built-in sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wrong
+with a user's file is one line that names it.
 """
 
 import os
@@ -15,11 +17,11 @@ from jaxtyping import Int32, Int64, UInt8
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data import download, listings, prepared
 from fcljax.data.augment import Geometry
-from fcljax.data.images import one_line
-from fcljax.data.listings import NAMED, Raw, same_classes
-from fcljax.data.prepared import Prepared, PreparedInfo
+from fcljax.data.files import download, listings, prepared
+from fcljax.data.files.images import one_line
+from fcljax.data.files.listings import NAMED, Raw, same_classes
+from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.errors import InputError, nearest
 
 _IN_MEMORY = {
@@ -39,10 +41,12 @@ _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
 
 class Dataset(NamedTuple):
-    """Labelled images, all of one size within a split. Labels are original ones: 0..C-1, before any class order.
+    """Labelled images, all of one size within a split. Labels are original ones: 0..C-1, before any class
+    order.
 
-    The arrays may be memory-mapped. `size_train` and `size_test` hold the height and width that each image had before it was squeezed
-    into its square (`augment.Geometry`); None where the pixels are square. `digest` names the pixels of both splits.
+    The arrays may be memory-mapped. `size_train` and `size_test` hold the height and width that each image
+    had before it was squeezed into its square (`augment.Geometry`); None where the pixels are square.
+    `digest` names the pixels of both splits.
     """
 
     name: str
@@ -83,7 +87,8 @@ def load_dataset(
     """The data set of that name, one of `DATASETS`. Nothing is downloaded.
 
     Args:
-      geometry: how images of many or of large sizes are brought to one. Those of `digits`, `glyphs` and `npz:PATH` stay as they are.
+      geometry: how images of many or of large sizes are brought to one. Those of `digits`, `glyphs` and
+        `npz:PATH` stay as they are.
       data_dir: folder of raw and prepared data, see `data_folder`.
       class_list: a text file with a WordNet id per line, for `imagenet100` and `imagenet200`.
       skip_corrupt: leave out images that cannot be decoded.
@@ -93,10 +98,13 @@ def load_dataset(
       console: for the progress of decoding and for notes; standard error when None.
 
     Raises:
-      InputError: for an unknown name, for data that are not there (with what to do about it), and for whatever is wrong with a file.
+      InputError: for an unknown name, for data that are not there (with what to do about it), and for
+        whatever is wrong with a file.
     """
     console = console or Console(stderr=True)
-    options = _Options(geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console)
+    options = _Options(
+        geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
+    )
     if _kind(name, options) in _KEPT:
         return _in_memory(name, options)
     return _dataset(name, _from_cache(name, options))
@@ -121,10 +129,13 @@ def prepare(
       force: decode again, and replace what was prepared. For the others see `load_dataset`.
 
     Raises:
-      InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files to put where instead.
+      InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files
+        to put where instead.
     """
     console = console or Console(stderr=True)
-    options = _Options(geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console)
+    options = _Options(
+        geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
+    )
     if _kind(name, options) in _KEPT:
         dataset = _in_memory(name, options)
         arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
@@ -134,18 +145,21 @@ def prepare(
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """The folder of raw and prepared data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax."""
+    """The folder of raw and prepared data: `data_dir`, else the environment's FCLJAX_DATA, else
+    ~/.cache/fcljax."""
     return Path(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax").expanduser()
 
 
 def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
     """Name, description and state of every data set.
 
-    The state is "built in", "prepared", "raw files found", "via tensorflow-datasets" (prepared by it) or "not here: " and what to put
-    where.
+    The state is "built in", "prepared", "raw files found", "via tensorflow-datasets" (prepared by it) or "not
+    here: " and what to put where.
     """
     folder = data_folder(data_dir)
-    return [(name, what, _state(name, folder) if name in NAMED else "built in") for name, what in DATASETS.items()]
+    return [
+        (name, what, _state(name, folder) if name in NAMED else "built in") for name, what in DATASETS.items()
+    ]
 
 
 def _state(name: str, folder: Path) -> str:
@@ -166,9 +180,13 @@ def _kind(name: str, options: _Options) -> str:
         if not path:
             raise InputError(f"dataset: {name!r} needs a path: {kind}:PATH")
     elif name not in DATASETS:
-        raise InputError(f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}")
+        raise InputError(
+            f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}"
+        )
     if options.class_list is not None and name not in ("imagenet100", "imagenet200"):
-        raise InputError(f"class_list: {options.class_list!r} is for imagenet100 and imagenet200; {name!r} takes none")
+        raise InputError(
+            f"class_list: {options.class_list!r} is for imagenet100 and imagenet200; {name!r} takes none"
+        )
     return kind
 
 
@@ -203,7 +221,9 @@ def _dataset(name: str, data: Prepared) -> Dataset:
     )
 
 
-def _from_cache(name: str, options: _Options, *, force: bool = False, full: bool = False, may_download: bool = False) -> Prepared:
+def _from_cache(
+    name: str, options: _Options, *, force: bool = False, full: bool = False, may_download: bool = False
+) -> Prepared:
     choice = listings.class_list(options.class_list) if options.class_list else None
     raw = _find(name, options.data, choice)
     target = None if raw or force else _prepared_without_raw(name, options, choice)
@@ -245,10 +265,20 @@ def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, forc
     if fresh:
         prepared.say(options.console, f"preparing {name} from {raw.where}, once")
         listing = scan.listing()
-        count, official = len(listing.train.names) + len(listing.test.names), NAMED[name].images if name in NAMED else None
+        count, official = (
+            len(listing.train.names) + len(listing.test.names),
+            NAMED[name].images if name in NAMED else None,
+        )
         if official and count != official:
-            prepared.say(options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
-        facts = {"name": name, "class_list": choice, "source": str(raw.where.absolute()), "fingerprint": scan.fingerprint}
+            prepared.say(
+                options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}"
+            )
+        facts = {
+            "name": name,
+            "class_list": choice,
+            "source": str(raw.where.absolute()),
+            "fingerprint": scan.fingerprint,
+        }
         prepared.build(
             target,
             listing,
@@ -276,10 +306,16 @@ def _manifests(folder: Path, name: str) -> list[tuple[Path, dict]]:
 def _prepared_without_raw(name: str, options: _Options, choice: listings.Choice) -> Path | None:
     """The prepared data set whose raw data are gone, or were never on this machine."""
     wanted = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
-    targets = [target for target, facts in _manifests(options.data, name) if {key: facts.get(key) for key in wanted} == wanted]
+    targets = [
+        target
+        for target, facts in _manifests(options.data, name)
+        if {key: facts.get(key) for key in wanted} == wanted
+    ]
     if len(targets) > 1:
         names = " and ".join(repr(str(target)) for target in targets)
-        raise InputError(f"dataset: {name!r} is prepared more than once, and its raw files are gone; remove one of {names}")
+        raise InputError(
+            f"dataset: {name!r} is prepared more than once, and its raw files are gone; remove one of {names}"
+        )
     return targets[0] if targets else None
 
 
@@ -290,7 +326,9 @@ def _digits() -> Dataset:
     labels = source.target.astype(np.int64)
     images = np.stack([_enlarge(np.rint(image * (255 / 16)).astype(np.uint8)) for image in source.images])
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
-    return Dataset("digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False)
+    return Dataset(
+        "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False
+    )
 
 
 def _enlarge(gray: UInt8[np.ndarray, "H W"]) -> UInt8[np.ndarray, "S S 3"]:
@@ -322,7 +360,9 @@ def _npz(name: str, path: Path) -> Dataset:
     y_train, y_test = (_checked_labels(path, key, arrays[key]) for key in ("y_train", "y_test"))
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if len(x) != len(y):
-            raise InputError(f"dataset: {str(path)!r}: x_{split} has {len(x)} rows but y_{split} has {len(y)}; they must match")
+            raise InputError(
+                f"dataset: {str(path)!r}: x_{split} has {len(x)} rows but y_{split} has {len(y)}; they must match"
+            )
     if x_train.shape[1:] != x_test.shape[1:]:
         sides = f"x_train are {_sides(x_train)} but of x_test {_sides(x_test)}"
         raise InputError(f"dataset: {str(path)!r}: images of {sides}; make them equal")
@@ -337,28 +377,42 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:  # np.load would take a .npy or a pickle for what it is not
             for member in archive.namelist():
                 if download.leads_out(member):
-                    raise InputError(f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; save it again")
+                    raise InputError(
+                        f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; save it again"
+                    )
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
         if missing:
-            raise InputError(f"dataset: {str(path)!r} has no array {missing[0]!r}; it needs {', '.join(keys)}")
+            raise InputError(
+                f"dataset: {str(path)!r} has no array {missing[0]!r}; it needs {', '.join(keys)}"
+            )
         with np.load(path, allow_pickle=False) as arrays:
             return {key: np.asarray(arrays[key]) for key in keys}
     except InputError:
         raise
-    except Exception as error:  # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
+    except (
+        Exception
+    ) as error:  # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
         if "Object arrays" in str(error):
-            raise InputError(f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays") from error
-        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({one_line(error)})") from error
+            raise InputError(
+                f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"
+            ) from error
+        raise InputError(
+            f"dataset: {str(path)!r} is damaged or not a .npz file ({one_line(error)})"
+        ) from error
 
 
 def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
     if images.dtype != np.uint8:
-        raise InputError(f"dataset: {str(path)!r}: {key} is {images.dtype}; expected uint8, grey levels 0..255")
+        raise InputError(
+            f"dataset: {str(path)!r}: {key} is {images.dtype}; expected uint8, grey levels 0..255"
+        )
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise InputError(f"dataset: {str(path)!r}: {key} has shape {images.shape}; expected [N, H, W, 3] or [N, H, W]")
+        raise InputError(
+            f"dataset: {str(path)!r}: {key} has shape {images.shape}; expected [N, H, W, 3] or [N, H, W]"
+        )
     if 0 in images.shape:
         raise InputError(f"dataset: {str(path)!r}: {key} is empty, shape {images.shape}")
     return np.ascontiguousarray(np.broadcast_to(images, (*images.shape[:3], 3)))
@@ -366,7 +420,9 @@ def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarra
 
 def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarray, " N"]:
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise InputError(f"dataset: {str(path)!r}: {key} is {labels.dtype} of shape {labels.shape}; expected integers of shape [N]")
+        raise InputError(
+            f"dataset: {str(path)!r}: {key} is {labels.dtype} of shape {labels.shape}; expected integers of shape [N]"
+        )
     wrong = labels[(labels < 0) | (labels > np.iinfo(np.int64).max)]
     if len(wrong):
         raise InputError(f"dataset: {str(path)!r}: {key} holds label {wrong[0]}; labels are integers from 0")

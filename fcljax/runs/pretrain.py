@@ -1,13 +1,15 @@
 """Pretraining of the packaged micro ViT: `fcljax pretrain`.
 
-The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every step, so no image is
-seen twice. It never sees a digit, neither in training nor in any choice: optimiser and schedule were chosen by nearest-class-mean
-accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not trained on; patch and width by speed and by the size of the file.
+The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every
+step, so no image is seen twice. It never sees a digit, neither in training nor in any choice: optimiser and
+schedule were chosen by nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not
+trained on; patch and width by speed and by the size of the file.
 
-The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At the end 79% of fresh
-training letters were right (600 classes, all distortions), and 78.5% of GLYPHS by nearest class means of 20 images per class
-(chance: 1%). For the record, measured once after everything was fixed: with the class means of the training digits, 97.8% of the
-test digits of the data set `digits` are right.
+The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At
+the end 79% of fresh training letters were right (600 classes, all distortions), and 78.5% of GLYPHS by
+nearest class means of 20 images per class (chance: 1%). For the record, measured once after everything was
+fixed: with the class means of the training digits, 97.8% of the test digits of the data set `digits` are
+  right.
 """
 
 import dataclasses
@@ -30,12 +32,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_glyphs
 from fcljax.errors import InputError
 from fcljax.files import atomic
-from fcljax.metrics import nearest_class_mean
+from fcljax.runs.metrics import nearest_class_mean
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
-_VALIDATION_SEED = 1_000_003  # apart from the seeds that experiments use, so that choices made here leave their data sets unseen
+# apart from the seeds that experiments use, so that choices made here leave their data sets unseen
+_VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
 
@@ -46,12 +49,15 @@ class PretrainConfig:
     out: Path = Path("vit_micro.safetensors")  # where the weights go
     steps: int = 2000  # optimiser steps
     batch_size: int = 128  # fresh images per step
-    lr: float = 0.02  # peak learning rate of Muon (the matrices of the blocks), reached after the warm-up, then cosine decay to 0
+    # peak learning rate of Muon (the matrices of the blocks), reached after the warm-up, then cosine decay to
+    # 0
+    lr: float = 0.02
     adam_lr: float = 2e-3  # the same for Adam (everything else)
     warmup: float = 0.05  # share of the steps in which the learning rates rise from 0
     ramp: float = 0.4  # share of the steps in which distortions rise from slight to full
     smoothing: float = 0.1  # label smoothing
-    temperature: float = 16.0  # factor of the cosines between class tokens and class weights, which are the logits
+    # factor of the cosines between class tokens and class weights, which are the logits
+    temperature: float = 16.0
     classes: int = len(PRETRAIN)  # how many characters of the alphabet to learn
     validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
     seed: int = 0  # of initial weights and images
@@ -83,7 +89,8 @@ def _check(config: PretrainConfig) -> None:
 
 
 def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
-    """Gray levels 0..255 to three equal channels in -1..1 (mean 0.5 and standard deviation 0.5 of x / 255)."""
+    """Gray levels 0..255 to three equal channels in -1..1 (mean 0.5 and standard deviation 0.5 of x /
+    255)."""
     return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
 
 
@@ -97,7 +104,8 @@ def features(
 
 
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
-    """Nearest-class-mean accuracy on GLYPHS, `per_class` images of each for the means and as many for the test."""
+    """Nearest-class-mean accuracy on GLYPHS, `per_class` images of each for the means and as many for the
+    test."""
     x, y, x_test, y_test = glyphs(per_class, per_class, _VALIDATION_SEED, config.image_size)
     return nearest_class_mean(features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test)
 
@@ -110,7 +118,8 @@ def _muon_on_blocks(params: PyTree) -> PyTree:
 
 
 def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS after 500 steps of 64 images, AdamW 2.5%."""
+    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS after 500 steps of 64 images, AdamW
+    2.5%."""
     warmup = round(config.steps * config.warmup)
     schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1))
     muon = optax.contrib.muon(
@@ -124,7 +133,8 @@ def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
 
 
 def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) -> Array:
-    """Cosines with one weight vector per class: a linear head that, like nearest class means, only sees directions."""
+    """Cosines with one weight vector per class: a linear head that, like nearest class means, only sees
+    directions."""
     unit = lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
     return temperature * unit(apply_vit(vit, params["vit"], image).cls) @ unit(params["head"]).T
 
@@ -144,7 +154,8 @@ def _step(config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, lab
 
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
-    """Initial position embeddings: sines and cosines of the coordinates. Small random ones would drown in the patches."""
+    """Initial position embeddings: sines and cosines of the coordinates. Small random ones would drown in the
+    patches."""
     y, x = jnp.meshgrid(*2 * [jnp.linspace(-1, 1, vit.grid)], indexing="ij")
     frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
     waves = [wave(frequency * axis.reshape(-1, 1)) for axis in (x, y) for wave in (jnp.sin, jnp.cos)]
@@ -161,8 +172,8 @@ def _start(config: PretrainConfig, vit: ViTConfig) -> State:
 def eased(style: Style, strength: float) -> Style:
     """Slighter distortions and larger, sharper glyphs for a strength in 0..1 below 1; 1 is the style itself.
 
-    Training that starts easy learns at once: with AdamW and all distortions from the start, 800 steps of 64 images left the
-    network at 2.5% on GLYPHS, near chance.
+    Training that starts easy learns at once: with AdamW and all distortions from the start, 800 steps of 64
+    images left the network at 2.5% on GLYPHS, near chance.
     """
     factor = {name: getattr(style, name) * strength for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")}
     factor |= {name: getattr(style, name) * strength for name in ("noise", "dark_on_light")}
@@ -227,7 +238,8 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
 
 
 def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
-    """A safetensors file of float16 tensors. The library's writer shuffles the metadata: equal runs would differ."""
+    """A safetensors file of float16 tensors. The library's writer shuffles the metadata: equal runs would
+    differ."""
     header, data = {"__metadata__": metadata}, b""
     for name, value in sorted(flatten_dict(params, sep=".").items()):
         raw = np.asarray(value, "<f2").tobytes()
@@ -239,18 +251,20 @@ def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
 
 
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
-    """Train the micro ViT on the PRETRAIN alphabet and write its weights (float16 safetensors, dotted names), atomically.
+    """Train the micro ViT on the PRETRAIN alphabet and write its weights (float16 safetensors, dotted names),
+    atomically.
 
-    Returns: out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and validation: nearest-class-mean
-    accuracy of the weights as stored on GLYPHS, letters that were not trained on. The same config gives the same bytes on the
-    same kind of machine.
+    Returns: out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and
+    validation: nearest-class-mean accuracy of the weights as stored on GLYPHS, letters that were not trained
+    on. The same config gives the same bytes on the same kind of machine.
 
     Raises:
       InputError: an option is out of range.
     """
     _check(config)
     began, vit = time.monotonic(), VITS[_BACKBONE]
-    state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)  # static in jit: no new trace for another file
+    # static in jit: no new trace for another file
+    state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
     stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), state.params["vit"])
     with atomic(config.out) as temporary:
         temporary.write_bytes(_safetensors(stored, _metadata(config, vit)))

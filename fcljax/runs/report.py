@@ -1,5 +1,6 @@
-"""Figures, tables and files of finished runs. Figures use matplotlib's objects and Agg, never pyplot, so nothing global is touched;
-every file is written to a temporary name in its folder and then renamed, so a reader never meets half a file."""
+"""Figures, tables and files of finished runs. Figures use matplotlib's objects and Agg, never pyplot, so
+nothing global is touched; every file is written to a temporary name in its folder and then renamed, so a
+reader never meets half a file."""
 
 import json
 import math
@@ -18,9 +19,10 @@ from rich.table import Table
 
 from fcljax.errors import InputError
 from fcljax.files import atomic, write_text
-from fcljax.metrics import over_seeds
+from fcljax.runs.metrics import over_seeds
 
-# Okabe and Ito's palette, which stays distinct under the common colour blindnesses; its yellow is left out, as too faint on white
+# Okabe and Ito's palette, which stays distinct under the common colour blindnesses; its yellow is left out,
+# as too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
@@ -40,7 +42,8 @@ SUMMARY_FIELDS = {
 
 
 def write_json(path: str | Path, obj: Any) -> None:
-    """Write `obj` as strict JSON: NaN and infinities become null, arrays lists, named tuples and mappings objects.
+    """Write `obj` as strict JSON: NaN and infinities become null, arrays lists, named tuples and mappings
+    objects.
 
     Raises:
       TypeError: a value that JSON has no form for; an existing file is then left as it is.
@@ -72,7 +75,8 @@ def load_summary(run_dir: str | Path) -> dict[str, Any]:
 
 
 def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") -> Table:
-    """One row per run, and one more with mean +- population standard deviation for runs that differ in their seed only.
+    """One row per run, and one more with mean +- population standard deviation for runs that differ in their
+    seed only.
 
     Args:
       summaries: as `load_summary` returns them.
@@ -100,8 +104,8 @@ def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") ->
 def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tuple[Table, Path | None]:
     """The results table of several runs and, if `out` is given, their accuracy curves as a PNG there.
 
-    Runs with the same method, dataset, backbone, fidelity and number of tasks but different seeds are one curve with a band of one
-    population standard deviation.
+    Runs with the same method, dataset, backbone, fidelity and number of tasks but different seeds are one
+    curve with a band of one population standard deviation.
 
     Returns:
       (table, path of the figure or None).
@@ -155,7 +159,8 @@ def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any
 
 
 def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
-    """The accuracy matrix [T, T] (fractions; NaN or None above the diagonal) as a heat map PNG, with numbers up to 12 tasks."""
+    """The accuracy matrix [T, T] (fractions; NaN or None above the diagonal) as a heat map PNG, with numbers
+    up to 12 tasks."""
     percent = 100 * np.array(matrix, dtype=float)
     tasks = len(percent)
     side = min(max(3.6, 0.62 * tasks + 1.4), 9.0)
@@ -176,12 +181,14 @@ def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
 
 
 def class_holdings(path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Path:
-    """Who holds which class, as a PNG: bubbles with area proportional to rows for up to 40 classes, else a heat map.
+    """Who holds which class, as a PNG: bubbles with area proportional to rows for up to 40 classes, else a
+    heat map.
 
     Args:
       path: file to write.
       counts: rows of each client and class.
-      tasks: the class ids of each task, in order; columns follow it and a line parts the tasks; negative ids are padding.
+      tasks: the class ids of each task, in order; columns follow it and a line parts the tasks; negative ids
+        are padding.
         None: classes in their own order.
     """
     tasks = [np.asarray(task) for task in (tasks if tasks is not None else [range(counts.shape[1])])]
@@ -243,7 +250,8 @@ def _bubbles(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
 
 
 def _cells_map(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
-    norm = PowerNorm(0.5, vmin=0, vmax=max(float(counts.max()), 1.0))  # small holdings stay visible beside large ones
+    # small holdings stay visible beside large ones
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(counts.max()), 1.0))
     blues = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a holding of one row is not white
     image = axes.imshow(np.ma.masked_equal(counts, 0), cmap=blues, norm=norm, aspect="auto", interpolation="nearest")
     figure.colorbar(image, label="Rows held (white: none)", fraction=0.03, pad=0.01)
@@ -268,7 +276,8 @@ def _save(path: str | Path, figure: Figure) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
-        figure.savefig(temporary, format="png", metadata={"Software": None})  # so the same data give the same bytes
+        # so the same data give the same bytes
+        figure.savefig(temporary, format="png", metadata={"Software": None})
     return path
 
 
@@ -297,8 +306,8 @@ def _missing(summary: Any) -> list[str]:
 
 
 def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs that differ in their seed only, together, in the order of first appearance. A seed that comes twice means that the runs
-    differ in something the summary does not show, so such runs stay apart."""
+    """Runs that differ in their seed only, together, in the order of first appearance. A seed that comes
+    twice means that the runs differ in something the summary does not show, so such runs stay apart."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for run in summaries:
         key = (_label(run), *(run[name] for name in SETTING), len(run["A"]))
@@ -311,7 +320,8 @@ def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _names(groups: list[list[dict[str, Any]]]) -> list[str]:
-    """One distinct name per curve: the method, and of dataset, backbone, fidelity and seed whatever differs between the runs."""
+    """One distinct name per curve: the method, and of dataset, backbone, fidelity and seed whatever differs
+    between the runs."""
     first = [group[0] for group in groups]
     differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
     names = [" / ".join((_label(run), *(_short(run[name]) for name in differing))) for run in first]

@@ -6,27 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from fcljax import report
+from fcljax.runs import report
 from fcljax.config import DealConfig
 from fcljax.data.partition import count_matrix
-from fcljax.data.sources import load_dataset
+from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.inputs import deal, image_options
+from fcljax.runs.inputs import deal, image_options
 
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
 @dataclasses.dataclass(frozen=True)
 class ShowConfig(DealConfig):
-    """Options of `fcljax data show`, beside those of the data and of the partition that it shares with `fcljax run`."""
+    """Options of `fcljax data show`, beside those of the data and of the partition that it shares with
+    `fcljax run`."""
 
     out: str | None = None  # folder for the two PNG files; default: the current one
 
 
 def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
-    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to classes.png: of a
-    redrawn population, the first round of each task.
+    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to
+    classes.png: of a redrawn population, the first round of each task.
 
     Returns:
       Rows (property, value) of a table.

@@ -1,15 +1,18 @@
-"""Named data sets: what images with which labels are in which split, found in official folder layouts or in tensorflow-datasets data.
+"""Named data sets: what images with which labels are in which split, found in official folder layouts or in
+tensorflow-datasets data.
 
-Nothing is decoded here. A data set is looked for in three steps, each dearer than the one before: `find` sees whether a layout is
-there, `Raw.scan` goes through its files (names, sizes, times) and knows their fingerprint, and `Scan.listing` says what is what.
+Nothing is decoded here. A data set is looked for in three steps, each dearer than the one before: `find` sees
+whether a layout is there, `Raw.scan` goes through its files (names, sizes, times) and knows their
+fingerprint, and `Scan.listing` says what is what.
 
-Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files sorted, shuffled by
-Python's Random(0); the first int(0.8 n) train, the rest test.
+Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files
+sorted, shuffled by Python's Random(0); the first int(0.8 n) train, the rest test.
 
-What tensorflow-datasets has prepared with file_format="array_record" is read without TensorFlow (tried with its version 4.9.10, on
-archives in the official layout). Its imagenet_r and caltech_birds2011 keep the names of files and its cifar10 and cifar100 the number of
-each image, so that these give the same arrays as the official files, bit by bit. Its fashion_mnist, omniglot and domainnet come in an
-order of their own: the same images (of domainnet the cleaned version), but other drawings of omniglot and other images of domainnet are
+What tensorflow-datasets has prepared with file_format="array_record" is read without TensorFlow (tried with
+its version 4.9.10, on archives in the official layout). Its imagenet_r and caltech_birds2011 keep the names
+of files and its cifar10 and cifar100 the number of each image, so that these give the same arrays as the
+official files, bit by bit. Its fashion_mnist, omniglot and domainnet come in an order of their own: the same
+images (of domainnet the cleaned version), but other drawings of omniglot and other images of domainnet are
 for testing. To prepare anything it needs TensorFlow itself, so that `download` does without it.
 """
 
@@ -27,16 +30,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from fcljax.data.download import OFFICIAL, volume
-from fcljax.data.images import one_line
-from fcljax.data.prepared import Listing, Split
+from fcljax.data.files.download import OFFICIAL, volume
+from fcljax.data.files.images import one_line
+from fcljax.data.files.prepared import Listing, Split
 from fcljax.errors import InputError
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 
 _TFDS = "tensorflow_datasets"  # folder below the data folder
 _DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
-_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 _DRAWINGS = 5  # of each Omniglot character that are for testing
 _SUBSET_SEED = 1993  # of the ImageNet subsets
 
@@ -64,7 +78,9 @@ class Named(NamedTuple):
     find: Callable[[Path, "Choice"], Raw | None]  # in a folder that may hold the official files
     images: int | None  # of the official release, both splits
     tfds: tuple[str, ...] = ()  # its builders in tensorflow-datasets
-    tfds_listing: Callable[[Sequence[Path]], Listing] | None = None  # from the folders that these have prepared
+    tfds_listing: Callable[[Sequence[Path]], Listing] | None = (
+        None  # from the folders that these have prepared
+    )
     augment: bool = True  # whether random crops and flips keep the class
 
 
@@ -83,7 +99,8 @@ class _Table(NamedTuple):
 
 
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
-    """Raw data of the named set below the data folder: official files first, then what tensorflow-datasets has prepared.
+    """Raw data of the named set below the data folder: official files first, then what tensorflow-datasets
+    has prepared.
 
     Files are looked for in `folder` and in `folder`/name.
 
@@ -98,7 +115,11 @@ def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
     versions = [_tfds_version(folder / _TFDS / builder) for builder in named.tfds]
     if not versions or None in versions:
         return None
-    return Raw("tfds", folder / _TFDS / named.tfds[0].partition("/")[0], partial(_tfds_scan, named.tfds_listing, versions))
+    return Raw(
+        "tfds",
+        folder / _TFDS / named.tfds[0].partition("/")[0],
+        partial(_tfds_scan, named.tfds_listing, versions),
+    )
 
 
 def how_to_get(name: str, folder: Path) -> str:
@@ -159,9 +180,14 @@ def same_classes(where: str, train: list, test: list) -> list:
     Raises:
       InputError: naming one that only one split has.
     """
-    for has, lacks, extra in (("test", "train", set(test) - set(train)), ("train", "test", set(train) - set(test))):
+    for has, lacks, extra in (
+        ("test", "train", set(test) - set(train)),
+        ("train", "test", set(train) - set(test)),
+    ):
         if extra:
-            raise InputError(f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; both need every class")
+            raise InputError(
+                f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; both need every class"
+            )
     return train
 
 
@@ -172,7 +198,9 @@ def _visible(folder: Path) -> list[os.DirEntry]:
     # Hidden entries are what file managers and notebooks leave behind.
     try:
         with os.scandir(folder) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            return sorted(
+                (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name
+            )
     except OSError as error:
         raise InputError(f"dataset: folder {str(folder)!r} cannot be read ({error.strerror})") from error
 
@@ -183,10 +211,14 @@ def _folders(folder: Path) -> list[str]:
 
 def _images(root: Path, inside: str) -> list[_File]:
     found = [
-        entry for entry in _visible(root / inside) if os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
+        entry
+        for entry in _visible(root / inside)
+        if os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
     ]
     if not found:
-        raise InputError(f"dataset: {str(root / inside)!r} has no images; expected files named *.png, *.jpg or *.jpeg")
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no images; expected files named *.png, *.jpg or *.jpeg"
+        )
     return [_file(entry, f"{inside}/{entry.name}") for entry in found]
 
 
@@ -202,7 +234,9 @@ def _tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> dict
     """Image files by class, below root/inside."""
     classes = _folders(root / inside) if classes is None else classes
     if not classes:
-        raise InputError(f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png|jpg|jpeg")
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png|jpg|jpeg"
+        )
     return {label: _images(root, f"{inside}/{label}" if inside else label) for label in classes}
 
 
@@ -224,7 +258,8 @@ def _random_split(table: _Table) -> tuple[_Table, _Table]:
     random.Random(0).shuffle(rows)
     cut = int(0.8 * len(rows))
     train, test = (
-        _Table([table.items[row] for row in part], [table.labels[row] for row in part]) for part in (rows[:cut], rows[cut:])
+        _Table([table.items[row] for row in part], [table.labels[row] for row in part])
+        for part in (rows[:cut], rows[cut:])
     )
     return train, test
 
@@ -235,7 +270,10 @@ def _scan_files(root: Path, classes: Sequence[str], train: _Table, test: _Table)
         for file, label in zip(table.items, table.labels, strict=True):
             sums.update(f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape"))
         sums.update(b"\n")
-    return Scan(sums.hexdigest(), lambda: Listing(root, tuple(classes), _file_split(root, train), _file_split(root, test)))
+    return Scan(
+        sums.hexdigest(),
+        lambda: Listing(root, tuple(classes), _file_split(root, train), _file_split(root, test)),
+    )
 
 
 def _file_split(root: Path, table: _Table) -> Split:
@@ -252,7 +290,10 @@ def _train_and_test(root: Path) -> Scan:
 def _pooled(root: Path, insides: Sequence[str], by_name: bool = False) -> Scan:
     tree = _merged(_tree(root, inside) for inside in insides)
     if by_name:  # the order that the files would have if they were in one folder
-        tree = {label: sorted(files, key=lambda file: os.path.basename(file.path)) for label, files in tree.items()}
+        tree = {
+            label: sorted(files, key=lambda file: os.path.basename(file.path))
+            for label, files in tree.items()
+        }
     return _scan_files(root, list(tree), *_random_split(_table(list(tree), tree)))
 
 
@@ -271,7 +312,9 @@ def _imagenet_r_hepco(base: Path, choice: Choice) -> Raw | None:
     root = base / "imagenet-r"
     if not root.is_dir():
         return None
-    return Raw("files", root, partial(_pooled, root, ["train", "test"] if _is_split(root) else [""], by_name=True))
+    return Raw(
+        "files", root, partial(_pooled, root, ["train", "test"] if _is_split(root) else [""], by_name=True)
+    )
 
 
 def _cub200(base: Path, choice: Choice) -> Raw | None:
@@ -288,7 +331,9 @@ def _domainnet(base: Path, choice: Choice) -> Raw | None:
         return None
     if len(present) < len(_DOMAINS):
         missing = next(domain for domain in _DOMAINS if domain not in present)
-        raise InputError(f"dataset: domain {missing!r} is missing in {str(root)!r}; expected {', '.join(_DOMAINS)}")
+        raise InputError(
+            f"dataset: domain {missing!r} is missing in {str(root)!r}; expected {', '.join(_DOMAINS)}"
+        )
     return Raw("files", root, partial(_pooled, root, _DOMAINS))
 
 
@@ -300,16 +345,22 @@ def _tiny_imagenet(base: Path, choice: Choice) -> Raw | None:
 def _scan_tiny_imagenet(root: Path) -> Scan:
     for needed in ("train", "val/images", "val/val_annotations.txt"):
         if not (root / needed).exists():
-            raise InputError(f"dataset: {str(root / needed)!r} is missing; expected {NAMED['tiny_imagenet'].put}")
+            raise InputError(
+                f"dataset: {str(root / needed)!r} is missing; expected {NAMED['tiny_imagenet'].put}"
+            )
     wnids = _folders(root / "train")
     train = {wnid: _images(root, f"train/{wnid}/images") for wnid in wnids}
     test: dict[str, list[_File]] = {wnid: [] for wnid in wnids}
-    label_of = dict(line.split("\t")[:2] for line in _text(root / "val/val_annotations.txt").splitlines() if "\t" in line)
+    label_of = dict(
+        line.split("\t")[:2] for line in _text(root / "val/val_annotations.txt").splitlines() if "\t" in line
+    )
     for file in _images(root, "val/images"):
         wnid = label_of.get(os.path.basename(file.path))
         if wnid not in test:
             problem = "has no line" if wnid is None else f"is of unknown class {wnid!r}"
-            raise InputError(f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; unpack the archive again")
+            raise InputError(
+                f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; unpack the archive again"
+            )
         test[wnid].append(file)
     return _scan_files(root, _words(root, wnids), _table(wnids, train), _table(wnids, test))
 
@@ -319,7 +370,10 @@ def _words(root: Path, wnids: list[str]) -> list[str]:
         return wnids
     words = dict(line.split("\t")[:2] for line in _text(root / "words.txt").splitlines() if "\t" in line)
     names = [words.get(wnid, wnid).partition(",")[0].strip() for wnid in wnids]
-    return [name if names.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(names, wnids, strict=True)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({wnid})"
+        for name, wnid in zip(names, wnids, strict=True)
+    ]
 
 
 def _text(path: Path) -> str:
@@ -338,26 +392,36 @@ def _content(path: Path) -> bytes:
 
 def _imagenet(base: Path, choice: Choice, *, count: int) -> Raw | None:
     root = base / "imagenet"
-    return Raw("files", root, partial(_scan_imagenet, root, choice, count)) if _is_split(root) or (root / "val").is_dir() else None
+    return (
+        Raw("files", root, partial(_scan_imagenet, root, choice, count))
+        if _is_split(root) or (root / "val").is_dir()
+        else None
+    )
 
 
 def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            raise InputError(f"dataset: no such folder: {str(root / split)!r}; expected {NAMED[f'imagenet{count}'].put}")
+            raise InputError(
+                f"dataset: no such folder: {str(root / split)!r}; expected {NAMED[f'imagenet{count}'].put}"
+            )
     wnids = _folders(root / "train")
     if choice is None:
         if len(wnids) != 1000:
             raise InputError(
                 f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; name yours with class_list"
             )
-        choice = tuple(wnids[index] for index in np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count])
+        choice = tuple(
+            wnids[index] for index in np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
+        )
     if len(choice) != count:
         raise InputError(f"class_list: {len(choice)} classes are listed; imagenet{count} needs {count}")
     for wnid in choice:
         for split in ("train", "val"):
             if not (root / split / wnid).is_dir():
-                raise InputError(f"class_list: class {wnid!r} is not in {str(root / split)!r}; it must be a folder there")
+                raise InputError(
+                    f"class_list: class {wnid!r} is not in {str(root / split)!r}; it must be a folder there"
+                )
     train, test = (_table(choice, _tree(root, split, choice)) for split in ("train", "val"))
     return _scan_files(root, choice, train, test)
 
@@ -383,7 +447,10 @@ def _scan_omniglot(base: Path, parts: Sequence[str]) -> Scan:
 
 def _last_drawings(tree: dict[str, list]) -> tuple[_Table, _Table]:
     classes = sorted(tree)
-    train, test = ({label: tree[label][part] for label in classes} for part in (slice(-_DRAWINGS), slice(-_DRAWINGS, None)))
+    train, test = (
+        {label: tree[label][part] for label in classes}
+        for part in (slice(-_DRAWINGS), slice(-_DRAWINGS, None))
+    )
     return _table(classes, train), _table(classes, test)
 
 
@@ -391,15 +458,21 @@ def _last_drawings(tree: dict[str, list]) -> tuple[_Table, _Table]:
 
 
 def _scan_arrays(where: Path, files: Sequence[Path], listing: Callable[[], Listing]) -> Scan:
-    return Scan(hashlib.sha256(repr([tuple(_file(file, file.name)) for file in files]).encode()).hexdigest(), listing)
+    return Scan(
+        hashlib.sha256(repr([tuple(_file(file, file.name)) for file in files]).encode()).hexdigest(), listing
+    )
 
 
 def _array_split(path: Path, images: UInt8[np.ndarray, "N H W C"], labels: Int64[np.ndarray, " N"]) -> Split:
     names = [f"{path}, image {row}" for row in range(len(labels))]
-    return Split(labels, names, lambda rows: [images[row] for row in rows], (images.shape[1], images.shape[2]))
+    return Split(
+        labels, names, lambda rows: [images[row] for row in rows], (images.shape[1], images.shape[2])
+    )
 
 
-def _cifar(base: Path, choice: Choice, *, folder: str, train: Sequence[str], test: str, names: str, label_bytes: int) -> Raw | None:
+def _cifar(
+    base: Path, choice: Choice, *, folder: str, train: Sequence[str], test: str, names: str, label_bytes: int
+) -> Raw | None:
     root = base / folder
     if not root.is_dir():
         return None
@@ -411,15 +484,26 @@ def _cifar(base: Path, choice: Choice, *, folder: str, train: Sequence[str], tes
         classes = tuple(line.strip() for line in _text(root / names).splitlines() if line.strip())
         batches = [_cifar_batch(root / file, len(classes), label_bytes) for file in (*train, test)]
         images, labels = (np.concatenate(part) for part in zip(*batches[:-1], strict=True))
-        return Listing(root, classes, _array_split(root / "training", images, labels), _array_split(root / test, *batches[-1]))
+        return Listing(
+            root,
+            classes,
+            _array_split(root / "training", images, labels),
+            _array_split(root / test, *batches[-1]),
+        )
 
-    return Raw("files", root, lambda: _scan_arrays(root, [root / file for file in (*train, test, names)], listing))
+    return Raw(
+        "files", root, lambda: _scan_arrays(root, [root / file for file in (*train, test, names)], listing)
+    )
 
 
-def _cifar_batch(path: Path, classes: int, label_bytes: int) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int64[np.ndarray, " N"]]:
+def _cifar_batch(
+    path: Path, classes: int, label_bytes: int
+) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int64[np.ndarray, " N"]]:
     content = np.frombuffer(_content(path), np.uint8)
     if len(content) == 0 or len(content) % (label_bytes + 3072):
-        raise InputError(f"dataset: {str(path)!r} has {len(content)} bytes, no multiple of {label_bytes + 3072}; it is truncated")
+        raise InputError(
+            f"dataset: {str(path)!r} has {len(content)} bytes, no multiple of {label_bytes + 3072}; it is truncated"
+        )
     content = content.reshape(-1, label_bytes + 3072)
     labels = content[:, label_bytes - 1].astype(np.int64)  # of CIFAR-100's two the fine one is last
     if labels.max() >= classes:
@@ -430,13 +514,20 @@ def _cifar_batch(path: Path, classes: int, label_bytes: int) -> tuple[UInt8[np.n
 
 
 def _fashion_mnist(base: Path, choice: Choice) -> Raw | None:
-    stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    files = [next((base / name for name in (stem, f"{stem}.gz") if (base / name).is_file()), None) for stem in stems]
+    stems = [
+        f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+    ]
+    files = [
+        next((base / name for name in (stem, f"{stem}.gz") if (base / name).is_file()), None)
+        for stem in stems
+    ]
     if not any(files):
         return None
     if None in files:
         missing = stems[files.index(None)]
-        raise InputError(f"dataset: {str(base / missing)!r} is missing; expected {NAMED['fashion_mnist'].put}")
+        raise InputError(
+            f"dataset: {str(base / missing)!r} is missing; expected {NAMED['fashion_mnist'].put}"
+        )
 
     def listing() -> Listing:
         return Listing(base, _FASHION, *(_idx_split(*pair) for pair in (files[:2], files[2:])))
@@ -447,9 +538,13 @@ def _fashion_mnist(base: Path, choice: Choice) -> Raw | None:
 def _idx_split(images: Path, labels: Path) -> Split:
     x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
     if len(x) != len(y):
-        raise InputError(f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; they must match")
+        raise InputError(
+            f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; they must match"
+        )
     if len(y) == 0 or y.max() >= len(_FASHION):
-        raise InputError(f"dataset: {str(labels)!r} does not hold labels from 0 to {len(_FASHION) - 1}; it is damaged")
+        raise InputError(
+            f"dataset: {str(labels)!r} does not hold labels from 0 to {len(_FASHION) - 1}; it is damaged"
+        )
     return _array_split(images, x[..., None], y)
 
 
@@ -470,7 +565,9 @@ def read_idx(path: Path, dimensions: int) -> UInt8[np.ndarray, "..."]:
                 raise ValueError(f"its header promises an array of {shape}")
             content = stream.read(count + 1)
             if len(content) != count:
-                raise ValueError(f"{'more' if len(content) > count else 'less'} content than the {shape} that its header promises")
+                raise ValueError(
+                    f"{'more' if len(content) > count else 'less'} content than the {shape} that its header promises"
+                )
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"dataset: {str(path)!r} is damaged or no idx file ({one_line(error)})") from error
     return np.frombuffer(content, np.uint8).reshape(shape)
@@ -490,7 +587,9 @@ def _tfds_version(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
     versions = [
-        path for path in folder.iterdir() if path.name.replace(".", "").isdigit() and (path / "dataset_info.json").is_file()
+        path
+        for path in folder.iterdir()
+        if path.name.replace(".", "").isdigit() and (path / "dataset_info.json").is_file()
     ]
     return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part], default=None)
 
@@ -513,9 +612,15 @@ def _tfds_listing(listing: Callable[[Sequence[Path]], Listing], versions: Sequen
             f"dataset: {str(versions[0])!r} needs the packages tensorflow-datasets and array_record ({error})"
         ) from error
     except NotImplementedError as error:
-        raise InputError(f"dataset: {str(versions[0])!r} is not in array_record files; prepare it with that file_format") from error
-    except Exception as error:  # a damaged folder can raise anything in the library, and it is the folder's fault
-        raise InputError(f"dataset: {str(versions[0])!r} cannot be read by tensorflow-datasets ({one_line(error)})") from error
+        raise InputError(
+            f"dataset: {str(versions[0])!r} is not in array_record files; prepare it with that file_format"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a damaged folder can raise anything in the library, and it is the folder's fault
+        raise InputError(
+            f"dataset: {str(versions[0])!r} cannot be read by tensorflow-datasets ({one_line(error)})"
+        ) from error
 
 
 def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
@@ -525,7 +630,9 @@ def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     for version in versions:
         builder = tfds.builder_from_directory(version)
         features = features or builder.info.features
-        raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}  # images as files, for our own decoder
+        raw = {
+            name: tfds.decode.SkipDecoding() for name in builder.info.features
+        }  # images as files, for our own decoder
         for split in splits:
             sources.append(builder.as_data_source(split, decoders=raw))
             names.append(f"{version}, {split}")
@@ -551,17 +658,26 @@ def _record_split(records: _Records, table: _Table) -> Split:
     names = [f"{records.names[source]}, record {row}" for source, row in items]
     height, width, _ = records.features["image"].shape
     size = (height, width) if height and width else None
-    return Split(np.array(table.labels, np.int64), names, lambda rows: [_image(records, *items[row]) for row in rows], size)
+    return Split(
+        np.array(table.labels, np.int64),
+        names,
+        lambda rows: [_image(records, *items[row]) for row in rows],
+        size,
+    )
 
 
 def _image(records: _Records, source: int, row: int) -> bytes:
     try:
         return records.sources[source][row]["image"]
     except Exception as error:  # as above
-        raise InputError(f"dataset: {records.names[source]}, record {row} cannot be read ({one_line(error)})") from error
+        raise InputError(
+            f"dataset: {records.names[source]}, record {row} cannot be read ({one_line(error)})"
+        ) from error
 
 
-def _record_listing(where: Path, records: _Records, classes: Sequence[str], train: _Table, test: _Table) -> Listing:
+def _record_listing(
+    where: Path, records: _Records, classes: Sequence[str], train: _Table, test: _Table
+) -> Listing:
     return Listing(where, tuple(classes), _record_split(records, train), _record_split(records, test))
 
 
@@ -577,7 +693,8 @@ def _tfds_official(versions: Sequence[Path], *, field: str | None = None) -> Lis
 
 
 def _tfds_pooled(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
-    """All images of all splits, split at random. `field` holds a path that ends in CLASS/FILE; without it the label says the class."""
+    """All images of all splits, split at random. `field` holds a path that ends in CLASS/FILE; without it the
+    label says the class."""
     records = _records(versions, splits)
     names, tree = records.features["label"].names, {}
     for row in _fields(records, ["label", *([field] if field else [])]):
@@ -620,7 +737,12 @@ NAMED = {
         "CIFAR-100 with its fine labels: 50,000 + 10,000 photos of 100 classes, 32x32",
         "cifar-100-binary/ (train.bin, test.bin, fine_label_names.txt)",
         partial(
-            _cifar, folder="cifar-100-binary", train=["train.bin"], test="test.bin", names="fine_label_names.txt", label_bytes=2
+            _cifar,
+            folder="cifar-100-binary",
+            train=["train.bin"],
+            test="test.bin",
+            names="fine_label_names.txt",
+            label_bytes=2,
         ),
         60_000,
         ("cifar100",),

@@ -1,6 +1,8 @@
-"""Pretrained backbones: from a file of any kind that researchers have to a network in our layout, and to a file of our own.
+"""Pretrained backbones: from a file of any kind that researchers have to a network in our layout, and to a
+file of our own.
 
-`checkpoints` reads files, `naming` knows the names; here the image size, the compute type and the pixel constants are settled.
+`checkpoints` reads files, `naming` knows the names; here the image size, the compute type and the pixel
+constants are settled.
 """
 
 import dataclasses
@@ -17,12 +19,12 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
-from fcljax.data.augment import NORMALISE
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic
-from fcljax.models import checkpoints, naming
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.weights import checkpoints, naming
+from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}
@@ -40,7 +42,8 @@ class Pretrained(NamedTuple):
 
     config: its static shape, at the image size that was asked for.
     params: the encoder, for `apply_vit`.
-    head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class token.
+    head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class
+      token.
     decoder: static shape and parameters of a masked autoencoder's decoder, if the file has one.
     mean, std: what the weights expect to be taken off pixels in [0, 1], and what to divide them by.
     mapping: whose names the file has: fcljax, timm, huggingface, google or mae.
@@ -64,11 +67,17 @@ class ConvertOptions:
     """Options of `fcljax convert`."""
 
     heads: int | None = None  # attention heads; default: as the file says, else width / 64
-    decoder_heads: int | None = None  # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
+    decoder_heads: int | None = (
+        None  # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
+    )
     keep_head: bool = False  # keep the classification head, if there is one
     part: Literal["teacher", "student"] = "teacher"  # which network to take from a checkpoint that holds both
-    image_size: int | None = None  # side in pixels; position embeddings are interpolated; default: the network's own
-    normalise: Literal["half", "unit", "imagenet"] | None = None  # pixel constants; default: as the file says or its kind suggests
+    image_size: int | None = (
+        None  # side in pixels; position embeddings are interpolated; default: the network's own
+    )
+    normalise: Literal["half", "unit", "imagenet"] | None = (
+        None  # pixel constants; default: as the file says or its kind suggests
+    )
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
 
 
@@ -95,17 +104,20 @@ def load_backbone(
     """A pretrained network.
 
     Args:
-      name: one of VITS, which the file must fit; None takes the architecture from the file, or vit_micro if there is none.
-      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes the weights that ship
-        with the package.
-      image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position embeddings are interpolated.
+      name: one of VITS, which the file must fit; None takes the architecture from the file, or vit_micro if
+        there is none.
+      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes
+        the weights that ship with the package.
+      image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
+        embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
       heads: attention heads, for files that do not tell them.
       decoder_heads: the same for the decoder of a masked autoencoder.
       part: "teacher" or "student", which network to take from a checkpoint that holds both.
 
     Raises:
-      InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says which).
+      InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
+        which).
     """
     if name is None and checkpoint is None:
         name = "vit_micro"
@@ -118,8 +130,13 @@ def load_backbone(
                 f"only {', '.join(PACKAGED)} has its own"
             )
         checkpoint = str(resources.files("fcljax") / "assets" / PACKAGED[name])
-    source, network, mean, std, notes = _load(name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part)
-    decoder = network.decoder and (dataclasses.replace(network.decoder[0], dtype=dtype), _stored(network.decoder[1], dtype))
+    source, network, mean, std, notes = _load(
+        name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part
+    )
+    decoder = network.decoder and (
+        dataclasses.replace(network.decoder[0], dtype=dtype),
+        _stored(network.decoder[1], dtype),
+    )
     return Pretrained(
         config=dataclasses.replace(network.config, dtype=dtype),
         params=_stored(network.params, dtype),
@@ -134,7 +151,8 @@ def load_backbone(
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
-    """Write any checkpoint as a file of our own, which keeps what is known of it: architecture, heads, pixel constants, provenance.
+    """Write any checkpoint as a file of our own, which keeps what is known of it: architecture, heads, pixel
+    constants, provenance.
 
     Args:
       source: as `load_backbone`'s checkpoint.
@@ -149,7 +167,12 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
     """
     path = _target(source, target)
     file, network, mean, std, notes = _load(
-        None, source, options.image_size, naming.Facts(options.heads, options.decoder_heads), options.part, options.normalise
+        None,
+        source,
+        options.image_size,
+        naming.Facts(options.heads, options.decoder_heads),
+        options.part,
+        options.normalise,
     )
     tree = dict(network.params)
     if network.head is not None and options.keep_head:
@@ -157,7 +180,11 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
     if network.decoder is not None:
         tree["decoder"] = network.decoder[1]
     save_native(path, tree, _metadata(file, network, mean, std), options.dtype)
-    return [*_rows(network, options, file, mean, std), *(("note", note) for note in notes), ("written to", str(path))]
+    return [
+        *_rows(network, options, file, mean, std),
+        *(("note", note) for note in notes),
+        ("written to", str(path)),
+    ]
 
 
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
@@ -178,7 +205,8 @@ def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtyp
 
 
 def interpolate_positions(position: Float[Array, "tokens width"], grid: int) -> Float[Array, "tokens2 width"]:
-    """Position embeddings for grid x grid patches: bicubic (a = -0.5, antialiased) over the patch grid; the class token's stays."""
+    """Position embeddings for grid x grid patches: bicubic (a = -0.5, antialiased) over the patch grid; the
+    class token's stays."""
     cls, patches = position[:1], position[1:]
     side = round(patches.shape[0] ** 0.5)
     if side == grid:
@@ -188,11 +216,16 @@ def interpolate_positions(position: Float[Array, "tokens width"], grid: int) -> 
     return jnp.concatenate([cls, resized.reshape(grid * grid, -1)])
 
 
-# ---- from a file to a network --------------------------------------------------------------------------------------------------------
+# ---- from a file to a network ------------------------------------------------------------------------------
 
 
 def _load(
-    name: str | None, checkpoint: str, image_size: int | None, facts: naming.Facts, part: str, normalise: str | None = None
+    name: str | None,
+    checkpoint: str,
+    image_size: int | None,
+    facts: naming.Facts,
+    part: str,
+    normalise: str | None = None,
 ) -> _Loaded:
     file = checkpoints.read(checkpoint)
     network = _with_epsilon(file, naming.interpret(file.tensors, name, _joined(facts, _told(file)), part))
@@ -205,31 +238,44 @@ def _load(
 def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
     if image_size is not None and (image_size % vit.patch or image_size < vit.patch):
         fitting = max(vit.patch, round(image_size / vit.patch) * vit.patch)
-        raise InputError(f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; nearest: {fitting}")
+        raise InputError(
+            f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; nearest: {fitting}"
+        )
 
 
 def _told(file: checkpoints.Checkpoint) -> naming.Facts:
     """What metadata or a config.json say of the network."""
     kind = file.metadata.get("format", "")
     if kind.startswith("fcljax") and kind != FORMAT:
-        raise InputError(f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}")
+        raise InputError(
+            f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}"
+        )
     ours, decoder = (_object(file, key) for key in ("config", "decoder"))
     config = file.config
     if config.get("hidden_act", "gelu") != "gelu":
-        raise InputError(f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, and the network here has 'gelu'")
+        raise InputError(
+            f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, and the network here has 'gelu'"
+        )
     heads = ours.get("heads", config.get("num_attention_heads"))
     return naming.Facts(
-        _whole(file, "heads", heads), _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads")))
+        _whole(file, "heads", heads),
+        _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads"))),
     )
 
 
 def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
-    """The network with its own LayerNorms' epsilon. Hugging Face's ViTs have 1e-12 where nothing is said, all others 1e-6."""
+    """The network with its own LayerNorms' epsilon. Hugging Face's ViTs have 1e-12 where nothing is said, all
+    others 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else 1e-6
     epsilon = _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual))
     if not isinstance(epsilon, float) or not 0 < epsilon <= 1e-3:
-        raise InputError(f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {epsilon!r}")
-    decoder = network.decoder and (dataclasses.replace(network.decoder[0], epsilon=epsilon), network.decoder[1])
+        raise InputError(
+            f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {epsilon!r}"
+        )
+    decoder = network.decoder and (
+        dataclasses.replace(network.decoder[0], epsilon=epsilon),
+        network.decoder[1],
+    )
     return network._replace(config=dataclasses.replace(network.config, epsilon=epsilon), decoder=decoder)
 
 
@@ -270,24 +316,36 @@ def _resized(network: naming.Network, image_size: int | None) -> tuple[naming.Ne
     if image_size is None or image_size == network.config.image_size:
         return network, []
     old, config = network.config.grid, dataclasses.replace(network.config, image_size=image_size)
-    params = network.params | {"pos": np.asarray(interpolate_positions(jnp.asarray(network.params["pos"]), config.grid))}
+    params = network.params | {
+        "pos": np.asarray(interpolate_positions(jnp.asarray(network.params["pos"]), config.grid))
+    }
     decoder = network.decoder
     if decoder is not None:
-        decoder = dataclasses.replace(decoder[0], image_size=image_size), _resized_decoder(*decoder, config.grid)
-    note = f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches"
+        decoder = (
+            dataclasses.replace(decoder[0], image_size=image_size),
+            _resized_decoder(*decoder, config.grid),
+        )
+    note = (
+        f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches"
+    )
     return network._replace(config=config, params=params, decoder=decoder), [note]
 
 
 def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int) -> PyTree:
     """Positions that follow the sin-cos formula follow it on the other grid too."""
     position = params["pos"]
-    if config.width % 4 == 0 and np.allclose(position, sincos_positions(config.grid, config.width), atol=1e-5):
+    if config.width % 4 == 0 and np.allclose(
+        position, sincos_positions(config.grid, config.width), atol=1e-5
+    ):
         return params | {"pos": np.asarray(sincos_positions(grid, config.width))}
     return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid))}
 
 
-def _constants(file: checkpoints.Checkpoint, network: naming.Network, normalise: str | None) -> tuple[Colour, Colour, list[str]]:
-    """Mean and standard deviation of pixels: what the user says, what the file says, or what its kind suggests."""
+def _constants(
+    file: checkpoints.Checkpoint, network: naming.Network, normalise: str | None
+) -> tuple[Colour, Colour, list[str]]:
+    """Mean and standard deviation of pixels: what the user says, what the file says, or what its kind
+    suggests."""
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
     if "mean" in file.metadata and "std" in file.metadata:
@@ -296,10 +354,18 @@ def _constants(file: checkpoints.Checkpoint, network: naming.Network, normalise:
     for beside, names in ((file.preprocessor, ("image_mean", "image_std")), (timm, ("mean", "std"))):
         if isinstance(beside, dict) and all(name in beside for name in names):
             return _colour(file, names[0], beside[names[0]]), _colour(file, names[1], beside[names[1]]), []
-    named = network.mapping != "google" and any(word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES)
+    named = network.mapping != "google" and any(
+        word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES
+    )
     kind = "imagenet" if network.torch_training or named else "half"
     mean, std = NORMALISE[kind]
-    return mean, std, [f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind}): the checkpoint does not tell them"]
+    return (
+        mean,
+        std,
+        [
+            f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind}): the checkpoint does not tell them"
+        ],
+    )
 
 
 def _colour(file: checkpoints.Checkpoint, what: str, value: Any) -> Colour:
@@ -320,12 +386,16 @@ def _stored(tree: PyTree, dtype: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(store, tree)
 
 
-# ---- from a network to a file of our own ---------------------------------------------------------------------------------------------
+# ---- from a network to a file of our own -------------------------------------------------------------------
 
 
 def _target(source: str, target: str | None) -> Path:
     """Where to write, found out before the work is done."""
-    name = source.removeprefix("hf:").partition(":")[0].partition("@")[0] if source.startswith("hf:") else Path(source).stem
+    name = (
+        source.removeprefix("hf:").partition(":")[0].partition("@")[0]
+        if source.startswith("hf:")
+        else Path(source).stem
+    )
     path = Path(target if target is not None else f"{PurePosixPath(name).name}.safetensors")
     if path.suffix != ".safetensors":
         raise InputError(f"target: {str(path)!r} must end in .safetensors")
@@ -336,7 +406,9 @@ def _target(source: str, target: str | None) -> Path:
     return path
 
 
-def _metadata(file: checkpoints.Checkpoint, network: naming.Network, mean: Colour, std: Colour) -> dict[str, str]:
+def _metadata(
+    file: checkpoints.Checkpoint, network: naming.Network, mean: Colour, std: Colour
+) -> dict[str, str]:
     def shape(config: ViTConfig | DecoderConfig) -> str:
         return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
 
@@ -361,7 +433,10 @@ def _rows(
         ("qkv", "fused" if network.fused else "split"),
         ("parameters", f"{size:,}"),
         ("head", f"{classes} classes, {'kept' if options.keep_head else 'dropped'}" if classes else "none"),
-        ("decoder", f"width {decoder.width}, depth {decoder.depth}, heads {decoder.heads}" if decoder else "none"),
+        (
+            "decoder",
+            f"width {decoder.width}, depth {decoder.depth}, heads {decoder.heads}" if decoder else "none",
+        ),
         ("mean", _listed(mean)),
         ("std", _listed(std)),
         ("sha256", file.digest),

@@ -1,4 +1,5 @@
-"""Predictions over a whole split in one compiled call, and the cache of un-prompted features that prompt methods query."""
+"""Predictions over a whole split in one compiled call, and the cache of un-prompted features that prompt
+methods query."""
 
 from collections.abc import Callable
 
@@ -8,14 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
-from fcljax.streaming import Host, over_windows
+from fcljax.data.streaming import Host, over_windows
 from fcljax.types import PyTree
 
 BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 
 
-def make_predict(predict: Callable, read: Callable, batch_size: int, capacity: int) -> Callable[..., Int[np.ndarray, " n"]]:
-    """predictions(frozen, server, split, rows, task) -> predicted class of each row, in their order; `split` may be a `Host`.
+def make_predict(
+    predict: Callable, read: Callable, batch_size: int, capacity: int
+) -> Callable[..., Int[np.ndarray, " n"]]:
+    """predictions(frozen, server, split, rows, task) -> predicted class of each row, in their order; `split`
+    may be a `Host`.
 
     Args:
       predict: (frozen, server, image, query, task) -> logits, as in the method protocol.
@@ -30,11 +34,15 @@ def make_predict(predict: Callable, read: Callable, batch_size: int, capacity: i
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
             logits = predict(frozen, server, read(split, mine), query, task)
-            return jax.lax.dynamic_update_slice(out, jnp.argmax(logits, -1).astype(jnp.int32), (i * batch_size,))
+            return jax.lax.dynamic_update_slice(
+                out, jnp.argmax(logits, -1).astype(jnp.int32), (i * batch_size,)
+            )
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros(len(rows), jnp.int32))
 
-    def predictions(frozen: PyTree, server: PyTree, split: Split | Host, rows: np.ndarray, task) -> np.ndarray:
+    def predictions(
+        frozen: PyTree, server: PyTree, split: Split | Host, rows: np.ndarray, task
+    ) -> np.ndarray:
         function = lambda split, rows, batches: compiled(frozen, server, split, rows, batches, task)
         return _over_rows(function, split, rows, batch_size, capacity)
 
@@ -44,7 +52,8 @@ def make_predict(predict: Callable, read: Callable, batch_size: int, capacity: i
 def make_features(
     features: Callable, read: Callable, batch_size: int, advance: Callable[[int], None] = lambda rows: None
 ) -> Callable[[PyTree, Split | Host], Float[Array, "N ..."] | np.ndarray]:
-    """cache(frozen, split) -> features of all images under the clean view, on the device, or in numpy for a `Host`.
+    """cache(frozen, split) -> features of all images under the clean view, on the device, or in numpy for a
+    `Host`.
 
     Args:
       features: (frozen, image [B, S, S, 3]) -> [B, ...].
@@ -59,24 +68,33 @@ def make_features(
 
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
-            return jax.lax.dynamic_update_slice_in_dim(out, features(frozen, read(split, mine)), i * batch_size, 0)
+            return jax.lax.dynamic_update_slice_in_dim(
+                out, features(frozen, read(split, mine)), i * batch_size, 0
+            )
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(rows), *shape.shape[1:]), shape.dtype))
 
     def cache(frozen: PyTree, split: Split | Host) -> Array | np.ndarray:
         rows = np.arange(len((split.tree if isinstance(split, Host) else split).label))
         function = lambda *args: compiled(frozen, *args)
-        found = _over_rows(function, split, rows, batch_size, min(len(rows), BATCHES_PER_CALL * batch_size), advance)
+        found = _over_rows(
+            function, split, rows, batch_size, min(len(rows), BATCHES_PER_CALL * batch_size), advance
+        )
         return found if isinstance(split, Host) else jnp.asarray(found)
 
     return cache
 
 
 def _over_rows(
-    function: Callable, split: Split | Host, rows: np.ndarray, batch_size: int, capacity: int, advance: Callable = lambda rows: None
+    function: Callable,
+    split: Split | Host,
+    rows: np.ndarray,
+    batch_size: int,
+    capacity: int,
+    advance: Callable = lambda rows: None,
 ) -> np.ndarray:
-    """function(split, rows padded to whole batches, batches) for all rows, at most `capacity` of them in one call. Calls of a `Host`
-    get a window that holds their rows in order."""
+    """function(split, rows padded to whole batches, batches) for all rows, at most `capacity` of them in one
+    call. Calls of a `Host` get a window that holds their rows in order."""
     if not len(rows):
         return np.zeros(0, np.int32)
     # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.

@@ -12,7 +12,8 @@ from fcljax.types import PyTree
 
 
 class Snapshot(NamedTuple):
-    """Everything that a run is made of after `step` rounds: arrays (server, clients, key) and plain host records."""
+    """Everything that a run is made of after `step` rounds: arrays (server, clients, key) and plain host
+    records."""
 
     step: int
     state: PyTree
@@ -20,7 +21,8 @@ class Snapshot(NamedTuple):
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
-    """A manager of the checkpoints in `folder`. Use it as a context manager: leaving it waits for the last write."""
+    """A manager of the checkpoints in `folder`. Use it as a context manager: leaving it waits for the last
+    write."""
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True)
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
@@ -31,7 +33,8 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     Raises:
       InputError: if this write or the one before it failed, which means that the folder is full or read-only.
     """
-    # An explicit copy: on CPU device arrays are shared with the background writer, and the next round donates them.
+    # An explicit copy: on CPU device arrays are shared with the background writer, and the next round donates
+    # them.
     state = jax.tree.map(lambda x: np.array(x), jax.device_get(snapshot.state))
     arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), records=ocp.args.JsonSave(snapshot.records))
     try:

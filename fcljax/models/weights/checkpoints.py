@@ -1,7 +1,9 @@
-"""Files of weights of any kind as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, and files of the Hugging Face hub.
+"""Files of weights of any kind as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, and files of
+the Hugging Face hub.
 
-Nothing that a file says is executed. safetensors and npz hold no code; a torch file is a pickle, so its opcodes are read first, without
-running them, and then torch's weights-only loader does the rest, if torch is there (`fcljax[torch]`).
+Nothing that a file says is executed. safetensors and npz hold no code; a torch file is a pickle, so its
+opcodes are read first, without running them, and then torch's weights-only loader does the rest, if torch is
+there (`fcljax[torch]`).
 """
 
 import argparse
@@ -61,13 +63,21 @@ _HARMLESS = re.compile(
 )
 _LEGACY = 0x1950A86A20F9469CFC6C  # the number that torch's files began with before they were zips
 _DAMAGE = (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, ArithmeticError)
-_DAMAGE += (zipfile.BadZipFile, zlib.error, struct.error, safetensors.SafetensorError, pickle.UnpicklingError, tarfile.TarError)
+_DAMAGE += (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    safetensors.SafetensorError,
+    pickle.UnpicklingError,
+    tarfile.TarError,
+)
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. tensors: arrays by dotted name, some of them views of the file. metadata: what a safetensors file says of
-    itself. digest: the file's sha256. source: the file's name without folders, or its place on the hub. config, preprocessor: the
-    config.json and preprocessor_config.json beside it, or {}."""
+    """What a file holds. tensors: arrays by dotted name, some of them views of the file. metadata: what a
+    safetensors file says of itself. digest: the file's sha256. source: the file's name without folders, or
+    its place on the hub. config, preprocessor: the config.json and preprocessor_config.json beside it, or
+    {}."""
 
     tensors: dict[str, np.ndarray]
     metadata: dict[str, str]
@@ -81,8 +91,9 @@ def read(checkpoint: str | Path) -> Checkpoint:
     """A file of weights, from a path or from the hub as hf:OWNER/NAME[@REVISION][:FILE].
 
     Raises:
-      InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a package that is not there;
-        for hub files also if they cannot be had, or differ from the checksum that the hub gives. Such a file is removed from the cache.
+      InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
+        package that is not there; for hub files also if they cannot be had, or differ from the checksum that
+        the hub gives. Such a file is removed from the cache.
     """
     if str(checkpoint).startswith("hf:"):
         return _read_hub(str(checkpoint))
@@ -99,7 +110,9 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if not path.is_file():
         raise InputError(f"checkpoint: no file {str(path)!r}")
     if path.suffix not in SUFFIXES:
-        raise InputError(f"checkpoint: {str(path)!r} has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}")
+        raise InputError(
+            f"checkpoint: {str(path)!r} has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}"
+        )
     if path.stat().st_size > FILE_LIMIT:
         raise InputError(f"checkpoint: {str(path)!r} is larger than {FILE_LIMIT >> 30} GiB")
     try:
@@ -120,14 +133,16 @@ def sha256(path: Path) -> str:
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """The dotted names that a pickle would import, found by reading its opcodes, not by running them. "?" stands for a name that is
-    put together in a way which opcodes alone do not show.
+    """The dotted names that a pickle would import, found by reading its opcodes, not by running them. "?"
+    stands for a name that is put together in a way which opcodes alone do not show.
 
     Raises:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    strings: list[str | None] = []  # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
+    strings: list[
+        str | None
+    ] = []  # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
     memo: dict[int, str | None] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         kind = opcode.name
@@ -148,12 +163,15 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
     return names
 
 
-# ---- one kind of file each -----------------------------------------------------------------------------------------------------------
+# ---- one kind of file each ---------------------------------------------------------------------------------
 
 
 def _read(path: Path, source: str, sidecars: bool) -> Checkpoint:
     tensors, metadata = read_tensors(path)
-    config, preprocessor = (_json(path.with_name(f"{name}.json")) if sidecars else {} for name in ("config", "preprocessor_config"))
+    config, preprocessor = (
+        _json(path.with_name(f"{name}.json")) if sidecars else {}
+        for name in ("config", "preprocessor_config")
+    )
     return Checkpoint(tensors, metadata, sha256(path), source, config, preprocessor)
 
 
@@ -188,17 +206,21 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
         _check_members(path, archive)
-    # Our own handle, since np.load leaves its open when the archive is damaged, and takes a bare .npy under this name.
+    # Our own handle, since np.load leaves its open when the archive is damaged, and takes a bare .npy under
+    # this name.
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         return {name: _array(file, name) for name in file.files}
 
 
 def _array(file: Any, name: str) -> np.ndarray:
-    """One array. Its header is compared with its size first: numpy would allocate whatever a header claims."""
+    """One array. Its header is compared with its size first: numpy would allocate whatever a header
+    claims."""
     member = name if name in file.zip.namelist() else f"{name}.npy"
     with file.zip.open(member) as stream:
         version = np.lib.format.read_magic(stream)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        header = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
         shape, _, kind = header(stream)
     if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
         raise ValueError(f"{name} is cut off")
@@ -210,10 +232,14 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
     for member in members:
         name = member.filename.replace("\\", "/")
         if name.startswith("/") or ".." in PurePosixPath(name).parts or re.match("[A-Za-z]:", name):
-            raise InputError(f"checkpoint: {str(path)!r} has a member outside the archive: {member.filename!r}")
+            raise InputError(
+                f"checkpoint: {str(path)!r} has a member outside the archive: {member.filename!r}"
+            )
     size = sum(member.file_size for member in members)
     if size > ZIP_LIMIT:
-        raise InputError(f"checkpoint: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is {ZIP_LIMIT >> 30} GiB")
+        raise InputError(
+            f"checkpoint: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is {ZIP_LIMIT >> 30} GiB"
+        )
 
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
@@ -256,9 +282,12 @@ def _zip_imports(path: Path) -> list[str]:
 
 
 def _legacy_imports(path: Path) -> list[str]:
-    """Files of before torch 1.6: pickles of a magic number, a version, the system, the content and the storages' names, then bytes."""
+    """Files of before torch 1.6: pickles of a magic number, a version, the system, the content and the
+    storages' names, then bytes."""
     with path.open("rb") as stream:
-        numbers = [argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name.startswith("LONG")]
+        numbers = [
+            argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name.startswith("LONG")
+        ]
         if numbers == [_LEGACY]:
             return [name for _ in range(4) for name in imports(stream)]
         stream.seek(0)
@@ -269,17 +298,23 @@ def _legacy_imports(path: Path) -> list[str]:
 
 
 def _plumbing() -> list[Any]:
-    """What the weights-only loader may build beside tensors: the settings and learning rates in checkpoints of DINO, iBOT and MAE."""
+    """What the weights-only loader may build beside tensors: the settings and learning rates in checkpoints
+    of DINO, iBOT and MAE."""
     import _codecs
 
     scalar = np._core.multiarray.scalar
-    types = [getattr(np.dtypes, name) for name in dir(np.dtypes) if name.endswith("DType") and not name.startswith("_")]
+    types = [
+        getattr(np.dtypes, name)
+        for name in dir(np.dtypes)
+        if name.endswith("DType") and not name.startswith("_")
+    ]
     names = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
     return [argparse.Namespace, _codecs.encode, np.dtype, *types, *names]
 
 
 def _flatten(prefix: str, content: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of nested dicts with dotted names; all else is no weight. Optimisers number their tensors, and those are left out."""
+    """Tensors of nested dicts with dotted names; all else is no weight. Optimisers number their tensors, and
+    those are left out."""
     if isinstance(content, dict):
         for key, value in content.items():
             if isinstance(key, str) and key != "optimizer":
@@ -293,22 +328,28 @@ def _flatten(prefix: str, content: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield prefix, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-# ---- the hub -------------------------------------------------------------------------------------------------------------------------
+# ---- the hub -----------------------------------------------------------------------------------------------
 
 
 def _read_hub(spec: str) -> Checkpoint:
     found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", spec)
     if not found:
-        raise InputError(f"checkpoint: {spec!r} is not hf:OWNER/NAME, hf:OWNER/NAME@REVISION or hf:OWNER/NAME@REVISION:FILE")
+        raise InputError(
+            f"checkpoint: {spec!r} is not hf:OWNER/NAME, hf:OWNER/NAME@REVISION or hf:OWNER/NAME@REVISION:FILE"
+        )
     repository, revision, name = found.groups()
     if name and PurePosixPath(name).suffix not in SUFFIXES:
-        raise InputError(f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}")
+        raise InputError(
+            f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
+        )
     for candidate in (name,) if name else ("model.safetensors", "pytorch_model.bin"):
         path = _fetch(spec, repository, revision, candidate)
         if path is not None:
             break
     else:
-        raise InputError(f"checkpoint: {spec!r} has no file {name or 'model.safetensors or pytorch_model.bin'}")
+        raise InputError(
+            f"checkpoint: {spec!r} has no file {name or 'model.safetensors or pytorch_model.bin'}"
+        )
     for sidecar in ("config.json", "preprocessor_config.json"):
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
     label = f"hf:{repository}" + (f"@{revision}" if revision else "") + f":{candidate}"
@@ -318,7 +359,9 @@ def _read_hub(spec: str) -> Checkpoint:
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:
     """A file of the hub in the library's cache, verified; None if there is no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise InputError(f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', or give the path of a file")
+        raise InputError(
+            f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', or give the path of a file"
+        )
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -329,10 +372,16 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     known = huggingface_hub.try_to_load_from_cache(repository, name, cache, revision)
     before = _cached(cache, repository)
     try:
-        path = Path(huggingface_hub.hf_hub_download(repository, name, revision=revision, cache_dir=cache, endpoint=endpoint))
+        path = Path(
+            huggingface_hub.hf_hub_download(
+                repository, name, revision=revision, cache_dir=cache, endpoint=endpoint
+            )
+        )
     except EntryNotFoundError as error:
         if isinstance(error, LocalEntryNotFoundError) and known is not huggingface_hub._CACHED_NO_EXIST:
-            raise InputError(f"checkpoint: cannot reach the hub for {name!r} of {spec!r}, and the cache does not have it") from None
+            raise InputError(
+                f"checkpoint: cannot reach the hub for {name!r} of {spec!r}, and the cache does not have it"
+            ) from None
         return None
     except Exception as error:  # what the transport raises differs from version to version of the library
         _remove(_cached(cache, repository) - before)
@@ -341,7 +390,9 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(path) != blob.name:
         _remove(_cached(cache, repository) - before | {path, blob})
-        raise InputError(f"checkpoint: {name!r} of {spec!r} differs from the hub's checksum {blob.name}; it was removed, try again")
+        raise InputError(
+            f"checkpoint: {name!r} of {spec!r} differs from the hub's checksum {blob.name}; it was removed, try again"
+        )
     return path
 
 
@@ -356,6 +407,8 @@ def _remove(paths: set[Path]) -> None:
     for path in paths:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
-    for folder in sorted(paths | {parent for path in paths for parent in list(path.parents)[:3]}, reverse=True):
+    for folder in sorted(
+        paths | {parent for path in paths for parent in list(path.parents)[:3]}, reverse=True
+    ):
         with contextlib.suppress(OSError):  # not empty, or not there
             folder.rmdir()

@@ -1,8 +1,10 @@
-"""Whose names a set of tensors carries, the architecture that their shapes tell, and the way to our own names and layouts.
+"""Whose names a set of tensors carries, the architecture that their shapes tell, and the way to our own names
+and layouts.
 
-A network is a stack: something that embeds, a learned token, positions, blocks, a norm and something that comes out. That holds for the
-encoder (patches, class token, head) and for the decoder of a masked autoencoder (latents, mask token, pixels), so one table of names
-describes either. Linear weights are [in, out] here, [out, in] in torch, and split by heads in Google's files.
+A network is a stack: something that embeds, a learned token, positions, blocks, a norm and something that
+comes out. That holds for the encoder (patches, class token, head) and for the decoder of a masked autoencoder
+(latents, mask token, pixels), so one table of names describes either. Linear weights are [in, out] here,
+[out, in] in torch, and split by heads in Google's files.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ Tensors = dict[str, np.ndarray]
 
 
 class Naming(NamedTuple):
-    """How one kind of file names a stack. Names of modules lack the leaf (kernel or scale, and bias); token and pos are whole names."""
+    """How one kind of file names a stack. Names of modules lack the leaf (kernel or scale, and bias); token
+    and pos are whole names."""
 
     mapping: str
     layout: Literal["ours", "torch", "google"]
@@ -44,10 +47,11 @@ class Facts(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network under our names and in our layouts, float32 numpy arrays, some of them views. The config's image size is the file's.
+    """A network under our names and in our layouts, float32 numpy arrays, some of them views. The config's
+    image size is the file's.
 
-    fused: whether q, k and v were one tensor. part: "teacher", "student" or None. torch_training: whether the file looks as DINO, iBOT,
-    MAE and DeiT write theirs, which normalise pixels by ImageNet's constants.
+    fused: whether q, k and v were one tensor. part: "teacher", "student" or None. torch_training: whether the
+    file looks as DINO, iBOT, MAE and DeiT write theirs, which normalise pixels by ImageNet's constants.
     """
 
     config: ViTConfig
@@ -63,18 +67,33 @@ class Network(NamedTuple):
 
 def _modules(norm1: str, qkv: str, proj: str, norm2: str, fc1: str, fc2: str) -> dict[str, tuple[str, ...]]:
     theirs = (norm1, qkv, proj, norm2, fc1, fc2)
-    return dict(zip(("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2"), (tuple(x.split()) for x in theirs), strict=True))
+    return dict(
+        zip(
+            ("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2"),
+            (tuple(x.split()) for x in theirs),
+            strict=True,
+        )
+    )
 
 
 _OURS = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
 _TIMM = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 _QKV = " ".join(f"attention.attention.{part}" for part in ("query", "key", "value"))
-_HF4 = _modules("layernorm_before", _QKV, "attention.output.dense", "layernorm_after", "intermediate.dense", "output.dense")
+_HF4 = _modules(
+    "layernorm_before",
+    _QKV,
+    "attention.output.dense",
+    "layernorm_after",
+    "intermediate.dense",
+    "output.dense",
+)
 _QKV = "attention.q_proj attention.k_proj attention.v_proj"
 _HF5 = _modules("layernorm_before", _QKV, "attention.o_proj", "layernorm_after", "mlp.fc1", "mlp.fc2")
 _MHA = "MultiHeadDotProductAttention_1/"
 _QKV = " ".join(f"{_MHA}{part}" for part in ("query", "key", "value"))
-_GOOGLE = _modules("LayerNorm_0", _QKV, f"{_MHA}out", "LayerNorm_2", "MlpBlock_3/Dense_0", "MlpBlock_3/Dense_1")
+_GOOGLE = _modules(
+    "LayerNorm_0", _QKV, f"{_MHA}out", "LayerNorm_2", "MlpBlock_3/Dense_0", "MlpBlock_3/Dense_1"
+)
 
 _HF = (
     "embeddings.patch_embeddings.projection",
@@ -87,13 +106,20 @@ _BIG = ("embedding", "cls", "Transformer/posembed_input/pos_embedding", "Transfo
 _MAE = ("decoder_embed", "mask_token", "decoder_pos_embed", "decoder_norm", "decoder_pred")
 ENCODERS = (
     Naming("fcljax", "ours", "patch", "cls", "pos", "norm", "head", "block_%02d.", _OURS),
-    Naming("timm", "torch", "patch_embed.proj", "cls_token", "pos_embed", "norm", "head", "blocks.%d.", _TIMM),
+    Naming(
+        "timm", "torch", "patch_embed.proj", "cls_token", "pos_embed", "norm", "head", "blocks.%d.", _TIMM
+    ),
     Naming("huggingface", "torch", *_HF, "encoder.layer.%d.", _HF4),
     Naming("huggingface", "torch", *_HF, "layers.%d.", _HF5),
     Naming("google", "google", *_BIG, "Transformer/encoderblock_%d/", _GOOGLE),
 )
 DECODERS = (
-    Naming("fcljax", "ours", *(f"decoder.{x}" for x in ("embed", "mask", "pos", "norm", "predict", "block_%02d.")), _OURS),
+    Naming(
+        "fcljax",
+        "ours",
+        *(f"decoder.{x}" for x in ("embed", "mask", "pos", "norm", "predict", "block_%02d.")),
+        _OURS,
+    ),
     Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", _TIMM),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF4),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF5),
@@ -121,7 +147,8 @@ _IGNORED = {
 
 
 class _Found(NamedTuple):
-    """tensors: by names without wrappers, without what is ignored. wrappers: those of the network. ignored: keys of _IGNORED."""
+    """tensors: by names without wrappers, without what is ignored. wrappers: those of the network. ignored:
+    keys of _IGNORED."""
 
     naming: Naming
     tensors: Tensors
@@ -130,7 +157,8 @@ class _Found(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, None without such a module."""
+    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, None without
+    such a module."""
 
     inputs: int
     width: int
@@ -144,8 +172,8 @@ class _Stack(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """How one tensor of ours comes about: these of theirs, each of this shape, its axes reversed as torch has them or not, then
-    reshaped to `ours` and joined on the last axis."""
+    """How one tensor of ours comes about: these of theirs, each of this shape, its axes reversed as torch has
+    them or not, then reshaped to `ours` and joined on the last axis."""
 
     names: tuple[str, ...]
     theirs: tuple[int, ...]
@@ -163,7 +191,8 @@ def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Ne
       part: "teacher" or "student", for files that hold both.
 
     Raises:
-      InputError: if there is no ViT, or one of a kind that we do not model, or tensors are missing, unexpected, misshaped or not finite.
+      InputError: if there is no ViT, or one of a kind that we do not model, or tensors are missing,
+        unexpected, misshaped or not finite.
     """
     found = _find(tensors, choose("part", part, sorted(_ROLES)))
     naming = found.naming
@@ -172,10 +201,16 @@ def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Ne
     encoder = _recipes(naming, _OUR_ENCODER, _encoder_stack(config, _outputs(naming, found.tensors)))
     decoder = _decoder(found, config, facts)
     wanted = [recipe for recipes in (encoder, decoder[2] if decoder else {}) for recipe in recipes.values()]
-    _check(found.tensors, {theirs: recipe.theirs for recipe in wanted for theirs in recipe.names}, name or _describe(config))
+    _check(
+        found.tensors,
+        {theirs: recipe.theirs for recipe in wanted for theirs in recipe.names},
+        name or _describe(config),
+    )
     params = _build(found.tensors, encoder)
     head = params.pop("head", None)
-    training = decoder is not None or bool(found.wrappers & {"teacher", "student", "model", "state_dict", "backbone"})
+    training = decoder is not None or bool(
+        found.wrappers & {"teacher", "student", "model", "state_dict", "backbone"}
+    )
     training = training or not {"mask_token", "masked_embed", "centers of the loss"}.isdisjoint(found.ignored)
     return Network(
         config,
@@ -197,13 +232,15 @@ def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
     if found.ignored:
         notes.append(f"left out, being no part of the backbone: {', '.join(found.ignored)}")
     if "pre_logits" in found.ignored:
-        notes.append("a classification head behind pre_logits is left out too: it does not read the class token")
+        notes.append(
+            "a classification head behind pre_logits is left out too: it does not read the class token"
+        )
     if not config.final_norm:
         notes.append("the network has no final norm")
     return notes
 
 
-# ---- which network it is -------------------------------------------------------------------------------------------------------------
+# ---- which network it is -----------------------------------------------------------------------------------
 
 
 def _find(tensors: Tensors, part: str) -> _Found:
@@ -223,7 +260,9 @@ def _find(tensors: Tensors, part: str) -> _Found:
     if _has_decoder(named):
         ignored.pop("mask_token", None)
     if "pre_logits" in ignored.values():
-        ignored |= {key: "classification head" for key in named if key.startswith(f"{naming.out}{_dot(naming)}")}
+        ignored |= {
+            key: "classification head" for key in named if key.startswith(f"{naming.out}{_dot(naming)}")
+        }
     kept = {key: value for key, value in named.items() if key not in ignored}
     labels = tuple(label for label in [*_IGNORED, "classification head"] if label in ignored.values())
     return _Found(_variant(ENCODERS, naming, kept), kept, frozenset(wrappers), labels)
@@ -241,12 +280,16 @@ def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
     if not at:
         wanted = ", ".join(f"{anchor} ({naming.mapping})" for anchor, naming in reversed(anchors.items()))
         held = ", ".join(list(tensors)[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-        raise InputError(f"checkpoint: no Vision Transformer in it: none of {wanted}; it holds: {held or 'no tensors'}")
+        raise InputError(
+            f"checkpoint: no Vision Transformer in it: none of {wanted}; it holds: {held or 'no tensors'}"
+        )
     known = {prefix: naming for prefix, naming in at.items() if set(prefix.split(".")[:-1]) <= _WRAPPERS}
     roles = {role: [prefix for prefix in known if role in prefix.split(".")] for role in sorted(_ROLES)}
     if any(roles.values()):
         if not roles[part]:
-            raise InputError(f"part: the checkpoint has no {part}; choose {next(role for role in roles if roles[role])!r}")
+            raise InputError(
+                f"part: the checkpoint has no {part}; choose {next(role for role in roles if roles[role])!r}"
+            )
         known = {prefix: known[prefix] for prefix in roles[part]}
     if len(known) != 1:
         places = ", ".join(repr(prefix) for prefix in known or at)
@@ -273,33 +316,46 @@ def _has_decoder(tensors: Tensors) -> bool:
 
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
     """What would load tensor by tensor, or nearly, and yet be another network."""
-    if any(re.match(r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier", key) for key in tensors):
-        raise InputError("checkpoint: a distilled network has a second token beside the class token, which is not modelled here")
+    if any(
+        re.match(r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier", key)
+        for key in tensors
+    ):
+        raise InputError(
+            "checkpoint: a distilled network has a second token beside the class token, which is not modelled here"
+        )
     if any(key.startswith("fc_norm") for key in tensors):
         raise InputError(
             "checkpoint: fc_norm says that the features are means over patches, and the class token was not trained for them"
         )
     if naming.token not in tensors:
-        raise InputError(f"checkpoint: it has no class token ({naming.token}), and the features here are the class token's")
+        raise InputError(
+            f"checkpoint: it has no class token ({naming.token}), and the features here are the class token's"
+        )
 
 
-# ---- its architecture ----------------------------------------------------------------------------------------------------------------
+# ---- its architecture --------------------------------------------------------------------------------------
 
 
-def _architecture(naming: Naming, tensors: Tensors, name: str | None, facts: Facts) -> tuple[ViTConfig, list[str]]:
+def _architecture(
+    naming: Naming, tensors: Tensors, name: str | None, facts: Facts
+) -> tuple[ViTConfig, list[str]]:
     """The static shape that the tensors tell, or that of `name`, and what had to be assumed."""
     patch, width = _patches(naming, tensors)
     grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
     depth, mlp = _blocks(naming, tensors) or 1, _mlp(naming, tensors, width)
     config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
-    told = _extent(tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['attn.qkv'][0]}", "kernel"), 1, None)
+    told = _extent(
+        tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['attn.qkv'][0]}", "kernel"), 1, None
+    )
     told = told if naming.layout == "google" else None
     if told and facts.heads and told != facts.heads:
         raise InputError(f"heads: {facts.heads} asked for, but the checkpoint has {told}")
     heads = facts.heads or told
     if name is not None:
         if heads not in (None, VITS[name].heads):
-            raise InputError(f"checkpoint: does not fit {name}: it has {heads} heads, needs {VITS[name].heads}")
+            raise InputError(
+                f"checkpoint: does not fit {name}: it has {heads} heads, needs {VITS[name].heads}"
+            )
         return VITS[name], []
     heads, notes = (heads, []) if heads else _assumed_heads(config, naming)
     if width % heads:
@@ -315,9 +371,13 @@ def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
                 return vit.heads, []
     huge = config.width in (1280, 1408, 1664)  # from "huge" on, ViTs have 16 heads of more than 64 channels
     if config.width % 64 and not huge:
-        raise InputError(f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; give heads")
+        raise InputError(
+            f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; give heads"
+        )
     heads = 16 if huge else config.width // 64
-    return heads, [f"{heads} attention heads are assumed, {config.width // heads} channels each: the checkpoint does not tell them"]
+    return heads, [
+        f"{heads} attention heads are assumed, {config.width // heads} channels each: the checkpoint does not tell them"
+    ]
 
 
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
@@ -331,7 +391,9 @@ def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     else:
         channels, square = None, (0, 0)
     if channels != 3 or square[0] != square[1] or not math.prod(shape):
-        raise InputError(f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: it has shape {shape}")
+        raise InputError(
+            f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: it has shape {shape}"
+        )
     return square[0], shape[0 if naming.layout == "torch" else -1]
 
 
@@ -340,32 +402,43 @@ def _grid(naming: Naming, tensors: Tensors) -> int:
     tokens = _extent(tensors, naming.pos, -2, 2)
     grid = math.isqrt(max(tokens - 1, 1))
     if tokens != 1 + grid**2:
-        raise InputError(f"checkpoint: {tokens} position embeddings are not those of a class token and a square grid of patches")
+        raise InputError(
+            f"checkpoint: {tokens} position embeddings are not those of a class token and a square grid of patches"
+        )
     return grid
 
 
 def _blocks(naming: Naming, tensors: Tensors) -> int:
     """One more than the highest index of a block; a wild index counts no further than there are tensors."""
     pattern = re.compile(re.sub("%(02)?d", r"(\\d{1,9})", re.escape(naming.block)))
-    return min(max((int(match[1]) + 1 for key in tensors if (match := pattern.match(key))), default=0), len(tensors))
+    return min(
+        max((int(match[1]) + 1 for key in tensors if (match := pattern.match(key))), default=0), len(tensors)
+    )
 
 
 def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
-    return _extent(tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['fc1'][0]}", "bias"), 0, 4 * width)
+    return _extent(
+        tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['fc1'][0]}", "bias"), 0, 4 * width
+    )
 
 
 def _outputs(naming: Naming, tensors: Tensors) -> int | None:
     bias = _extent(tensors, _leaf(naming, naming.out, "bias"), 0, None)
-    return bias or _extent(tensors, _leaf(naming, naming.out, "kernel"), 0 if naming.layout == "torch" else -1, None)
+    return bias or _extent(
+        tensors, _leaf(naming, naming.out, "kernel"), 0 if naming.layout == "torch" else -1, None
+    )
 
 
 def _extent(tensors: Tensors, name: str, axis: int, default):
-    """Length of an axis, or the default if there is no such tensor or axis: the check that follows says so better."""
+    """Length of an axis, or the default if there is no such tensor or axis: the check that follows says so
+    better."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else default
 
 
-def _decoder(found: _Found, config: ViTConfig, facts: Facts) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]] | None:
+def _decoder(
+    found: _Found, config: ViTConfig, facts: Facts
+) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]] | None:
     """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
     if not _has_decoder(found.tensors):
         return None
@@ -375,22 +448,28 @@ def _decoder(found: _Found, config: ViTConfig, facts: Facts) -> tuple[DecoderCon
         heads = 16 if width % 16 == 0 else config.heads  # MAE's are 16, whatever the encoder has
         notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
     if heads < 1 or width % heads:
-        raise InputError(f"decoder_heads: {heads} does not divide the decoder's width {width}; give decoder_heads")
+        raise InputError(
+            f"decoder_heads: {heads} does not divide the decoder's width {width}; give decoder_heads"
+        )
     depth, mlp = _blocks(naming, found.tensors) or 1, _mlp(naming, found.tensors, width)
     decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)
-    stack = _Stack(config.width, width, depth, heads, mlp, 1 + config.grid**2, 3 * config.patch**2, True, None)
+    stack = _Stack(
+        config.width, width, depth, heads, mlp, 1 + config.grid**2, 3 * config.patch**2, True, None
+    )
     return decoder, notes, _recipes(naming, _OUR_DECODER, stack)
 
 
 def _encoder_stack(c: ViTConfig, outputs: int | None) -> _Stack:
-    return _Stack(3 * c.patch**2, c.width, c.depth, c.heads, c.mlp, 1 + c.grid**2, outputs, c.final_norm, c.patch)
+    return _Stack(
+        3 * c.patch**2, c.width, c.depth, c.heads, c.mlp, 1 + c.grid**2, outputs, c.final_norm, c.patch
+    )
 
 
 def _describe(config: ViTConfig) -> str:
     return f"a ViT of {config.depth} blocks, width {config.width} and {config.grid} x {config.grid} patches"
 
 
-# ---- its tensors ---------------------------------------------------------------------------------------------------------------------
+# ---- its tensors -------------------------------------------------------------------------------------------
 
 
 def _dot(naming: Naming) -> str:
@@ -418,7 +497,9 @@ def _recipes(theirs: Naming, ours: Naming, stack: _Stack) -> dict[str, _Recipe]:
     return dict(sorted(recipes.items()))
 
 
-def _layers(theirs: Naming, ours: Naming, stack: _Stack) -> list[tuple[str, tuple[str, ...], dict[str, tuple[int, ...]]]]:
+def _layers(
+    theirs: Naming, ours: Naming, stack: _Stack
+) -> list[tuple[str, tuple[str, ...], dict[str, tuple[int, ...]]]]:
     """Modules: our name, their names, and the shapes of our leaves."""
     width, mlp = stack.width, stack.mlp
     norm = {"scale": (width,), "bias": (width,)}
@@ -433,7 +514,13 @@ def _layers(theirs: Naming, ours: Naming, stack: _Stack) -> list[tuple[str, tupl
     layers += [(ours.out, (theirs.out,), matrix(width, stack.outputs))] if stack.outputs is not None else []
     for i in range(stack.depth):
         for module, names in theirs.modules.items():
-            layers.append((f"{ours.block % i}{module}", tuple(f"{theirs.block % i}{name}" for name in names), inside[module]))
+            layers.append(
+                (
+                    f"{ours.block % i}{module}",
+                    tuple(f"{theirs.block % i}{name}" for name in names),
+                    inside[module],
+                )
+            )
     return layers
 
 

@@ -16,8 +16,9 @@ Carry = TypeVar("Carry")
 class Host(NamedTuple):
     """Data for which the device has no room: numpy arrays in memory or mapped from files, one row per image.
 
-    What the coming steps read is copied to the device in windows of at most `rows` rows (one step's at the least). Two of them are
-    there at a time: the device works on one while the next is copied. Without `overlap` it waits, which is for measuring only.
+    What the coming steps read is copied to the device in windows of at most `rows` rows (one step's at the
+    least). Two of them are there at a time: the device works on one while the next is copied. Without
+    `overlap` it waits, which is for measuring only.
     """
 
     tree: PyTree
@@ -30,9 +31,14 @@ class Host(NamedTuple):
 
 
 def over_windows(
-    step: Callable[[Carry, Any, Any], Carry], carry: Carry, items: Sequence[Any], load: Callable[[Any], Any], overlap: bool = True
+    step: Callable[[Carry, Any, Any], Carry],
+    carry: Carry,
+    items: Sequence[Any],
+    load: Callable[[Any], Any],
+    overlap: bool = True,
 ) -> Carry:
-    """carry = step(carry, item, load(item)) over all items, where the next item is loaded in a thread while the device computes.
+    """carry = step(carry, item, load(item)) over all items, where the next item is loaded in a thread while
+    the device computes.
 
     Args:
       step: dispatches the device's work and returns at once.
@@ -45,10 +51,14 @@ def over_windows(
         coming = loader.submit(load, items[0]) if items else None
         for position, item in enumerate(items):
             window = coming.result()
-            jax.block_until_ready(carry)  # the step before has ended and its window is free: never more than two
+            jax.block_until_ready(
+                carry
+            )  # the step before has ended and its window is free: never more than two
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            if position + 1 < len(items):  # before the step, whose dispatch a backend may do in its caller's time
+            if position + 1 < len(
+                items
+            ):  # before the step, whose dispatch a backend may do in its caller's time
                 coming = loader.submit(load, items[position + 1])
             if overlap:
                 carry = step(carry, item, window)

@@ -1,8 +1,9 @@
 """One named definition per metric of federated continual learning, in numpy, as fractions in [0, 1].
 
-All of them read the accuracy matrix a: a[t, i] is the accuracy on the test rows of task i after training on task t, with nothing
-(NaN or None, or a ragged list) above the diagonal. The first rows of a run still going are a matrix too; T below is the rows given.
-A missing value on or below the diagonal (a task without test rows) is left out of every mean.
+All of them read the accuracy matrix a: a[t, i] is the accuracy on the test rows of task i after training on
+task t, with nothing (NaN or None, or a ragged list) above the diagonal. The first rows of a run still going
+are a matrix too; T below is the rows given. A missing value on or below the diagonal (a task without test
+rows) is left out of every mean.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,8 @@ def client_accuracy(confusion: Integer[np.ndarray, "C C"], class_counts: Integer
       class_counts: training rows of each client and class.
 
     Returns:
-      The mean of the per-class accuracies weighted by the client's rows of the seen classes; NaN for a client without such rows.
+      The mean of the per-class accuracies weighted by the client's rows of the seen classes; NaN for a client
+      without such rows.
     """
     accuracy = per_class_accuracy(confusion)
     seen = ~np.isnan(accuracy)
@@ -68,7 +70,8 @@ def client_accuracy(confusion: Integer[np.ndarray, "C C"], class_counts: Integer
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
-    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over the tasks seen, also when tasks differ in size (VFCL eq. 22)."""
+    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over the tasks seen, also when tasks differ in size
+    (VFCL eq. 22)."""
     return np.array([_mean(row[: t + 1]) for t, row in enumerate(_lower(matrix))])
 
 
@@ -86,9 +89,12 @@ def A_last(matrix: Matrix) -> float:
 def forgetting(matrix: Matrix) -> dict[str, float]:
     """Three definitions in use, by name; all are 0 for a single task.
 
-    paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA; VFCL eq. 23).
-    released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last task adds 0 (FPPL's released script).
-    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, that is minus backward transfer.
+    paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA;
+      VFCL eq. 23).
+    released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last task adds 0 (FPPL's
+      released script).
+    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, that is minus backward
+      transfer.
     """
     a = _lower(matrix)
     if len(a) < 2:
@@ -108,7 +114,8 @@ def backward_transfer(matrix: Matrix) -> float:
 
 
 def summarize(matrix: Matrix) -> dict:
-    """What a run reports about its accuracy matrix, ready for JSON: accuracy, A, A_avg, A_last, forgetting, backward_transfer."""
+    """What a run reports about its accuracy matrix, ready for JSON: accuracy, A, A_avg, A_last, forgetting,
+    backward_transfer."""
     return {
         "accuracy": to_json(matrix),
         "A": average_accuracy(matrix).tolist(),
@@ -126,12 +133,14 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:
-    """The accuracy matrix as square nested lists, with None above the diagonal and wherever a value is missing."""
+    """The accuracy matrix as square nested lists, with None above the diagonal and wherever a value is
+    missing."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in _lower(matrix)]
 
 
 def _lower(matrix: Matrix) -> np.ndarray:
-    """[T, T] float64 with NaN above the diagonal; rows of tasks not trained yet (nothing in them) are cut off the end."""
+    """[T, T] float64 with NaN above the diagonal; rows of tasks not trained yet (nothing in them) are cut off
+    the end."""
     rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
     while rows and np.isnan(rows[-1]).all():
         rows.pop()

@@ -1,10 +1,13 @@
-"""Official archives of published data sets: downloaded, checked and unpacked into the layouts that `listings` finds.
+"""Official archives of published data sets: downloaded, checked and unpacked into the layouts that `listings`
+finds.
 
-An archive is resumed where its download broke off, has to have the size and the sha256 that are known of it, and is unpacked beside its
-place, which a set takes in one piece or not at all. Only regular files of the part that is wanted are ever written.
+An archive is resumed where its download broke off, has to have the size and the sha256 that are known of it,
+and is unpacked beside its place, which a set takes in one piece or not at all. Only regular files of the part
+that is wanted are ever written.
 
-Sizes and checksums are those of the registry of tensorflow-datasets (of domainnet: of its repository, the package lacks that file); it
-has no tiny_imagenet, whose checksum is the one that many projects have published for the archive of its official address.
+Sizes and checksums are those of the registry of tensorflow-datasets (of domainnet: of its repository, the
+package lacks that file); it has no tiny_imagenet, whose checksum is the one that many projects have published
+for the archive of its official address.
 """
 
 import contextlib
@@ -26,15 +29,23 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 import fcljax
-from fcljax.data import prepared
-from fcljax.data.images import one_line
+from fcljax.data.files import prepared
+from fcljax.data.files.images import one_line
 from fcljax.errors import InputError
 
 _BLOCK = 1 << 18  # bytes in memory at a time
-_GROWTH = 10  # how many times its own size an archive may grow; the official ones hold compressed images and hardly do
+# how many times its own size an archive may grow; the official ones hold compressed images and hardly do
+_GROWTH = 10
 _SLACK = 1 << 20  # bytes beyond that, for the small ones
 
 
@@ -102,9 +113,17 @@ OFFICIAL = {
     "domainnet": tuple(
         Archive(f"{_VISDA}/{path}.zip", size, sha256, path.rpartition("/")[2], "domainnet")
         for path, size, sha256 in (
-            ("groundtruth/clipart", 1_270_909_081, "f8f248a3e8bbc9868c523ae24e6601b4c2ad102afc60c0efeb4f3255df22354d"),
+            (
+                "groundtruth/clipart",
+                1_270_909_081,
+                "f8f248a3e8bbc9868c523ae24e6601b4c2ad102afc60c0efeb4f3255df22354d",
+            ),
             ("infograph", 4_338_659_804, "891e14f476317e97b6f06d6498c11d0a5b8d0c8b57210765ed9beb072da611fa"),
-            ("groundtruth/painting", 3_679_366_174, "fa47e6d405503ea0286cabd767f176bd30e988b63ddd7b9db16cf030c9770015"),
+            (
+                "groundtruth/painting",
+                3_679_366_174,
+                "fa47e6d405503ea0286cabd767f176bd30e988b63ddd7b9db16cf030c9770015",
+            ),
             ("quickdraw", 459_920_701, "9f37df2a8c3733703dbb35ad9964202a65f675ca30137756457537536b485d84"),
             ("real", 6_062_039_589, "d7fe010b430c5b510f85d657d38c4a1924822695fabea4fef57bd00dba251d63"),
             ("sketch", 2_633_992_926, "23a7dbae7016b343e934399beaa8a68728fb5e570ebe2c71df9b75cf91c499fc"),
@@ -121,16 +140,32 @@ OFFICIAL = {
     "omniglot": tuple(
         Archive(f"{_OMNIGLOT}/{part}.zip", size, sha256, part, "omniglot")
         for part, size, sha256 in (
-            ("images_background", 9_464_212, "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640"),
-            ("images_evaluation", 6_462_886, "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee"),
+            (
+                "images_background",
+                9_464_212,
+                "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640",
+            ),
+            (
+                "images_evaluation",
+                6_462_886,
+                "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee",
+            ),
         )
     ),
     "fashion_mnist": tuple(
         Archive(f"{_FASHION}/{file}-ubyte.gz", size, sha256, "", "fashion_mnist")
         for file, size, sha256 in (
-            ("train-images-idx3", 26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            (
+                "train-images-idx3",
+                26_421_880,
+                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            ),
             ("train-labels-idx1", 29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-            ("t10k-images-idx3", 4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            (
+                "t10k-images-idx3",
+                4_422_102,
+                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            ),
             ("t10k-labels-idx1", 5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
         )
     ),
@@ -154,12 +189,20 @@ class _Member(NamedTuple):
 
 
 def fetch(
-    name: str, archives: Sequence[Archive], folder: Path, *, instead: str, console: Console | None = None, timeout: float = 60.0
+    name: str,
+    archives: Sequence[Archive],
+    folder: Path,
+    *,
+    instead: str,
+    console: Console | None = None,
+    timeout: float = 60.0,
 ) -> None:
-    """Download the archives of a data set and unpack them below `folder`, unless another process has done so in the meantime.
+    """Download the archives of a data set and unpack them below `folder`, unless another process has done so
+    in the meantime.
 
-    All archives are there and checked before the first is unpacked, and removed when the set has taken its place. What has come of an
-    archive when its download ends early stays in `folder` as ARCHIVE.part, and the next call goes on from there.
+    All archives are there and checked before the first is unpacked, and removed when the set has taken its
+    place. What has come of an archive when its download ends early stays in `folder` as ARCHIVE.part, and the
+    next call goes on from there.
 
     Args:
       archives: official files that together make one folder below `folder`.
@@ -167,8 +210,8 @@ def fetch(
       timeout: seconds without an answer after which a server counts as lost.
 
     Raises:
-      InputError: naming the file and what failed, if one cannot be had whole, is not the official one or holds what it should not; for a
-        folder without room or that cannot be written.
+      InputError: naming the file and what failed, if one cannot be had whole, is not the official one or
+        holds what it should not; for a folder without room or that cannot be written.
     """
     console = console or Console(stderr=True)
     root = folder / archives[0].place.parts[0]
@@ -196,7 +239,9 @@ def leads_out(member: str) -> bool:
     return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
 
-def _fetch(name: str, archives: Sequence[Archive], folder: Path, stage: Path, console: Console, timeout: float) -> None:
+def _fetch(
+    name: str, archives: Sequence[Archive], folder: Path, stage: Path, console: Console, timeout: float
+) -> None:
     parts = [_part(folder, archive) for archive in archives]
     _check_space(name, archives, parts, folder)
     prepared.say(console, f"downloading {name}, {volume(archives)}, to {folder}")
@@ -212,11 +257,18 @@ def _fetch(name: str, archives: Sequence[Archive], folder: Path, stage: Path, co
 
 
 def _readable(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size:,} bytes"
+    return (
+        f"{size / 1e9:.1f} GB"
+        if size >= 1e9
+        else f"{size / 1e6:.1f} MB"
+        if size >= 1e6
+        else f"{size:,} bytes"
+    )
 
 
 def _part(folder: Path, archive: Archive) -> Path:
-    # The checksum tells it from what may be left of another version, the folder from a real.zip of something else.
+    # The checksum tells it from what may be left of another version, the folder from a real.zip of something
+    # else.
     return folder / f"{archive.place.parts[0]}-{archive.file}.{archive.sha256[:8]}.part"
 
 
@@ -236,7 +288,13 @@ def _check_space(name: str, archives: Sequence[Archive], parts: Sequence[Path], 
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield progress
 
@@ -308,13 +366,17 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
     """The server's answer: the archive from `start` on (status 206), or all of it (status 200)."""
     headers = {"User-Agent": f"fcljax/{fcljax.__version__}"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        response = urllib.request.urlopen(urllib.request.Request(archive.url, headers=headers), timeout=timeout)
+        response = urllib.request.urlopen(
+            urllib.request.Request(archive.url, headers=headers), timeout=timeout
+        )
     except urllib.error.HTTPError as error:
         error.close()
         kind = _Useless if error.code == 416 else _Failed  # 416: the server's file ends before `start`
         raise kind(f"{archive.file} was refused by the server (HTTP status {error.code})") from error
     except (OSError, http.client.HTTPException) as error:
-        raise _Failed(f"{archive.file} cannot be reached ({one_line(getattr(error, 'reason', None) or error)})") from error
+        raise _Failed(
+            f"{archive.file} cannot be reached ({one_line(getattr(error, 'reason', None) or error)})"
+        ) from error
     with response:
         if response.status not in (200, 206):
             raise _Failed(f"{archive.file} was answered with HTTP status {response.status}")
@@ -323,7 +385,9 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
             raise _Useless(f"{archive.file} was answered with another part than asked for")
         length = response.headers.get("Content-Length", "")
         if length.isdigit() and int(length) != archive.bytes - begin:
-            raise _Failed(f"{archive.file} has {begin + int(length):,} bytes on the server, the official file {archive.bytes:,}")
+            raise _Failed(
+                f"{archive.file} has {begin + int(length):,} bytes on the server, the official file {archive.bytes:,}"
+            )
         yield response
 
 
@@ -339,9 +403,19 @@ def _unpack(archive: Archive, part: Path, stage: Path, progress: Progress) -> No
             shutil.copyfile(part, stage / archive.place)
             return
         with part.open("rb") as raw:
-            if not _extract(archive, raw, stage / archive.below, lambda: progress.update(task, completed=raw.tell())):
+            if not _extract(
+                archive, raw, stage / archive.below, lambda: progress.update(task, completed=raw.tell())
+            ):
                 raise _Useless(f"{archive.file} has no files in {archive.takes}")
-    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
+    except (
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        gzip.BadGzipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         part.unlink()
         raise _Failed(f"{archive.file} cannot be unpacked ({one_line(error)})") from error
     except _Useless:
@@ -361,7 +435,11 @@ def _extract(archive: Archive, raw: IO[bytes], folder: Path, advance: Callable[[
         size += member.size
         if size > _GROWTH * archive.bytes + _SLACK:
             raise _Useless(f"{archive.file} holds more than {_GROWTH} times its own size")
-        if member.folder or not path.is_relative_to(archive.takes) or any(name.startswith(".") for name in path.parts):
+        if (
+            member.folder
+            or not path.is_relative_to(archive.takes)
+            or any(name.startswith(".") for name in path.parts)
+        ):
             continue
         if not member.regular:
             raise _Useless(f"{archive.file} holds {member.name!r}, which is no regular file")
@@ -376,7 +454,10 @@ def _extract(archive: Archive, raw: IO[bytes], folder: Path, advance: Callable[[
 def _zipped(raw: IO[bytes]) -> Iterator[_Member]:
     with zipfile.ZipFile(raw) as packed:
         for info in packed.infolist():
-            regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)  # 0: by a system without such types
+            regular = stat.S_IFMT(info.external_attr >> 16) in (
+                0,
+                stat.S_IFREG,
+            )  # 0: by a system without such types
             yield _Member(info.filename, info.file_size, info.is_dir(), regular, partial(packed.open, info))
 
 

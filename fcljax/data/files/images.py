@@ -1,7 +1,8 @@
 """One image: from a file that nobody vouches for to RGB pixels of the size in which they are stored.
 
-The header is read first, and what it promises is refused before a pixel is decoded where it is too small, too large or not of 8 bits.
-Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so that stored test images equal theirs bit by bit.
+The header is read first, and what it promises is refused before a pixel is decoded where it is too small, too
+large or not of 8 bits. Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so
+that stored test images equal theirs bit by bit.
 """
 
 import contextlib
@@ -26,8 +27,27 @@ T = TypeVar("T")
 
 MAX_PIXELS = 40_000_000  # an image of as many or more is refused
 
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # by content; some of Pillow's others start programs or print by themselves
-_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits or less a channel
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "GIF",
+    "BMP",
+    "WEBP",
+)  # by content; some of Pillow's others start programs or print by themselves
+_MODES = {
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+}  # 8 bits or less a channel
 _KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _SLIVER = 20  # long side / short side from which the long side is never resized as a whole
 
@@ -42,7 +62,8 @@ class Decoded(NamedTuple):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings from Pillow inside the block: what matters is refused, and the rest is about metadata that nobody reads.
+    """No warnings from Pillow inside the block: what matters is refused, and the rest is about metadata that
+    nobody reads.
 
     Filters belong to the process, not to a thread: wrap the loop, not the decoding of one image.
     """
@@ -58,16 +79,19 @@ def fits(geometry: Geometry) -> tuple[Fit, Fit]:
     return partial(squeeze, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
 
 
-def squeeze(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
+def squeeze(
+    image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
     """The whole image resized to side x side, whatever its shape."""
     return image.resize((side, side), kernel)
 
 
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """The short side resized to `side`, then the central square: torchvision's Resize(side) and CenterCrop(side) on PIL images.
+    """The short side resized to `side`, then the central square: torchvision's Resize(side) and
+    CenterCrop(side) on PIL images.
 
-    Of slivers (more than 20:1) only the square is ever computed, which can differ from that by the last bit of a kernel's weight: a
-    long side of millions of pixels would fill the memory.
+    Of slivers (more than 20:1) only the square is ever computed, which can differ from that by the last bit
+    of a kernel's weight: a long side of millions of pixels would fill the memory.
     """
     short, long = sorted(image.size)
     length = int(side * long / short)
@@ -93,11 +117,12 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
 
 
 def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
-    """The pixels in RGB, after `fit`; as they are without it. Transparency is dropped, orientation tags are not heeded.
+    """The pixels in RGB, after `fit`; as they are without it. Transparency is dropped, orientation tags are
+    not heeded.
 
     Raises:
-      InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more, and more than 8 bits per
-        channel, naming `name`.
+      InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more,
+        and more than 8 bits per channel, naming `name`.
       OSError: for a file that cannot be opened.
     """
     if isinstance(picture, np.ndarray):
@@ -122,10 +147,16 @@ def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) ->
         except (InputError, MemoryError):
             raise
         except Image.DecompressionBombError as error:
-            raise InputError(f"dataset: {name!r} is too large, far more than {MAX_PIXELS // 10**6} megapixels") from error
+            raise InputError(
+                f"dataset: {name!r} is too large, far more than {MAX_PIXELS // 10**6} megapixels"
+            ) from error
         except UnidentifiedImageError as error:
-            raise InputError(f"dataset: {name!r} is not a readable image (no JPEG, PNG, GIF, BMP or WebP)") from error
-        except Exception as error:  # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
+            raise InputError(
+                f"dataset: {name!r} is not a readable image (no JPEG, PNG, GIF, BMP or WebP)"
+            ) from error
+        except (
+            Exception
+        ) as error:  # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
             raise InputError(f"dataset: {name!r} is not a readable image ({one_line(error)})") from error
 
 
@@ -134,9 +165,13 @@ def _check_header(image: Image.Image, name: str) -> None:
     if min(image.size) < 2:
         raise InputError(f"dataset: {name!r} is too small, {size}; the file must be corrupt")
     if image.width * image.height >= MAX_PIXELS:
-        raise InputError(f"dataset: {name!r} is too large, {size}; images must have less than {MAX_PIXELS // 10**6} megapixels")
+        raise InputError(
+            f"dataset: {name!r} is too large, {size}; images must have less than {MAX_PIXELS // 10**6} megapixels"
+        )
     if image.mode not in _MODES:
-        raise InputError(f"dataset: {name!r} has pixels of mode {image.mode!r}; convert it to 8 bits per channel")
+        raise InputError(
+            f"dataset: {name!r} has pixels of mode {image.mode!r}; convert it to 8 bits per channel"
+        )
 
 
 def one_line(error: Exception) -> str:

@@ -20,19 +20,20 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fcljax import checkpoint, config, metrics, report
+from fcljax import config
+from fcljax.runs import checkpoint, metrics, report
 from fcljax.config import RunConfig
 from fcljax.data.partition import count_matrix
 from fcljax.data.store import ClientRows, Split, merge
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.evaluation import make_predict
+from fcljax.features import make_predict
 from fcljax.federated import communication
 from fcljax.federated.aggregation import AGGREGATORS
 from fcljax.federated.engine import Engine, Lanes, default_lanes, extra_method, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacity, participants
 from fcljax.files import write_text
-from fcljax.inputs import (
+from fcljax.runs.inputs import (
     Inputs,
     backbone_name,
     deal,
@@ -46,7 +47,7 @@ from fcljax.inputs import (
 )
 from fcljax.methods import METHODS
 from fcljax.models.vit import vit_backbone
-from fcljax.streaming import Host
+from fcljax.data.streaming import Host
 from fcljax.types import ClientInfo, Method, PyTree, Setting, Task
 
 CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
@@ -66,7 +67,8 @@ class Experiment(NamedTuple):
     test_label: np.ndarray  # [M]
     tasks: tuple[Task, ...]
     rosters: list[list[Roster]]  # [task][round]
-    holdings: np.ndarray  # [K, C] training rows per client and class; of a redrawn population over all rounds together
+    # [K, C] training rows per client and class; of a redrawn population over all rounds together
+    holdings: np.ndarray
     inputs: Inputs
     setting: Setting
     key: jax.Array
@@ -86,7 +88,8 @@ class State(NamedTuple):
 
 @dataclasses.dataclass
 class Records:
-    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. Plain JSON values."""
+    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. Plain JSON
+    values."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
@@ -101,7 +104,8 @@ class Records:
 
 
 class Clock:
-    """Seconds per section, with compilation apart: JAX reports how long it traced and compiled while a section was open."""
+    """Seconds per section, with compilation apart: JAX reports how long it traced and compiled while a
+    section was open."""
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds, self.compiling = seconds, 0.0
@@ -127,11 +131,12 @@ class Clock:
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
 
 
-# ---- set-up ------------------------------------------------------------------------------------------------------------------------
+# ---- set-up ------------------------------------------------------------------------------------------------
 
 
 def prepare(method_name: str, cfg: RunConfig) -> Experiment:
-    """Load data and backbone, deal the rows to clients and tasks, build the method and its engine. `cfg` is resolved.
+    """Load data and backbone, deal the rows to clients and tasks, build the method and its engine. `cfg` is
+    resolved.
 
     Raises:
       InputError: for anything in the settings or files that cannot work.
@@ -156,7 +161,8 @@ def prepare(method_name: str, cfg: RunConfig) -> Experiment:
     train, test = make_splits(dataset, train_label, test_label, cfg.data_budget, cfg.eval_batch_size)
     if isinstance(train, Host) and cfg.devices > 1:
         raise InputError(f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger data_budget")
-    rosters = [of_task * (cfg.rounds // deals(cfg)) for of_task in rosters]  # a static population has one roster for all its rounds
+    # a static population has one roster for all its rounds
+    rosters = [of_task * (cfg.rounds // deals(cfg)) for of_task in rosters]
     holdings = sum(roster.class_rows for roster in every)
     return Experiment(
         method, engine, extras, inputs.backbone.params, train, test, train_label, test_label, tasks, rosters, holdings, inputs, setting,
@@ -190,7 +196,8 @@ def _roster(held: ClientRows, label: np.ndarray, classes: int) -> Roster:
 
 
 def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
-    """The lanes, and the devices that share them: the defaults that were measured for the backend where nothing is asked for."""
+    """The lanes, and the devices that share them: the defaults that were measured for the backend where
+    nothing is asked for."""
     available = jax.device_count()
     if cfg.devices > available:
         raise InputError(f"devices: {cfg.devices} asked for; nearest valid value: {available}")
@@ -206,9 +213,10 @@ def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
 
 
 def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
-    """The experiment with query features cached wherever the input is deterministic: the test split always, the training split if
-    some phase reads it without augmentation. Features that `fcljax embed` left are taken as they are. The time is booked where the
-    features are used: `section` is entered as "eval" and "client"."""
+    """The experiment with query features cached wherever the input is deterministic: the test split always,
+    the training split if some phase reads it without augmentation. Features that `fcljax embed` left are
+    taken as they are. The time is booked where the features are used: `section` is entered as "eval" and
+    "client"."""
     if not exp.method.queries:
         return exp
     compute = frozen_features(exp.inputs, cfg.eval_batch_size)
@@ -229,7 +237,7 @@ def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib
         return exp._replace(train=cached(exp.train, "train"))
 
 
-# ---- the run -----------------------------------------------------------------------------------------------------------------------
+# ---- the run -----------------------------------------------------------------------------------------------
 
 
 def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
@@ -239,7 +247,8 @@ def run(method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False,
       method_name: one of METHODS.
       cfg: resolved settings; with `resume` they must be those of the run.
       out: the run directory; a new one, unless `resume`.
-      resume: continue from the newest checkpoint in `out`; the result equals the uninterrupted run's bit for bit.
+      resume: continue from the newest checkpoint in `out`; the result equals the uninterrupted run's bit for
+        bit.
       console: where the progress bar goes.
 
     Returns:
@@ -322,7 +331,8 @@ def _loop(
     predict = make_predict(exp.method.predict, exp.read, cfg.eval_batch_size, len(exp.test_label))
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
     log = out / "metrics.jsonl"
-    # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged, again.
+    # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged,
+    # again.
     write_text(log, "".join(_json_line(line) for line in records.rounds))
     with _progress(console) as progress:
         bar = progress.add_task("", total=len(exp.tasks) * cfg.rounds, completed=done, **_shown(records))
@@ -358,7 +368,8 @@ def _loop(
 
 
 def _extra_round(exp: Experiment, name: str, server: PyTree, clients: PyTree, t: int, r: int, clock, records: Records):
-    """The server's and the clients' states after the extra round of that name, if the method has one; every client with rows takes part."""
+    """The server's and the clients' states after the extra round of that name, if the method has one; every
+    client with rows takes part."""
     if name not in exp.extras:
         return server, clients
     roster = exp.rosters[t][r]
@@ -383,8 +394,8 @@ def evaluate(exp: Experiment, predict: Callable, server: PyTree, t: int, records
 
 
 def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:
-    """Accuracy of each client's personal model on the test rows of the classes that it has held; None if it has held none.
-    None altogether for a method without personal models."""
+    """Accuracy of each client's personal model on the test rows of the classes that it has held; None if it
+    has held none. None altogether for a method without personal models."""
     if exp.method.predict_client is None:
         return None
     label = exp.test_label
@@ -442,14 +453,15 @@ def _shown(records: Records) -> dict[str, str]:
     }
 
 
-# ---- results -----------------------------------------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------
 
 
 def summarize(
     exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
 ) -> dict[str, Any]:
-    """What summary.json holds. Communication is counted per client and round from the real pytrees; times are seconds. A client of a
-    redrawn population has the classes of all its rounds: client_accuracy weighs them by the rows that it was dealt in the mean round."""
+    """What summary.json holds. Communication is counted per client and round from the real pytrees; times are
+    seconds. A client of a redrawn population has the classes of all its rounds: client_accuracy weighs them
+    by the rows that it was dealt in the mean round."""
     upload, broadcast, trainable = wire_shapes(exp)
     traffic = communication.traffic(upload, broadcast)
     total = communication.total(traffic, int(records.counts["client_rounds"]))
@@ -488,7 +500,8 @@ def summarize(
 
 
 def variant(method_name: str, cfg: RunConfig) -> str:
-    """The settings in which a run departs from its method's defaults under its fidelity: switches by name, others as name=value."""
+    """The settings in which a run departs from its method's defaults under its fidelity: switches by name,
+    others as name=value."""
     usual = config.resolve(method_name, config.run_class(method_name)(fidelity=cfg.fidelity))
     own = [field.name for field in dataclasses.fields(METHODS[method_name].options)]
     changed = {name: getattr(cfg, name) for name in (*own, "aggregator", "normalise") if getattr(cfg, name) != getattr(usual, name)}
@@ -496,7 +509,8 @@ def variant(method_name: str, cfg: RunConfig) -> str:
 
 
 def wire_shapes(exp: Experiment, method: Method | None = None) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-    """Shapes of one client's upload, of the broadcast, and of the named parts that it trains; of an extra round, given its method."""
+    """Shapes of one client's upload, of the broadcast, and of the named parts that it trains; of an extra
+    round, given its method."""
     method, task = method or exp.method, exp.tasks[0]
     info = ClientInfo(np.int32(0), np.int32(1), np.zeros(exp.setting.classes, np.int32), np.int32(0))
 
@@ -521,7 +535,8 @@ def _rate(amount: float | int, seconds: float) -> float:
 
 
 def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in the mean round)."""
+    """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in
+    the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
     redrawn = summary["config"]["population"] == "redrawn"
     holdings = exp.holdings / exp.setting.rounds if redrawn else exp.holdings

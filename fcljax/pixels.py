@@ -1,0 +1,9 @@
+"""The pixel ranges that networks are trained with: constants that files of weights and input pipelines share."""
+
+# Mean and standard deviation per channel, of pixels scaled to [0, 1].
+NORMALISE = {
+    "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+}
