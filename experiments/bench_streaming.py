@@ -85,9 +85,8 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     for name, times in seconds.items():
         print(f"{name:12} {middle[name]:7.2f} s   ({', '.join(f'{t:.2f}' for t in times)})")
     hidden = (middle["waiting"] - middle["overlapping"]) / middle["reads alone"]
-    print(
-        f"same bits: {same}; with / without overlap: {middle['overlapping'] / middle['waiting']:.3f}; hidden reads: {hidden:.2f}"
-    )
+    ratio = middle["overlapping"] / middle["waiting"]
+    print(f"same bits: {same}; with / without overlap: {ratio:.3f}; hidden reads: {hidden:.2f}")
 
 
 def write_images(path: Path, count: int, side: int) -> np.ndarray:

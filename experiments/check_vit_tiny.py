@@ -1,10 +1,9 @@
-"""Compare the ViT with timm's on real ImageNet weights and real images: class tokens and logits of
-vit_tiny_patch16_224 at 224 pixels.
+"""Compare the ViT with timm's on real ImageNet weights and real images: vit_tiny_patch16_224 at 224 pixels.
 
-    python experiments/check_vit_tiny.py reference vit_tiny.npz out.npz [small.npz]    # needs torch, timm,
-    scikit-learn and Pillow python experiments/check_vit_tiny.py compare vit_tiny.npz out.npz
-    # needs fcljax
+    python experiments/check_vit_tiny.py reference vit_tiny.npz out.npz [small.npz]
+    python experiments/check_vit_tiny.py compare vit_tiny.npz out.npz
 
+The first needs torch, timm, scikit-learn and Pillow, the second fcljax; class tokens and logits are compared.
 `vit_tiny.npz` holds timm's state dict (mean and std of pixels are 0.5), `small.npz` small uint8 images as
 `x_test` (CIFAR, say), of which 8 are enlarged. The photographs are the two that come with scikit-learn, in 8
 crops each. The first step writes images and torch's outputs to out.npz, the second prints the largest
@@ -23,8 +22,7 @@ SIZE, TOLERANCE = 224, 1e-3
 
 
 def crops(photograph: np.ndarray) -> list[np.ndarray]:
-    """Of each of left, middle and right: the largest square and two thirds of it, scaled; and two pieces at
-    their own scale."""
+    """Left, middle, right: the largest square and two thirds of it, scaled; two pieces at their own scale."""
     from PIL import Image
 
     height, width = photograph.shape[:2]

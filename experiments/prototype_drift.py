@@ -1,7 +1,8 @@
-"""How far has an FPPL run's prototype pool fallen behind its model? One JSON object for the last checkpoint
-of a finished run.
+"""How far has an FPPL run's prototype pool fallen behind its model?
 
     python experiments/prototype_drift.py RUN_DIR
+
+prints one JSON object for the last checkpoint of a finished run.
 
 head: test accuracy of the debiased classifier, per task and in all. pool: of the nearest class mean on the
 stored prototypes. fresh: of the nearest class mean on prototypes made anew from all training rows under the
@@ -17,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax import config
+from fcljax.adapters import ADAPTERS
 from fcljax.features import make_features
 from fcljax.federated.aggregation import prototype_mean
-from fcljax.methods.fppl import Recipe, current_part, features
-from fcljax.models.vit import vit_backbone
-from fcljax.runs import checkpoint, experiment
+from fcljax.learner import learner
+from fcljax.models.classifiers import linear
+from fcljax.runs import checkpoint, loop
+from fcljax.runs.build import build, network_of
+from fcljax.types import Batch
 
 
 def main(run_dir: str) -> None:
@@ -29,24 +33,26 @@ def main(run_dir: str) -> None:
     values = config.load_yaml(Path(run_dir) / "config.yaml")
     method = values.pop("method")
     cfg = config.resolve(method, config.from_mapping(method, values, run_dir))
-    exp = experiment.prepare(method, cfg)
+    exp = build(method, cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
-        server = experiment.begin(exp, manager, True)[0].server
-    backbone = vit_backbone(exp.inputs.backbone.config)
-    recipe = Recipe(
-        config.method_options(method, cfg), exp.setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr
-    )
-    task = exp.tasks[-1]
+        server = loop.begin(exp, manager, True)[0].server
+    network, classes, task = network_of(exp.inputs.backbone), exp.setting.classes, exp.scenario.tasks[-1]
+    adapter = ADAPTERS[cfg.adapter]
+    built = adapter.build(config.part(adapter.options, cfg), exp.setting, network)
+    model, params = learner(network, built, linear(network.width, classes)), server.params
+    pool, head = server.steps[0], params.classifier
 
     def feature(frozen, image):
-        return features(recipe, frozen, current_part(server, task), server.prompts, image, None, task)
+        nothing = jnp.zeros(len(image), jnp.int32)
+        batch = Batch(image, nothing, nothing == 0, nothing)
+        return model.forward(frozen, params, model.part(params, task), batch, task, False).feature
 
     of = make_features(feature, exp.read, cfg.eval_batch_size)
     train, test = (np.asarray(of(exp.frozen, split)) for split in (exp.train, exp.test))
-    label, classes = exp.train_label, exp.setting.classes
+    label, target = exp.scenario.train_label, exp.scenario.test_label
     fresh = np.stack([train[label == c].mean(0) for c in range(classes)])
-    stored = np.asarray(prototype_mean(server.pool.vector, server.pool.held, jnp.ones(cfg.clients, bool))[0])
-    target, tasks = exp.test_label, [t.classes[t.classes >= 0] for t in exp.tasks]
+    stored = np.asarray(prototype_mean(pool.vector, pool.held, jnp.ones(cfg.clients, bool))[0])
+    tasks = [t.classes[t.classes >= 0] for t in exp.scenario.tasks]
 
     def accuracy(predicted):
         right = predicted == target
@@ -59,7 +65,7 @@ def main(run_dir: str) -> None:
     cosine = (stored * fresh).sum(-1) / (norm(stored) * norm(fresh))
     by_task = lambda x: [round(float(x[t].mean()), 3) for t in tasks]
     result = {
-        "head": accuracy(np.argmax(test @ np.asarray(server.head.kernel) + np.asarray(server.head.bias), -1)),
+        "head": accuracy(np.argmax(test @ np.asarray(head.kernel) + np.asarray(head.bias), -1)),
         "pool": accuracy(nearest(test, stored)),
         "fresh": accuracy(nearest(test, fresh)),
         "cosine_stored_fresh": by_task(cosine),

@@ -1,3 +1,47 @@
-"""Federated continual learning in JAX: many clients, each with a stream of tasks, on one accelerator."""
+"""Federated continual learning in JAX: methods from parts, an engine that simulates many clients at once.
+
+What a method of one's own needs can be imported from here; it is loaded when it is first asked for. Two
+functions have the names of their modules and are imported from there: `fcljax.federate.federate` and
+`fcljax.learner.learner`.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "fcljax.data.tasks": ("make_tasks",),
+    "fcljax.data.store": ("client_rows",),
+    "fcljax.federate": (
+        "Collect", "Kit", "Seen", "ServerStep", "Slots", "Survey", "Term", "Train",
+    ),
+    "fcljax.federated.aggregation": (
+        "Aggregation", "AggregationOptions", "conflate", "coordinate_median", "make_aggregation",
+        "prototype_mean", "prototype_reweight", "weighted_mean",
+    ),
+    "fcljax.federated.check": ("Example",),
+    "fcljax.federated.engine": ("Lanes", "init_clients", "make_engine", "run_round"),
+    "fcljax.federated.schedule": ("Roster", "capacities"),
+    "fcljax.learner": ("Adapter", "Classifier", "Model", "Objective"),
+    "fcljax.methods": ("MethodEntry",),
+    "fcljax.models.classifiers": ("linear", "nearest_mean", "prototypes"),
+    "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
+    "fcljax.options": ("option",),
+    "fcljax.types": (
+        "Batch", "Broadcast", "Ctx", "Method", "Phase", "Program", "Round", "Setting", "Task", "Turn",
+        "Upload", "View", "Weighted",
+    ),
+}  # fmt: skip
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fcljax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,6 +1,7 @@
 """The command line: `fcljax run METHOD`, `list`, `compare`, `data`, `convert`, `embed`, `pretrain`."""
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from fcljax.errors import InputError, choose, nearest
 USAGE = """usage: fcljax COMMAND ...
 
   fcljax run METHOD [options]    train and evaluate a method; `fcljax run METHOD --help` lists its options
-  fcljax list                    methods, data sets and backbones
+  fcljax run ./FILE.py [options] the same for a method of your own; also MODULE:NAME
+  fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? In a minute, on tiny data
+  fcljax list                    methods, adapters, data sets and backbones, and what does not go together
   fcljax compare RUN_DIR...      a table and a figure over finished runs
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
@@ -78,7 +81,7 @@ def dispatch(arguments: list[str]) -> int:
       InputError: for an unknown command or anything wrong that the command finds.
     """
     commands = {
-        "run": run, "list": list_, "compare": compare, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain
+        "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -91,25 +94,20 @@ def dispatch(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """`fcljax run METHOD [options]`."""
-    from fcljax.methods import METHODS
+    from fcljax.methods import METHODS, find_method
 
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}")
+        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}; or give a file of your own")
     method, arguments = arguments[0], arguments[1:]
-    entry = METHODS[choose("method", method, METHODS)]
-    groups = {"files": Paths, "run": config.RunConfig, method: entry.options}
-    given = parse(groups, arguments, f"fcljax run {method}", entry.summary)
+    entry = find_method(method)
+    given = parse_run(method, arguments, f"fcljax run {method}", entry.summary)
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
     resolved = settings(method, given, paths)
-    out = (
-        paths.resume
-        or paths.out
-        or f"runs/{method}-{_slug(resolved.dataset)}-s{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    out = paths.resume or paths.out or _new_folder(method, resolved)
 
-    from fcljax.runs import experiment, report
+    from fcljax.runs import loop, report
 
-    summary = experiment.run(method, resolved, out, resume=paths.resume is not None)
+    summary = loop.run(method, resolved, out, resume=paths.resume is not None)
     console = Console()
     console.print(report.results_table([summary]))
     console.print(f"run directory: {out}", soft_wrap=True)
@@ -117,9 +115,71 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+def check(arguments: list[str]) -> int:
+    """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
+    not."""
+    from fcljax.methods import METHODS, find_method
+
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}; or give a file of your own")
+    method, arguments = arguments[0], arguments[1:]
+    find_method(method)
+    given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
+    paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
+    resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
+
+    from fcljax.runs import conformance
+
+    statements = conformance.check(method, resolved)
+    table = Table("statement", "holds", "found")
+    for name, holds, found in statements:
+        table.add_row(name, "yes" if holds else "NO", found)
+    Console().print(table)
+    return 0 if all(statement.holds for statement in statements) else 1
+
+
+def _new_folder(method: str, resolved: config.RunConfig) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"runs/{_slug(method)}-{_slug(resolved.dataset)}-s{resolved.seed}-{stamp}"
+
+
+def parse_run(method: str, arguments: list[str], prog: str, description: str) -> dict[str, Any]:
+    """The options of a run that were given. Those of the adapter are those of the one that is asked for.
+
+    Raises:
+      InputError: as `parse`.
+    """
+    adapter = adapter_of(method, arguments)
+    groups = {"files": Paths()}
+    for title, group in config.option_groups(method, adapter).items():
+        groups[title] = config.defaults(method, adapter, group)
+    names = [flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in arguments]
+    config.check_known(method, adapter, [*names, *(name.removeprefix("no_") for name in names)], "options")
+    return parse(groups, arguments, prog, description)
+
+
+def adapter_of(method: str, arguments: list[str]) -> str:
+    """The adapter of a run: the one that the options name, else that of --config or --resume, else the
+    method's.
+
+    Raises:
+      InputError: for a file of settings that cannot be read.
+    """
+    from fcljax.methods import find_method
+
+    last = {}
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        last[name] = value if equals else following
+    if "--adapter" in last:
+        return last["--adapter"]
+    source = Path(last["--resume"]) / "config.yaml" if "--resume" in last else last.get("--config")
+    values = config.load_yaml(source) if source and Path(source).is_file() else {}
+    return values.get("adapter") or find_method(method).adapter
+
+
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
-    """Settings of a run: defaults, then those of --config or of the run to resume, then the options that were
-    given.
+    """Settings of a run: defaults, then --config's or the resumed run's, then the options that were given.
 
     Raises:
       InputError: for a wrong value, or a file that belongs to another method.
@@ -140,12 +200,14 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     return config.resolve(method, config.from_mapping(method, values | given, source or "options"))
 
 
-def parse(groups: dict[str, type], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
-    """The options that were given, as values by field name. tyro prints the help; values are read here, so
-    that a mistake gives one line and a value means the same on the command line and in YAML.
+def parse(groups: dict[str, Any], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
+    """The options that were given, as values by field name.
+
+    tyro prints the help; values are read here, so that a mistake gives one line and a value means the same on
+    the command line and in YAML.
 
     Args:
-      groups: title -> frozen dataclass of options; together they are one flat namespace.
+      groups: title -> dataclass of options, with its defaults; together they are one flat namespace.
       arguments: what the user typed.
       prog: the command, for the help.
       description: the first line of the help.
@@ -153,16 +215,18 @@ def parse(groups: dict[str, type], arguments: list[str], prog: str, description:
     Raises:
       InputError: naming the option, its value and the nearest valid one.
     """
-    fields = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
     if {"-h", "--help"} & set(arguments):
-        flat = [(title, tyro.conf.OmitArgPrefixes[group], group()) for title, group in groups.items()]
-        tyro.cli(
-            dataclasses.make_dataclass("Command", flat, frozen=True),
-            args=["--help"],
-            prog=prog,
-            description=description,
-        )
-    return read_arguments(fields, arguments)
+        flat = [
+            (re.sub(r"\W", "_", title), tyro.conf.OmitArgPrefixes[type(group)], group)
+            for title, group in groups.items()
+        ]
+        command = dataclasses.make_dataclass("Command", flat, frozen=True)
+        tyro.cli(command, args=["--help"], prog=prog, description=description)
+    return read_arguments(_fields(groups), arguments)
+
+
+def _fields(groups: dict[str, Any]) -> dict[str, dataclasses.Field]:
+    return {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
 
 
 def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> dict[str, Any]:
@@ -197,9 +261,11 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
 
 
 def list_(arguments: list[str]) -> int:
-    """`fcljax list`: what can be named on the command line."""
+    """`fcljax list`: what can be named on the command line, and what does not go together."""
+    from fcljax.adapters import ADAPTERS
     from fcljax.data.augment import PRESETS
     from fcljax.data.files.sources import DATASETS
+    from fcljax.federated.faults import ATTACKS
     from fcljax.methods import METHODS
     from fcljax.models.vit import VITS
     from fcljax.models.weights.pretrained import PACKAGED
@@ -211,9 +277,19 @@ def list_(arguments: list[str]) -> int:
         + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
         for name, vit in VITS.items()
     }
+    methods = {name: f"{entry.summary}; adapter {entry.adapter}" for name, entry in METHODS.items()}
+    adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
+    excluded = {
+        f"{name} + {adapter}": why
+        for name, entry in METHODS.items()
+        for adapter, why in entry.excludes.items()
+    }
+    merging = {f"{name} + --aggregator": f"{e.merges}: mean alone" for name, e in METHODS.items() if e.merges}
+    listed = {
+        "method": methods, "adapter": adapters, "data set": DATASETS, "backbone": backbones,
+        "pipeline": PRESETS, "attack": ATTACKS, "cannot work": excluded | merging,
+    }  # fmt: skip
     table = Table("kind", "name", "what it is")
-    methods = {name: entry.summary for name, entry in METHODS.items()}
-    listed = {"method": methods, "data set": DATASETS, "backbone": backbones, "pipeline": PRESETS}
     for kind, rows in listed.items():
         for name, text in rows.items():
             table.add_row(kind, name, text)
@@ -250,7 +326,10 @@ def _data_list(arguments: list[str]) -> int:
     from fcljax.data.files.sources import data_folder, known_datasets
 
     given = parse(
-        {"data list": DataListOptions}, arguments, "fcljax data list", "Data sets, and whether they are here."
+        {"data list": DataListOptions()},
+        arguments,
+        "fcljax data list",
+        "Data sets, and whether they are here.",
     )
     table = Table("name", "what it is", "state", title=f"data sets in {data_folder(given.get('data_dir'))}")
     for row in known_datasets(given.get("data_dir")):
@@ -295,7 +374,7 @@ def _named(arguments: list[str], prog: str, options: type, description: str) -> 
     wants_help = bool({"-h", "--help"} & set(arguments))
     if not wants_help and (not arguments or arguments[0].startswith("-")):
         raise InputError(f"dataset: no name given; usage: {prog} [options]; `fcljax data list` has the names")
-    given = parse({"options": options}, arguments if wants_help else arguments[1:], prog, description)
+    given = parse({"options": options()}, arguments if wants_help else arguments[1:], prog, description)
     return arguments[0], given
 
 
@@ -307,7 +386,7 @@ def convert(arguments: list[str]) -> int:
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     files, usage = arguments[:split], "fcljax convert SRC [DST]"
     given = parse(
-        {"convert": ConvertOptions},
+        {"convert": ConvertOptions()},
         arguments[split:],
         usage,
         "A checkpoint as .safetensors with its provenance.",
@@ -325,7 +404,7 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    given = parse({"embed": EmbedConfig}, arguments, "fcljax embed", "Frozen features of a data set.")
+    given = parse({"embed": EmbedConfig()}, arguments, "fcljax embed", "Frozen features of a data set.")
     options = config.fill(EmbedConfig, {"normalise": "checkpoint", **given}, "options")
     config.check_ranges(options)
     backbone = (
@@ -349,7 +428,7 @@ def compare(arguments: list[str]) -> int:
 
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     given = parse(
-        {"compare": CompareOptions}, arguments[split:], "fcljax compare", "A table and a figure over runs."
+        {"compare": CompareOptions()}, arguments[split:], "fcljax compare", "A table and a figure over runs."
     )
     if not arguments[:split]:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
@@ -367,7 +446,7 @@ def pretrain(arguments: list[str]) -> int:
     from fcljax.runs.pretrain import pretrain as train
 
     given = parse(
-        {"pretrain": PretrainConfig}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
+        {"pretrain": PretrainConfig()}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
     )
     summary = train(PretrainConfig(**given))
     for name, value in summary.items():

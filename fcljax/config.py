@@ -1,67 +1,63 @@
-"""The settings of a run: one frozen dataclass per method, one flat namespace of fields for the command line
-and for YAML.
+"""The settings of a run: one frozen dataclass per method and adapter, one flat namespace of fields for the
+command line and for YAML.
 
 `config.yaml` holds every field of a resolved run and can be given back with `--config`. All values pass
-`from_mapping`, wherever they come from, so a wrong one gives the same single line.
+`from_mapping`, wherever they come from, so a wrong one gives the same single line. Ranges stand beside the
+fields (`options.py`). A stage of a run takes the dataclass that it reads, not the whole.
 """
 
 import dataclasses
 import functools
-import math
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from fcljax.adapters import ADAPTERS
 from fcljax.errors import InputError, choose, nearest
-from fcljax.methods import METHODS, resolve_options
+from fcljax.federated.aggregation import AggregationOptions
+from fcljax.federated.faults import FaultOptions
+from fcljax.methods import METHODS, MethodEntry, find_method
+from fcljax.options import check_ranges, option
 
 Fidelity = Literal["intended", "paper", "released"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet"]
-Pixels = Literal[
-    "checkpoint", "release", "half", "unit", "imagenet", "cifar100"
-]  # release: as the pipeline's release has it
+# release: as the pipeline's release has it
+Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
     """Which images go into which network, and how: what all commands that read data share."""
 
-    dataset: str = (
-        "digits"  # a name that `fcljax list` shows, such as digits, cifar100, npz:PATH or folder:PATH
-    )
-    data_dir: str | None = (
-        None  # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
-    )
+    dataset: str = "digits"  # a name of `fcljax list`, such as digits or cifar100; npz:PATH or folder:PATH
+    # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    data_dir: str | None = None
     class_list: str | None = None  # file with a WordNet id per line, for imagenet100 and imagenet200
     skip_corrupt: bool = False  # leave out images that cannot be decoded, and say which
-    store_size: int | None = (
-        None  # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
-    )
-    backbone: str = (
-        "auto"  # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
-    )
-    checkpoint: str | None = (
-        None  # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
-    )
+    # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
+    store_size: int | None = None
+    # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
+    backbone: str = "auto"
+    # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
+    checkpoint: str | None = None
     heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
     image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
     preprocess: Pipeline = "fppl"  # whose release's resizes, crops and flips
-    normalise: Pixels | None = (
-        None  # pixel range; default: checkpoint (what the weights expect), or release if not intended
-    )
+    # pixel range; default: checkpoint (what the weights expect), or release if not intended
+    normalise: Pixels | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
     augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
     eval_batch_size: int = 64  # images per evaluation step
-    data_budget: int | None = (
-        None  # MiB of device memory for images; more stay on the host; default: half of the device's
-    )
+    # MiB of device memory for images; more stay on the host; default: half of the device's
+    data_budget: int | None = None
     glyph_train: int = 100  # training images per class of the data set glyphs
     glyph_test: int = 20  # test images per class of the data set glyphs
-    seed: int = 2023  # of class order, partition, initial values and all draws
+    seed: int = option(2023, least=0, most=2**32 - 1)  # of class order, partition, initial values, all draws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,69 +68,151 @@ class DealConfig(InputConfig):
     clients: int = 5  # number of clients K
     # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task
     partition: Partition = "dirichlet"
-    # labels that a client owns in a task (quantity), or shards of 1/100 of a task's rows that it draws
-    # (shards)
+    # labels that a client owns in a task (quantity), or shards of 1/100 of its rows that it draws (shards)
     alpha: int = 2
-    beta: float = 0.5  # Dirichlet concentration of dirichlet and task_dirichlet; smaller is less even
-    min_rows: int = (
-        10  # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
-    )
-    population: Literal["static", "redrawn"] = (
-        "static"  # clients keep their rows, or rows are dealt afresh in every round
-    )
-    train_share: float = 1.0  # share of the training rows that is used: the first ones of each class
+    # Dirichlet concentration of dirichlet and task_dirichlet; smaller is less even
+    beta: float = option(0.5, positive=True)
+    # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
+    min_rows: int = option(10, least=0)
+    # clients keep their rows, or rows are dealt afresh in every round
+    population: Literal["static", "redrawn"] = "static"
+    # share of the training rows that is used: the first ones of each class
+    train_share: float = option(1.0, positive=True, most=1.0)
     class_order: Literal["shuffled", "natural"] = "shuffled"  # in which tasks take the classes
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(DealConfig):
-    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
-    need no download."""
+class TrainConfig:
+    """How clients train, and what of the network."""
 
-    participation: float = 1.0  # share of the clients that take part in a round
+    adapter: str | None = None  # what trains in the network: `fcljax list` has them; default: the method's
+    participation: float = option(1.0, positive=True, most=1.0)  # share of the clients in a round
     rounds: int = 3  # communication rounds per task
     epochs: int = 5  # local epochs per round
     batch_size: int = 32  # rows per local step
-    lr: float = 1e-3  # the clients' learning rate
-    aggregator: Literal["mean", "uniform", "median", "trimmed_mean"] = "mean"  # how uploads are merged
-    fidelity: Fidelity = "intended"  # which reading of the paper where paper and release differ
+    lr: float = option(1e-3, positive=True)  # the clients' learning rate
+    optimiser: Literal["adam", "sgd"] = "adam"  # the clients', new in every round
+    momentum: float | None = option(None, most=1.0)  # of sgd; default: 0
+    weight_decay: float = 0.0  # times the parameters, added to the gradient
+    prox_weight: float = 0.0  # FedProx: pulls clients to what they were sent
+    norm_bound: float | None = option(
+        None, positive=True
+    )  # L2 norm of what a client may change; default: none
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How clients share the machine, and what is kept of a run."""
+
     lanes: int | None = None  # clients that run at a time; default: chosen by backend
     lane_mode: Literal["loop", "vmap", "unroll"] | None = None  # how lanes run; default: chosen by backend
     devices: int = 1  # accelerators that share the lanes
     eval_every_round: bool = False  # evaluate after every round, not only after every task
+    checkpoint_every: int = 1  # rounds between checkpoints; the last round always has one
     keep_checkpoints: int = 2  # how many checkpoints stay on disk
 
 
-# The least value of whole numbers; the others of a run must be at least 1.
-LEAST = {"min_rows": 0, "seed": 0}
-MOST = {"seed": 2**32 - 1, "participation": 1.0, "train_share": 1.0}
+@dataclasses.dataclass(frozen=True)
+class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, DealConfig):
+    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
+    need no download."""
+
+    fidelity: Fidelity = "intended"  # which reading of the paper where paper and release differ
+    # report the privacy spent, as epsilon for this delta; needs noise_multiplier and the extra `privacy`
+    dp_delta: float | None = option(None, positive=True, most=1.0)
+
+
 KINDS = {int: "a whole number", float: "a number", str: "text"}
-POSITIVE = (
-    "beta", "lr", "server_lr", "temperature", "participation", "train_share", "lora_lr", "backbone_lr", "reweight_temperature", "hardness",
-    "distill_temperature", "fisher_limit", "prototype_init",
-)  # fmt: skip
+
+
+# ---- the options of a method with an adapter ---------------------------------------------------------------
+
+
+def option_groups(method: str, adapter: str) -> dict[str, type]:
+    """Title -> dataclass of the options of a run: the run's, the method's and the adapter's.
+
+    Raises:
+      InputError: for an unknown method or adapter, one that the method cannot work with, or names that
+        collide, which only a method from outside the package can have.
+    """
+    entry = find_method(method)
+    check_adapter(method, entry, adapter)
+    return _groups(entry, method, adapter)
+
+
+def check_adapter(method: str, entry: MethodEntry, adapter: str) -> None:
+    """Check that a method runs with an adapter.
+
+    Raises:
+      InputError: if the adapter is unknown or excluded.
+    """
+    choose("adapter", adapter, ADAPTERS)
+    if adapter in entry.excludes:
+        raise InputError(
+            f"adapter: {method} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
+            f"{entry.adapter!r}"
+        )
+
+
+def _groups(entry: MethodEntry, method: str, adapter: str) -> dict[str, type]:
+    title = Path(method).stem if method not in METHODS else method
+    groups = {"run": RunConfig, title: entry.options_with.get(adapter, entry.options)}
+    groups[f"adapter {adapter}"] = ADAPTERS[adapter].options
+    owner: dict[str, str] = {}
+    for group, options in groups.items():
+        for field in dataclasses.fields(options):
+            if owner.setdefault(field.name, group) != group:
+                raise InputError(
+                    f"method: {method} and {owner[field.name]} both have an option {field.name!r}; rename one"
+                )
+    return groups
+
+
+def check_tables() -> None:
+    """Check that no option of any method collides with the run's or an adapter's.
+
+    Raises:
+      InputError: naming the first that does.
+    """
+    for method, entry in METHODS.items():
+        for adapter in ADAPTERS:
+            _groups(entry, method, adapter)
+
+
+check_tables()
 
 
 @functools.cache
-def run_class(method: str) -> type:
-    """The dataclass of a method's run: the shared fields and the method's own.
+def run_class(method: str, adapter: str | None = None) -> type:
+    """The dataclass of a run: the shared fields, the method's own and the adapter's, with the method's
+    defaults.
 
     Raises:
-      InputError: for an unknown method.
+      InputError: as `option_groups`.
     """
-    choose("method", method, METHODS)
+    entry = find_method(method)
+    adapter = adapter or entry.adapter
+    bases = tuple(reversed(option_groups(method, adapter).values()))
+    known = {field.name: field for base in bases for field in dataclasses.fields(base)}
+    own = {name: value for name, value in entry.defaults.items() if name in known} | {"adapter": adapter}
+    fields = [
+        (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
+        for name, value in own.items()
+    ]
     return dataclasses.make_dataclass(
-        f"Run_{method}",
-        [],
-        bases=(METHODS[method].options, RunConfig),
-        frozen=True,
-        namespace={"__doc__": METHODS[method].summary},
-    )
+        f"Run_{Path(method).stem}_{adapter}", fields, bases=bases, frozen=True,
+        namespace={"__doc__": entry.summary},
+    )  # fmt: skip
 
 
-def method_options(method: str, config: RunConfig) -> Any:
-    """The method's own part of a run's settings."""
-    options = METHODS[method].options
+def defaults(method: str, adapter: str, group: type) -> Any:
+    """A group of options with the method's own defaults, for the help."""
+    run = run_class(method, adapter)()
+    return group(**{field.name: getattr(run, field.name) for field in dataclasses.fields(group)})
+
+
+def part(options: type, config: Any) -> Any:
+    """The part of a run's settings that a dataclass names."""
     return options(**{field.name: getattr(config, field.name) for field in dataclasses.fields(options)})
 
 
@@ -145,36 +223,63 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
       InputError: naming the field, its value and what is valid.
     """
     check_ranges(config)
-    options = resolve_options(method, method_options(method, config), config.fidelity)
+    if config.momentum is not None and config.optimiser != "sgd":
+        raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
+    if config.hostile >= config.clients:
+        raise InputError(
+            f"hostile: {config.hostile} of {config.clients} clients; nearest valid value: {config.clients - 1}"
+        )
+    if config.attack is not None and not config.hostile:
+        raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: hostile 1")
+    if config.dp_delta is not None and config.noise_multiplier is None:
+        raise InputError(
+            f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"
+        )
+    entry = find_method(method)
+    preset = ADAPTERS[config.adapter].fidelity[config.fidelity] | entry.fidelity.get(config.fidelity, {})
+    chosen = {
+        name: value
+        for name, value in preset.items()
+        if hasattr(config, name) and getattr(config, name) is None
+    }
     normalise = config.normalise or ("checkpoint" if config.fidelity == "intended" else "release")
-    return dataclasses.replace(config, normalise=normalise, **dataclasses.asdict(options))
-
-
-def check_ranges(config: Any) -> None:
-    """Check that the numbers of a dataclass of settings lie where they make sense.
-
-    Raises:
-      InputError: naming the field, its value and the nearest valid one.
-    """
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if type(value) is int and value < LEAST.get(name, 1):
-            raise InputError(f"{name}: {value} is too small; nearest valid value: {LEAST.get(name, 1)}")
-        if type(value) is float and not (0 <= value < math.inf and (value or name not in POSITIVE)):
-            least = "positive" if name in POSITIVE else "0 or more"
-            raise InputError(f"{name}: {value} must be finite and {least}, such as {field.default}")
-        if name in MOST and value > MOST[name]:
-            raise InputError(f"{name}: {value} is too large; nearest valid value: {MOST[name]}")
+    return dataclasses.replace(config, normalise=normalise, **chosen)
 
 
 def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
-    """A run's settings from names and values, as YAML or the command line give them; missing names keep their
-    defaults.
+    """A run's settings from names and values, as YAML or the command line give them.
+
+    Missing names keep their defaults; `adapter` decides which options there are.
 
     Raises:
       InputError: as `fill`.
     """
-    return fill(run_class(method), values, where)
+    adapter = values.get("adapter") or find_method(method).adapter
+    check_known(method, adapter, values, where)
+    return fill(run_class(method, adapter), values, where)
+
+
+def check_known(method: str, adapter: str, names: Iterable[str], where: str) -> None:
+    """Tell options that only go with another adapter apart from those that do not exist.
+
+    Raises:
+      InputError: naming the first such option and the adapter that it goes with.
+    """
+    groups = option_groups(method, adapter).values()
+    known = {field.name for group in groups for field in dataclasses.fields(group)}
+    for name in names:
+        other = None if name in known else _adapter_of(find_method(method), name)
+        if other:
+            raise InputError(f"{where}: {name} goes with the adapter {other!r}, and this run has {adapter!r}")
+
+
+def _adapter_of(entry: MethodEntry, name: str) -> str | None:
+    """The adapter that an option goes with, of the package or of the method."""
+    for adapter, known in ADAPTERS.items():
+        groups = (known.options, entry.options_with.get(adapter, entry.options))
+        if any(field.name == name for group in groups for field in dataclasses.fields(group)):
+            return adapter
+    return None
 
 
 def fill(options: type, values: dict[str, Any], where: str) -> Any:

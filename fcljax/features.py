@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, over_windows
-from fcljax.types import PyTree
+from fcljax.types import Batch, PyTree, Turn
 
 BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 
@@ -18,32 +18,33 @@ BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 def make_predict(
     predict: Callable, read: Callable, batch_size: int, capacity: int
 ) -> Callable[..., Int[np.ndarray, " n"]]:
-    """predictions(frozen, server, split, rows, task) -> predicted class of each row, in their order; `split`
-    may be a `Host`.
+    """predictions(turn, model, split, rows) -> predicted class of each row, in their order.
+
+    `model` is what `predict` takes between the turn and the batch; `split` may be a `Host`.
 
     Args:
-      predict: (frozen, server, image, query, task) -> logits, as in the method protocol.
+      predict: (turn, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
       read: (split, rows [B]) -> network input.
       batch_size: rows per step.
       capacity: the most rows that will be asked for. Fewer cost less, but no other trace.
     """
 
     @jax.jit
-    def compiled(frozen, server, split: Split, rows, batches, task):
+    def compiled(turn: Turn, model: tuple, split: Split, rows, batches):
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
-            logits = predict(frozen, server, read(split, mine), query, task)
+            nothing = jnp.zeros_like(mine)
+            batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
+            logits = predict(turn, *model, batch)
             return jax.lax.dynamic_update_slice(
                 out, jnp.argmax(logits, -1).astype(jnp.int32), (i * batch_size,)
             )
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros(len(rows), jnp.int32))
 
-    def predictions(
-        frozen: PyTree, server: PyTree, split: Split | Host, rows: np.ndarray, task
-    ) -> np.ndarray:
-        function = lambda split, rows, batches: compiled(frozen, server, split, rows, batches, task)
+    def predictions(turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray) -> np.ndarray:
+        function = lambda split, rows, batches: compiled(turn, model, split, rows, batches)
         return _over_rows(function, split, rows, batch_size, capacity)
 
     return predictions

@@ -1,21 +1,20 @@
 """The protocol between methods and the engine: named tuples of arrays and of pure functions, no maths.
 
-A method is a `Method`: pure functions over its own pytrees (server state, client state, local training state,
-upload). Shapes are fixed for a whole run: C classes, T tasks, K clients, B rows a batch. A task is data (an
-index and masks), never a Python int inside jit, so one trace of each function serves all rounds of all tasks.
+A method is a `Method`: pure functions over its own pytrees (server state, client state, local training
+state, upload). Shapes are fixed for a whole run: C classes, T tasks, K clients, B rows a batch. A task is
+data (an index and masks), never a Python int inside jit, so one trace of each function serves all rounds of
+all tasks. Most methods are made of parts (`federate.py`); the engine plays any `Method`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import PyTree as PyTree
 
-PyTree = Any
-Frozen = PyTree  # parameters of the backbone: an argument everywhere, shared by all clients, never trained
-Server = PyTree  # everything the server keeps between rounds
-ClientState = PyTree  # everything one client keeps between rounds; () for stateless clients
-Local = PyTree  # what a client holds while it works: parameters, optimiser state, running statistics
-Metrics = dict[str, "Weighted"]
+Server: TypeAlias = PyTree  # everything the server keeps between rounds
+ClientState: TypeAlias = PyTree  # everything one client keeps between rounds; () for stateless clients
+Local: TypeAlias = PyTree  # what a client holds while it works: parameters, optimiser state, running sums
 
 
 class Weighted(NamedTuple):
@@ -24,6 +23,9 @@ class Weighted(NamedTuple):
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
+
+
+Metrics: TypeAlias = dict[str, Weighted]
 
 
 class Setting(NamedTuple):
@@ -36,24 +38,54 @@ class Setting(NamedTuple):
     rounds: int = 1  # per task, for schedules that run over a task's rounds
 
 
-class Backbone(NamedTuple):
-    """A frozen feature extractor as methods see it: encode(frozen, image [B, ...], injection or None) ->
-    class token [B, width]."""
+class Frozen(NamedTuple):
+    """Parameters that are never trained, shared by all clients: an argument everywhere."""
 
-    encode: Callable[[Frozen, Array, Any], Array]
+    network: PyTree
+    decoder: PyTree = ()  # of a masked autoencoder, where the checkpoint has one
+
+
+class Features(NamedTuple):
+    """What a network says of images. cls: class token after the final norm, if there is one. tokens: all
+    tokens likewise, if asked for. taps: named intermediates."""
+
+    cls: Float[Array, "batch width"]
+    tokens: Float[Array, "batch tokens width"] | None
+    taps: dict[str, Array]
+
+
+class Network(NamedTuple):
+    """A feature extractor as methods see it.
+
+    init(key) -> fresh parameters
+    apply(params, stats, image [B, H, W, 3], injection or None, train) -> (Features, stats): `stats` are
+      running statistics, () where there are none; `train` says whether they move
+    decode(decoder, latent, restore, prompt or None) -> pixels of all patches, where there is a decoder
+    """
+
+    init: Callable[[PRNGKeyArray], PyTree]
+    apply: Callable[..., tuple[Features, PyTree]]
     width: int
     blocks: int
-    image: tuple[int, ...] = ()  # shape of one image, for methods that keep some
+    image: tuple[int, int, int]  # shape of one image
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)  # pixel constants: what is taken off pixels in [0, 1]
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they are divided by
+    decode: Callable[..., Array] | None = None
 
 
 class Task(NamedTuple):
-    """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns a
-    contiguous range."""
+    """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns
+    a contiguous range."""
 
     index: Int[Array, ""]
     classes: Int[Array, " Ct"]  # the task's class ids; -1 pads tasks smaller than the largest one
     current: Bool[Array, " C"]  # classes of this task
     seen: Bool[Array, " C"]  # classes of this task and all before it
+
+    @property
+    def old(self) -> Bool[Array, " C"]:
+        """Classes of earlier tasks."""
+        return self.seen & ~self.current
 
 
 class ClientInfo(NamedTuple):
@@ -67,15 +99,37 @@ class ClientInfo(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B rows of one client. Rows with mask False are padding: zero images, label 0, row -1."""
+    """B rows of one client, and after them the rows that it recalls (`View.recall`). Rows with mask False
+    are padding: zero images, label 0, row -1."""
 
     image: Float[Array, "B H W 3"]
     label: Int[Array, " B"]
     mask: Bool[Array, " B"]
     row: Int[Array, " B"]
-    query: Float[Array, "B D"] | None = (
-        None  # cached features of the un-prompted backbone, where the input is deterministic
-    )
+    # cached features of the un-prompted backbone, where the input is deterministic
+    query: Float[Array, "B D"] | None = None
+
+
+class Ctx(NamedTuple):
+    """All that a client may read: the frozen network, what was broadcast, its own task (streams may differ
+    between clients) and what is known of it."""
+
+    frozen: PyTree
+    wire: PyTree
+    held: PyTree
+    task: Task
+    info: ClientInfo
+
+
+class Turn(NamedTuple):
+    """All that a server may read besides its own state. `previous` is what was broadcast; () where nothing
+    was."""
+
+    frozen: PyTree
+    task: Task
+    round: Int[Array, ""]
+    last: Bool[Array, ""]  # is this the last round of the task?
+    previous: PyTree = ()
 
 
 class Broadcast(NamedTuple):
@@ -88,13 +142,13 @@ class Broadcast(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """What one client sends. `mean` leaves are averaged with `weight` (or by a robust rule), `sum` leaves are
-    added; both can be streamed. `gather` leaves reach the server one per client."""
+    """What one client sends. `mean` leaves are averaged with `weight`, `sum` leaves are added; both are
+    streamed. `gather` leaves reach the server one per client."""
 
     mean: PyTree = ()
     sum: PyTree = ()
     gather: PyTree = ()
-    weight: Float[Array, ""] | float = 1.0
+    weight: Float[Array, ""] | Int[Array, ""] | float = 1.0
 
 
 class Aggregate(NamedTuple):
@@ -102,55 +156,75 @@ class Aggregate(NamedTuple):
     0 and are in no sum.
 
     Rows of `gather`, `weight`, `id` and `valid` are the round's participants in the order of their ids,
-    padded to K.
+    padded to P.
     """
 
     mean: PyTree
     sum: PyTree
     gather: PyTree
-    weight: Float[Array, " K"]
-    id: Int[Array, " K"]
-    valid: Bool[Array, " K"]
+    weight: Float[Array, " P"]
+    id: Int[Array, " P"]
+    valid: Bool[Array, " P"]
 
 
 class View(NamedTuple):
     """How a phase reads a client's rows: static. `augment` asks the data layer for the training view, else
-    the clean one."""
+    the clean one. `recall` rows of the client's past join every batch, under the clean view."""
 
     epochs: int
     batch_size: int
     shuffle: bool = True
     augment: bool = True
+    recall: int = 0
 
 
 class Phase(NamedTuple):
     """One pass, or E passes, over a client's own rows.
 
-    step(frozen, broadcast, local, batch, task, key) -> (local, metrics)
+    step(ctx, local, batch, key) -> (local, metrics)
+    recall(ctx, local, key) -> places [view.recall] in what `Program.memory` names, -1 for none
     """
 
     view: View
-    step: Callable[[Frozen, Broadcast, Local, Batch, Task, PRNGKeyArray], tuple[Local, Metrics]]
+    step: Callable[[Ctx, Local, Batch, PRNGKeyArray], tuple[Local, Metrics]]
+    recall: Callable[[Ctx, Local, PRNGKeyArray], Int[Array, " recall"]] | None = None
 
 
 class Program(NamedTuple):
     """Everything a client does when it is called.
 
-    start(broadcast, state, task, info, key) -> local
-    finish(broadcast, local, state, task, info) -> (upload, state)
+    start(ctx, state, key) -> local
+    finish(ctx, local, state) -> (upload, state)
+    receive(ctx, upload) -> upload: what the server does to an upload as it arrives, before it is merged
+    memory(state) -> ids [M] of the training rows that the client may recall, -1 for none: a client keeps row
+      numbers, never images
     """
 
-    start: Callable[[Broadcast, ClientState, Task, ClientInfo, PRNGKeyArray], Local]
+    start: Callable[[Ctx, ClientState, PRNGKeyArray], Local]
     phases: tuple[Phase, ...]
-    finish: Callable[[Broadcast, Local, ClientState, Task, ClientInfo], tuple[Upload, ClientState]]
+    finish: Callable[[Ctx, Local, ClientState], tuple[Upload, ClientState]]
+    receive: Callable[[Ctx, Upload], Upload] | None = None
+    memory: Callable[[ClientState], Int[Array, " M"]] | None = None
 
 
-class Extra(NamedTuple):
-    """A round besides those of the task, in which every client with rows takes part: class means for a new
-    classifier, say. Same signatures as Method.client and Method.server."""
+Who = Literal["sampled", "everyone"]
+When = Literal["opening", "round", "closing", "refresh"]
 
-    client: Program
-    server: Callable[[Frozen, Server, Aggregate, Task, PRNGKeyArray], tuple[Server, Metrics]]
+
+class Round(NamedTuple):
+    """One exchange between server and clients; what it sends is counted.
+
+    server(turn, server, aggregate, key) -> (server, metrics); None: nothing is merged, clients only get the
+      broadcast and change their state
+    who: the sampled participants, or every client that has rows
+    when: before a task's first round, in every round, after a task's last round, or in every round after
+      those of "round"
+    """
+
+    program: Program
+    server: Callable[[Turn, Server, Aggregate, PRNGKeyArray], tuple[Server, Metrics]] | None = None
+    who: Who = "sampled"
+    when: When = "round"
 
 
 def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
@@ -158,13 +232,8 @@ def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
     return ()
 
 
-def _same_at_begin(server: Server, task: Task, key: PRNGKeyArray) -> Server:
-    del task, key
-    return server
-
-
-def _same_at_end(frozen: Frozen, server: Server, task: Task, key: PRNGKeyArray) -> Server:
-    del frozen, task, key
+def _same(turn: Turn, server: Server, key: PRNGKeyArray) -> Server:
+    del turn, key
     return server
 
 
@@ -172,32 +241,27 @@ class Method(NamedTuple):
     """A federated continual learning method: pure functions, all of them traced once for a whole run.
 
     init(key, frozen) -> server
-    broadcast(server, task) -> Broadcast: exactly what clients get
-    client: the program of the participants of a round
-    server(frozen, server, aggregate, task, key) -> (server, metrics)
-    predict(frozen, server, image, query, task) -> logits [B, C], the lowest finite value for classes not seen
-    yet init_client(key, server) -> state of one client before it ever takes part
-    begin_task(server, task, key) -> server, before the first round of a task
-    end_task(frozen, server, task, key) -> server, after the last round of a task
-    queries: do steps and predict read the frozen backbone's own class token of an image? It is cached
+    broadcast(turn, server) -> Broadcast: exactly what clients get
+    rounds: what is played in every task
+    predict(turn, server, batch) -> logits [B, C], the lowest finite value for classes not seen yet
+    init_client(key, server) -> state of one client before it ever takes part
+    begin_task(turn, server, key) -> server, before the first round of a task
+    end_task(turn, server, key) -> server, after the last round of a task
+    queries: do steps and predict read the frozen network's own class token of an image? It is cached
       wherever the image is deterministic
-    opening, closing: an extra round before the first and after the last round of a task
-    refresh: a program that every client runs after aggregation, taking part or not; its upload is ignored
-    predict_client(frozen, server, state, image, query, task) -> logits of a client's personal model
-    trainable(server, task) -> named parts of what a client trains, for counting only
+    predict_client(turn, server, state, batch) -> logits of a client's personal model
+    trainable(turn, server) -> named parts of what a client trains, for counting only
+    aggregation: the rule that merges what clients send, by name
     """
 
-    init: Callable[[PRNGKeyArray, Frozen], Server]
-    broadcast: Callable[[Server, Task], Broadcast]
-    client: Program
-    server: Callable[[Frozen, Server, Aggregate, Task, PRNGKeyArray], tuple[Server, Metrics]]
-    predict: Callable[[Frozen, Server, Array, Array | None, Task], Array]
+    init: Callable[[PRNGKeyArray, PyTree], Server]
+    broadcast: Callable[[Turn, Server], Broadcast]
+    rounds: tuple[Round, ...]
+    predict: Callable[[Turn, Server, Batch], Float[Array, "B C"]]
     init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_state
-    begin_task: Callable[[Server, Task, PRNGKeyArray], Server] = _same_at_begin
-    end_task: Callable[[Frozen, Server, Task, PRNGKeyArray], Server] = _same_at_end
+    begin_task: Callable[[Turn, Server, PRNGKeyArray], Server] = _same
+    end_task: Callable[[Turn, Server, PRNGKeyArray], Server] = _same
     queries: bool = False
-    opening: Extra | None = None
-    closing: Extra | None = None
-    refresh: Program | None = None
-    predict_client: Callable[[Frozen, Server, ClientState, Array, Array | None, Task], Array] | None = None
-    trainable: Callable[[Server, Task], dict[str, PyTree]] | None = None
+    predict_client: Callable[[Turn, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
+    trainable: Callable[[Turn, Server], dict[str, PyTree]] | None = None
+    aggregation: str = "mean"

@@ -1,5 +1,6 @@
 """Aggregation rules against closed forms, under jit and vmap."""
 
+import dataclasses
 import functools
 
 import jax
@@ -194,6 +195,519 @@ def test_rules_batch_under_vmap(rule):
     out = jax.jit(jax.vmap(agg.AGGREGATORS[rule], in_axes=(0, None, 0)))(batch, jnp.arange(1.0, 6.0), valid)
     for i, tree in enumerate(trees):
         close(rows(out, i), RULES[rule](tree, jnp.arange(1.0, 6.0), valid[i]))
+
+
+# rules about whole uploads
+# ------------------------------------------------------------------------------------------------------------
+
+FAR = 3e38
+GEOMETRIC = RULES["geometric_median"]
+KRUM = jax.jit(agg.krum, static_argnames="hostile")
+MULTI_KRUM = jax.jit(agg.multi_krum, static_argnames=("hostile", "chosen"))
+CENTRED = jax.jit(agg.centred_clipping, static_argnames=("radius", "steps"))
+KITE = [[0.0, 0.0], [2.0, 3.0], [10.0, 0.0], [3.0, -6.0]]  # its diagonals cross at (7/3, 0)
+LINE = jnp.array([0.0, 1.0, 3.0, 7.0, 100.0])
+
+
+def in_two_leaves(points) -> dict:
+    """Points [K][2] as a tree of two leaves: a rule about whole uploads must not see the difference."""
+    return {"x": jnp.asarray(points)[:, :1], "y": jnp.asarray(points)[:, 1]}
+
+
+def test_the_geometric_median_of_a_kite_is_where_its_diagonals_cross():
+    out = GEOMETRIC(in_two_leaves(KITE), jnp.ones(4), jnp.ones(4, bool))
+    close(out, {"x": np.array([7 / 3]), "y": np.array(0.0)}, atol=1e-4)
+
+
+def test_a_client_with_more_weight_than_the_rest_is_the_geometric_median():
+    out = GEOMETRIC(in_two_leaves(KITE), jnp.array([1.0, 4.0, 1.0, 1.0]), jnp.ones(4, bool))
+    close(out, {"x": np.array([2.0]), "y": np.array(3.0)}, atol=1e-4)
+
+
+def test_a_client_at_infinity_pulls_the_geometric_median_as_a_unit_vector():
+    # (0, 1), (0, -1) and (inf, 0): 2 x / sqrt(x^2 + 1) = 1 at x = 1 / sqrt(3)
+    points = in_two_leaves([[0.0, 1.0], [0.0, -1.0], [FAR, 0.0]])
+    out = GEOMETRIC(points, jnp.ones(3), jnp.ones(3, bool))
+    close(out, {"x": np.array([3**-0.5]), "y": np.array(0.0)}, atol=1e-5)
+
+
+@pytest.mark.parametrize("hostile, best", [(0, 3.0), (1, 1.0)])  # 3 neighbours, or 2
+def test_krum_takes_the_upload_with_the_nearest_neighbours(hostile, best):
+    assert float(KRUM(LINE, jnp.ones(5), ALL, hostile=hostile)) == best
+
+
+def test_krum_measures_all_leaves_together():
+    # on either axis by itself, the row (0, 0) is one of the most central
+    points = [[0.0, 0.0], [5.0, 0.1], [5.1, 0.0], [5.0, 0.0], [0.0, 5.0]]
+    out = KRUM(in_two_leaves(points), jnp.ones(5), ALL, hostile=1)
+    assert (out["x"].tolist(), float(out["y"])) == ([5.0], 0.0)
+
+
+@pytest.mark.parametrize("chosen, mean", [(1, 1.0), (2, 0.5), (3, 4 / 3), (4, 2.75), (5, 22.2)])
+def test_the_two_nearest_squared_distances_rank_five_uploads_with_one_hostile(chosen, mean):
+    # 0: 1 + 9, 1: 1 + 4, 3: 4 + 9, 7: 16 + 36, 100: 93^2 + 97^2
+    out = MULTI_KRUM(LINE, jnp.ones(5), ALL, hostile=1, chosen=chosen)
+    assert float(out) == pytest.approx(mean)
+
+
+def test_multi_krum_averages_all_but_the_hostile_and_ignores_weights():
+    assert float(MULTI_KRUM(LINE, jnp.ones(5), ALL, hostile=1)) == pytest.approx(2.75)
+    assert float(MULTI_KRUM(LINE, jnp.arange(5.0), ALL, hostile=0)) == pytest.approx(22.2)
+
+
+def test_krum_counts_valid_rows_only():
+    values = jnp.concatenate([LINE, jnp.array([jnp.nan, jnp.inf])])
+    valid = jnp.arange(7) < 5
+    assert float(KRUM(values, jnp.ones(7), valid, hostile=1)) == 1.0
+    assert float(MULTI_KRUM(values, jnp.ones(7), valid, hostile=1)) == pytest.approx(2.75)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_krum_of_too_few_rows_is_their_first_and_of_nobody_zero(count):
+    assert float(KRUM(LINE + 1, jnp.ones(5), jnp.arange(5) < count, hostile=1)) == min(count, 1)
+
+
+@pytest.mark.parametrize("steps, expected", [(0, 0.0), (1, 0.75), (2, 1.125), (3, 1.3125)])
+def test_centred_clipping_moves_by_the_mean_of_clipped_changes(steps, expected):
+    args = (jnp.array([0.5, 4.0]), jnp.ones(2), jnp.ones(2, bool), jnp.array(0.0), 1.0)
+    assert float(CENTRED(*args, steps=steps)) == pytest.approx(expected)
+
+
+def test_centred_clipping_clips_all_leaves_together_and_ignores_weights_and_invalid_rows():
+    points, centre = in_two_leaves([[3.0, 4.0], [jnp.nan, 1.0]]), {"x": jnp.zeros(1), "y": jnp.array(0.0)}
+    out = CENTRED(points, jnp.array([0.0, 9.0]), jnp.array([True, False]), centre, 1.0, steps=1)
+    close(out, {"x": np.array([0.6]), "y": np.array(0.8)})
+
+
+def test_centred_clipping_of_nobody_is_its_centre():
+    assert CENTRED(jnp.full((2, 1), jnp.nan), jnp.ones(2), jnp.zeros(2, bool), jnp.array([7.0]), 1.0) == 7.0
+
+
+ROBUST = {
+    "median": agg.coordinate_median,
+    "trimmed_mean": functools.partial(agg.trimmed_mean, trim=0.25),
+    "geometric_median": agg.geometric_median,
+    "krum": functools.partial(agg.krum, hostile=2),
+    "multi_krum": functools.partial(agg.multi_krum, hostile=2),
+    "centred_clipping": lambda x, w, v: agg.centred_clipping(
+        x, w, v, jax.tree.map(lambda a: 0 * a[0], x), 1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rule", ROBUST)
+def test_two_finite_uploads_of_either_huge_sign_leave_a_robust_rule_near_the_others(rule, dtype):
+    near = jax.tree.map(lambda leaf: leaf.astype(dtype), stacked(k=8))
+    poisoned = jax.tree.map(lambda leaf: leaf.at[3].set(FAR).at[5].set(-FAR), near)
+    out = jax.jit(ROBUST[rule])(poisoned, jnp.ones(8), jnp.ones(8, bool))
+    bound = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(near))
+    worst = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(out))
+    assert 0 < worst <= bound  # NaN fails this, too
+
+
+OF_UNITS = {
+    "geometric_median": lambda x, unit: agg.geometric_median(
+        x, jnp.ones(4), jnp.ones(4, bool), smoothing=1e-6 * unit
+    ),
+    "krum": lambda x, unit: agg.krum(x, jnp.ones(4), jnp.ones(4, bool), hostile=0),
+    "multi_krum": lambda x, unit: agg.multi_krum(x, jnp.ones(4), jnp.ones(4, bool), hostile=1),
+    "centred_clipping": lambda x, unit: agg.centred_clipping(
+        x, jnp.ones(4), jnp.ones(4, bool), 0 * x[0], unit
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", OF_UNITS)
+@pytest.mark.parametrize("unit", [1e-25, 1e30])
+def test_the_unit_of_uploads_does_not_matter(rule, unit):
+    # squares of these distances are not representable
+    plain, scaled = (
+        jax.jit(OF_UNITS[rule], static_argnums=1)((1 + jnp.array(KITE)) * u, u) for u in (1.0, unit)
+    )
+    assert plain.any()
+    np.testing.assert_allclose(scaled / unit, plain, rtol=1e-5, atol=1e-6)
+
+
+# running sums
+# ------------------------------------------------------------------------------------------------------------
+
+
+def streamed(upload: dict, clients: int, weight: float | None, lanes: int = 8) -> dict:
+    """What the engine does: the same upload from so many clients, some lanes at a time."""
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), upload)
+
+    def receive(i, total):
+        valid = i * lanes + jnp.arange(lanes) < clients
+        dirty = jax.tree.map(lambda x: jnp.where(agg._rows(valid, x), x, x * jnp.nan), rows)
+        return agg.add_rows(total, dirty, valid, None if weight is None else jnp.full(lanes, weight))
+
+    ticks = -(-clients // lanes)
+    start = agg.sum_zeros(upload, floating=weight is not None)
+    return jax.jit(lambda: jax.lax.fori_loop(0, ticks, receive, start))()
+
+
+def test_the_streamed_mean_of_3001_bfloat16_uploads_is_the_upload():
+    # in bfloat16 the running total stops growing: [0.157, 0.629]
+    upload = {"x": jnp.array([1.0, 3.0], jnp.bfloat16)}
+    total = streamed(upload, 3001, weight=30.0)
+    mean = agg.sum_value(jax.tree.map(lambda x: x / (30.0 * 3001), total), upload)
+    assert mean["x"].dtype == jnp.bfloat16 and mean["x"].tolist() == [1.0, 3.0]
+
+
+def test_a_streamed_sum_becomes_bfloat16_only_at_its_end():
+    upload = jnp.ones((), jnp.bfloat16)
+    total = streamed({"x": upload}, 3000, weight=None)["x"]
+    assert total.dtype == jnp.float32 and float(total) == 3000
+    assert float(agg.sum_value(total, upload)) == 3008  # the bfloat16 nearest to 3000
+
+
+def test_sums_of_integers_are_exact_and_of_booleans_mean_any():
+    total = {"n": jnp.array(2**24, jnp.int32), "b": jnp.array([False, False, True])}
+    rows = {"n": jnp.array([1, 1, 9]), "b": jnp.array([[True, False, False]] * 2 + [[True, True, True]])}
+    out = jax.jit(agg.add_rows)(total, rows, jnp.array([True, False, False]))
+    assert (int(out["n"]), out["b"].tolist()) == (2**24 + 1, [True, False, True])
+    zeros = agg.sum_zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), total))
+    assert (zeros["n"].dtype, zeros["b"].dtype) == (jnp.int32, jnp.bool_)
+
+
+def test_a_weighted_mean_of_integers_is_rounded_once_at_the_end():
+    rows, weight = {"n": jnp.array([1, 2, 2])}, jnp.array([0.2, 0.3, 0.5])
+    zeros = agg.sum_zeros({"n": jax.ShapeDtypeStruct((), jnp.int32)}, floating=True)
+    total = jax.jit(agg.add_rows)(zeros, rows, jnp.ones(3, bool), weight)
+    assert float(total["n"]) == pytest.approx(1.8) and int(agg.sum_value(total, rows)["n"]) == 2
+
+
+# one Aggregation: clipping, merging, noise, server optimiser
+# ------------------------------------------------------------------------------------------------------------
+
+
+def made(**options) -> agg.Aggregation:
+    return agg.make_aggregation(agg.AggregationOptions(**options))
+
+
+def one_round(aggregation: agg.Aggregation, uploads, reference, weight, seed: int = 0, state=None):
+    """One round as the engine plays it: (mean, state)."""
+
+    def play(uploads, reference, weight, state, key):
+        if aggregation.pre:
+            uploads, weight = jax.vmap(aggregation.pre, in_axes=(0, None, 0))(uploads, reference, weight)
+        weight, valid, _ = agg.finite_guard(uploads, weight, jnp.ones(weight.shape, bool))
+        if aggregation.reduce:
+            mean = aggregation.reduce(uploads, reference, weight, valid, key)
+        else:
+            mean = agg.weighted_mean(uploads, weight, valid)
+        if aggregation.post:
+            mean, state = aggregation.post(mean, reference, state, jnp.sum(valid), key)
+        return mean, state
+
+    state = aggregation.init(reference) if state is None else state
+    return jax.jit(play)(uploads, reference, weight, state, jax.random.key(seed))
+
+
+def test_no_options_are_the_streamed_weighted_mean_and_nothing_else():
+    plain = made()
+    assert plain[0] == "mean" and plain[2:] == (None, None, None) and plain.init({"x": jnp.ones(2)}) == ()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, 2.8),
+        ({"aggregator": "uniform"}, 22.2),
+        ({"aggregator": "median"}, 3.0),
+        ({"aggregator": "trimmed_mean"}, 22.2),
+        ({"aggregator": "trimmed_mean", "trim": 0.2}, 11 / 3),
+        ({"aggregator": "geometric_median"}, 3.0),
+        ({"aggregator": "krum"}, 1.0),
+        ({"aggregator": "krum", "hostile_bound": 0}, 3.0),
+        ({"aggregator": "multi_krum"}, 2.75),
+        ({"aggregator": "multi_krum", "hostile_bound": 0}, 22.2),
+        ({"aggregator": "centred_clipping"}, 5.208),
+        ({"aggregator": "centred_clipping", "clip_radius": 0.5}, 0.976),
+    ],
+)
+def test_a_rule_and_its_options_merge_0_1_3_7_and_100(options, expected):
+    weight = jnp.array([1.0, 1.0, 2.0, 1.0, 0.0])
+    assert float(one_round(made(**options), LINE, jnp.array(0.0), weight)[0]) == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+def test_both_means_stream_and_other_rules_gather():
+    streams = {name: made(aggregator=name).reduce is None for name in (*ROBUST, "mean", "uniform")}
+    assert [name for name, alone in streams.items() if alone] == ["mean", "uniform"]
+
+
+def test_a_weight_that_is_no_number_is_still_rejected_where_all_count_the_same():
+    weight = jnp.array([jnp.nan, -1.0, jnp.inf, 0.0, 5.0])
+    assert float(one_round(made(aggregator="uniform"), LINE, jnp.array(0.0), weight)[0]) == pytest.approx(
+        53.5
+    )
+
+
+def test_a_change_of_norm_5_is_clipped_to_norm_1_over_all_leaves():
+    reference = {"x": jnp.array([10.0]), "y": jnp.array(-10.0), "n": jnp.array(1)}
+    upload = {"x": jnp.array([13.0]), "y": jnp.array(-6.0), "n": jnp.array(7)}
+    pre = jax.jit(made(clip_norm=1.0).pre)
+    out, weight = pre(upload, reference, jnp.array(30.0))
+    close(out, {"x": np.array([10.6]), "y": np.array(-9.2), "n": np.array(7)})
+    assert float(weight) == 30
+    assert_same(jax.jit(made(clip_norm=5.01).pre)(upload, reference, jnp.array(30.0))[0], upload)
+
+
+@pytest.mark.parametrize("upload", [[FAR, -FAR], [-FAR, FAR]])
+def test_a_huge_change_is_clipped_and_one_that_is_not_finite_stays_for_the_guard(upload):
+    out, _ = made(clip_norm=1.0).pre(jnp.array(upload), jnp.array([-FAR, FAR]) * 0.1, jnp.array(1.0))
+    assert jnp.isfinite(out).all()
+    out, _ = jax.jit(made(clip_norm=1.0).pre)(jnp.array(upload), jnp.zeros(2), jnp.array(1.0))
+    np.testing.assert_allclose(out, np.sign(upload) * 2**-0.5, rtol=1e-6)
+    for bad in (jnp.nan, jnp.inf):
+        assert not agg.is_finite(
+            made(clip_norm=1.0).pre(jnp.array([bad, 0]), jnp.zeros(2), jnp.array(1.0))[0]
+        )
+
+
+def test_a_clipped_mean_forgets_a_huge_client():
+    uploads, weight = jnp.array([[FAR, 0.0], [0.0, 0.0], [0.0, 0.0]]), jnp.ones(3)
+    out, _ = one_round(made(clip_norm=3.0), uploads, jnp.zeros(2), weight)
+    np.testing.assert_allclose(out, [1.0, 0.0], rtol=1e-6)
+
+
+MANY = {"x": jnp.full(20_000, 5.0), "y": jnp.full((100, 200), 5.0), "n": jnp.array(3)}
+
+
+def noise_of(aggregation: agg.Aggregation, count: int, seed: int = 0) -> dict:
+    post = jax.jit(aggregation.post)
+    noisy, state = post(MANY, MANY, aggregation.init(MANY), jnp.array(count), jax.random.key(seed))
+    assert state == ()
+    return jax.tree.map(jnp.subtract, noisy, MANY)
+
+
+def test_the_noise_has_deviation_multiplier_times_norm_over_count():
+    noise = noise_of(made(clip_norm=3.0, noise_multiplier=2.0), count=4)
+    for name in ("x", "y"):
+        assert float(jnp.std(noise[name])) == pytest.approx(2 * 3 / 4, rel=0.03)
+        assert abs(float(jnp.mean(noise[name]))) < 0.05
+    assert int(noise["n"]) == 0
+
+
+def test_noise_differs_between_leaves_coordinates_and_keys_and_halves_with_twice_the_clients():
+    aggregation = made(clip_norm=3.0, noise_multiplier=2.0)
+    one, other, half = noise_of(aggregation, 4), noise_of(aggregation, 4, seed=1), noise_of(aggregation, 8)
+    flat = jnp.stack([one["x"], one["y"].ravel(), other["x"]])
+    np.testing.assert_allclose(jnp.corrcoef(flat), np.eye(3), atol=0.05)
+    assert len(np.unique(one["x"])) > 10_000
+    np.testing.assert_allclose(half["x"], one["x"] / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["mean", "uniform"])
+def test_with_noise_every_upload_counts_the_same(rule):
+    aggregation = made(aggregator=rule, clip_norm=1000.0, noise_multiplier=1e-9)
+    out, _ = one_round(aggregation, LINE, jnp.array(0.0), jnp.array([1.0, 1.0, 2.0, 1.0, 0.0]))
+    assert float(out) == pytest.approx(22.2, rel=1e-4)
+
+
+def server_steps(count: int, **options) -> list[float]:
+    """The server's value after each of some rounds in which clients come back 1 above where they started."""
+    aggregation, value, state, values = made(**options), jnp.array(2.0), None, []
+    for _ in range(count):
+        value, state = one_round(aggregation, jnp.full(3, value + 1), value, jnp.ones(3), state=state)
+        values.append(float(value))
+    return values
+
+
+def test_server_momentum_adds_up_the_clients_changes():  # FedAvgM: m = 1, then 0.9 * 1 + 1
+    assert server_steps(2, server_optimiser="momentum") == pytest.approx([3.0, 4.9])
+    half = server_steps(2, server_optimiser="momentum", server_step=0.5, server_momentum=0.5)
+    assert half == pytest.approx([2.5, 3.25])
+
+
+def test_server_momentum_of_0_and_step_1_is_the_mean():
+    assert server_steps(2, server_optimiser="momentum", server_momentum=0.0) == pytest.approx([3.0, 4.0])
+
+
+def test_fedadam_takes_the_steps_of_the_paper():  # no bias correction, v = tau^2 before the first round
+    first = 0.1 / (np.sqrt(0.99 * 0.25 + 0.01) + 0.5)
+    second = 0.19 / (np.sqrt(0.99**2 * 0.25 + 0.99 * 0.01 + 0.01) + 0.5)
+    out = server_steps(2, server_optimiser="adam", server_step=3.0, server_adaptivity=0.5)
+    assert out == pytest.approx([2 + 3 * first, 2 + 3 * (first + second)])
+    assert server_steps(1, server_optimiser="adam") == pytest.approx(
+        [2 + 0.1 * 0.1 / (np.sqrt(0.99e-6 + 0.01) + 1e-3)]
+    )
+
+
+@pytest.mark.parametrize("tau, second_moment", [(0.5, 0.25 + 0.01), (2.0, 4.0 - 0.01)])
+def test_fedyogi_moves_its_second_moment_by_the_sign(tau, second_moment):
+    out = server_steps(
+        1, server_optimiser="yogi", server_adaptivity=tau, server_momentum=0.5, server_step=1.0
+    )
+    assert out == pytest.approx([2 + 0.5 / (np.sqrt(second_moment) + tau)])
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "yogi"])
+def test_server_optimisers_keep_integers_and_half_precision(kind):
+    reference = {"h": jnp.zeros(2, jnp.bfloat16), "n": jnp.array(1), "b": jnp.array(False)}
+    uploads = {"h": jnp.ones((3, 2), jnp.bfloat16), "n": jnp.full(3, 5), "b": jnp.ones(3, bool)}
+    out, state = one_round(made(server_optimiser=kind), uploads, reference, jnp.ones(3))
+    assert (out["h"].dtype, int(out["n"]), bool(out["b"])) == (jnp.bfloat16, 5, True)
+    assert out["h"].any() and {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+
+
+def test_noise_comes_before_the_server_optimiser():
+    noisy = noise_of(made(clip_norm=3.0, noise_multiplier=2.0), count=4)
+    both = made(clip_norm=3.0, noise_multiplier=2.0, server_optimiser="momentum", server_step=0.5)
+    out, _ = jax.jit(both.post)(MANY, MANY, both.init(MANY), jnp.array(4), jax.random.key(0))
+    np.testing.assert_allclose(out["x"] - 5, 0.5 * noisy["x"], atol=1e-5)
+
+
+def test_the_name_says_what_is_on():
+    assert made(aggregator="median").name == "median"
+    assert made(clip_norm=1.0, noise_multiplier=1.0).name == "mean, clip_norm, noise_multiplier"
+    assert made(aggregator="krum", server_optimiser="adam").name == "krum, server adam"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"trim": 0.2}, "trim: only trimmed_mean reads it, and aggregator is 'mean'"),
+        (
+            {"hostile_bound": 1, "aggregator": "median"},
+            "hostile_bound: only krum and multi_krum read it, and aggregator is 'median'",
+        ),
+        (
+            {"clip_radius": 1.0, "aggregator": "krum"},
+            "clip_radius: only centred_clipping reads it, and aggregator is 'krum'",
+        ),
+        (
+            {"server_step": 1.0},
+            "server_step: only momentum, adam and yogi read it, and server_optimiser is 'none'",
+        ),
+        (
+            {"server_momentum": 0.5},
+            "server_momentum: only momentum, adam and yogi read it, and server_optimiser is 'none'",
+        ),
+        (
+            {"server_adaptivity": 0.1, "server_optimiser": "momentum"},
+            "server_adaptivity: only adam and yogi read it, and server_optimiser is 'momentum'",
+        ),
+        (
+            {"noise_multiplier": 1.0},
+            "noise_multiplier: 1.0 is noise in units of clip_norm; set clip_norm too",
+        ),
+        (
+            {"noise_multiplier": 1.0, "clip_norm": 1.0, "aggregator": "median"},
+            "noise_multiplier: 1.0 is noise on a mean; use aggregator 'mean', not 'median'",
+        ),
+        ({"clip_norm": 0.0}, "clip_norm: must be positive and finite, got 0.0; 1 is usual"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_one_line(options, message):
+    with pytest.raises(InputError) as error:
+        made(**options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "field, wrong, nearest", [("aggregator", "medain", "median"), ("server_optimiser", "adm", "adam")]
+)
+def test_an_unknown_name_is_refused_with_the_nearest(field, wrong, nearest):
+    options = agg.AggregationOptions()
+    object.__setattr__(options, field, wrong)  # tests check the types of fields; users' programs do not
+    with pytest.raises(InputError) as error:
+        agg.make_aggregation(options)
+    assert str(error.value) == f"{field}: unknown value {wrong!r}; did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    "field, bad",
+    [
+        ("trim", (-0.1, 0.5, float("nan"))),
+        ("hostile_bound", (-1,)),
+        ("clip_radius", (0.0, -1.0, float("inf"), float("nan"))),
+        ("clip_norm", (0.0, -1.0, float("inf"), float("nan"))),
+        ("noise_multiplier", (0.0, -1.0, float("nan"))),
+        ("server_step", (0.0, float("nan"))),
+        ("server_momentum", (-0.1, 1.0, float("nan"))),
+        ("server_adaptivity", (0.0, float("nan"))),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, bad):
+    reads = {"trim": "trimmed_mean", "hostile_bound": "krum", "clip_radius": "centred_clipping"}
+    base = {"aggregator": reads.get(field, "mean"), "clip_norm": 1.0}
+    base |= {"server_optimiser": "adam"} if field.startswith("server") else {}
+    for value in bad:
+        with pytest.raises(InputError, match=f"^{field}: must be .*, got "):
+            made(**base | {field: value})
+
+
+def test_every_option_is_checked():  # a new field must say who reads it and what is valid
+    fields = {field.name for field in dataclasses.fields(agg.AggregationOptions)}
+    assert fields == {"aggregator", "server_optimiser", "clip_norm", "noise_multiplier", *agg._READERS}
+    assert fields - {"aggregator", "server_optimiser"} <= set(agg._RANGES)
+
+
+# rules on class prototypes
+# ------------------------------------------------------------------------------------------------------------
+
+
+def prototypes(columns) -> jax.Array:
+    """Values [C][K] as prototypes [K, C, 1]."""
+    return jnp.asarray(columns, jnp.float32).T[..., None]
+
+
+def test_prototypes_are_merged_class_by_class_over_their_holders():
+    vectors = prototypes([[0, 1, 3, 7, 100], [4, 6, np.nan, 8, np.nan], [np.nan] * 5])
+    present = ~jnp.isnan(vectors[..., 0])
+    merge = jax.jit(agg.per_class(made(aggregator="median")))
+    mean, held = merge(vectors, present, jnp.ones(5), ALL, jax.random.key(0))
+    assert mean[:, 0].tolist() == [3.0, 6.0, 0.0] and held.tolist() == [True, True, False]
+    mean, _ = merge(vectors, present, jnp.ones(5), ALL.at[4].set(False), jax.random.key(0))
+    assert mean[:, 0].tolist() == [2.0, 6.0, 0.0]
+
+
+def test_prototypes_are_averaged_without_weights_where_the_rule_is_a_mean():
+    vectors, present = prototypes([[2, 6, 100]]), jnp.array([[True], [True], [False]])
+    for rule in ("mean", "uniform"):
+        merge = jax.jit(agg.per_class(made(aggregator=rule)))
+        mean, held = merge(vectors, present, jnp.array([9.0, 1.0, 1.0]), jnp.ones(3, bool), jax.random.key(0))
+        assert mean.tolist() == [[4.0]] and held.tolist() == [True]
+
+
+SCREEN = jax.jit(agg.screen_prototypes)
+
+
+def test_a_prototype_further_than_three_median_distances_is_dropped():
+    # distances to 10 are 1, 2, 3, 6 and 7; the median is 3 for all five
+    vectors = prototypes([[9, 12, 13, 4, 3], [9, 12, 13, 4, 20], [9, 12, 13, FAR, -FAR]])
+    kept = SCREEN(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL)
+    assert kept.T.tolist() == [[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2]
+    assert agg.screen_prototypes(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL, 4.0)[
+        :, 1
+    ].all()
+
+
+def test_screening_counts_the_valid_holders_and_keeps_two():
+    vectors, present = prototypes([[9, 1000, 11, np.nan]]), jnp.array([[True], [True], [True], [False]])
+    merged = jnp.array([[10.0]])
+    assert SCREEN(vectors, present, merged, jnp.ones(4, bool))[:, 0].tolist() == [True, False, True, False]
+    valid = jnp.array([True, True, False, True])
+    for factor in (1.0, 3.0):
+        kept = agg.screen_prototypes(vectors, present, merged, valid, factor)
+        assert kept[:, 0].tolist() == [True, True, False, False]
+
+
+def test_screening_forgives_rounding_where_most_prototypes_are_the_merged_one():
+    vectors = prototypes([[10, 10, 10, 10 * (1 + 2e-7), 10.1]])
+    kept = SCREEN(vectors, jnp.ones((5, 1), bool), jnp.array([[10.0]]), ALL)
+    assert kept[:, 0].tolist() == [True, True, True, True, False]
+
+
+def test_a_screen_below_the_median_distance_is_refused():
+    with pytest.raises(InputError, match="factor: must be at least 1, got 0.5"):
+        agg.screen_prototypes(
+            jnp.ones((3, 1, 2)), jnp.ones((3, 1), bool), jnp.ones((1, 2)), jnp.ones(3, bool), 0.5
+        )
 
 
 # the finite guard

@@ -69,8 +69,7 @@ def pillow_crop(image, box, flip, size):
 
 
 def assert_grey_levels_match(ours, theirs, share=0.1):
-    """No value is more than a level off, and few are: where exact values are halves, Pillow's 22-bit weights
-    round either way."""
+    """No value is more than a level off, and few are: Pillow's 22-bit weights round halves either way."""
     difference = np.abs(np.asarray(ours) - theirs)
     assert difference.max() <= 1.001
     assert (difference > 0.5).mean() < share
@@ -214,12 +213,7 @@ def reference_crops(count, height, width, least=0.05):
 @pytest.mark.parametrize(
     "height, width, ratio, box",
     [
-        (
-            100,
-            20,
-            (3 / 4, 4 / 3),
-            (36, 0, 27, 20),
-        ),  # too tall: the ratio nearest to the image's, 20 / 27 ~ 3 / 4
+        (100, 20, (3 / 4, 4 / 3), (36, 0, 27, 20)),  # too tall: the nearest ratio is 20 / 27 ~ 3 / 4
         (20, 100, (3 / 4, 4 / 3), (0, 36, 20, 27)),  # too wide
         (40, 40, (0.5, 0.8), (0, 4, 40, 32)),
     ],
@@ -268,9 +262,10 @@ def test_images_that_were_not_squeezed_need_no_sizes():
     np.testing.assert_array_equal(
         train(Preprocess(32), images, key, square), train(Preprocess(32), images, key)
     )
+    ties = 2.1 / 255
     np.testing.assert_allclose(
-        clean(Preprocess(32), images, square), clean(Preprocess(32), images), atol=2.1 / 255
-    )  # ties
+        clean(Preprocess(32), images, square), clean(Preprocess(32), images), atol=ties
+    )
 
 
 def test_crops_of_squeezed_images_are_those_of_the_originals_but_for_sharpness():
@@ -317,9 +312,8 @@ def pillow_release(name, image, size):
         return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
     if name == "hepco":  # Resize((size, size))
         return np.asarray(pillow_resize(image, size, size, "bilinear"), np.float32)
-    resized = pillow_resize(
-        image, int(MARGIN * size), int(MARGIN * size), "bilinear"
-    )  # Resize((256, 256)), CenterCrop(224)
+    # Resize((256, 256)), CenterCrop(224)
+    resized = pillow_resize(image, int(MARGIN * size), int(MARGIN * size), "bilinear")
     corner = round((resized.width - size) / 2)
     return np.asarray(resized.crop((corner, corner, corner + size, corner + size)), np.float32)
 
@@ -358,10 +352,8 @@ def test_the_training_crops_of_a_release_cover_its_range_of_areas(name, least):
 
 
 def test_pilora_trains_on_whole_images_flipped_and_brightened_as_pillow_does():
-    images, preprocess = (
-        60 + patches(32, 64) // 2,
-        preset("pilora", 48),
-    )  # far enough from black and white to see the factor
+    images = 60 + patches(32, 64) // 2  # far enough from black and white to see the factor
+    preprocess = preset("pilora", 48)
     views = greys(preprocess, train(preprocess, images, keys(64)))
     _, flips = crops(preprocess, 32, 32, keys(64))
     factors = [

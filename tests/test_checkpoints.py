@@ -1,5 +1,4 @@
-"""Files of weights: what is read, and what is refused in one line before anything can happen. The hub is
-played by a local server."""
+"""Files of weights: what is read, and what is refused in one line. The hub is played by a local server."""
 
 import hashlib
 import http.server
@@ -232,8 +231,8 @@ def torch_legacy(path, content):
 
 
 KINDS = {"zip": torch_zip, "legacy": torch_legacy}
-HARMLESS = b"\x80\x02(ctorch._utils\n_rebuild_tensor_v2\nctorch\nFloatStorage\nccollections\nOrderedDict\ncargparse\nNamespace\n"
-HARMLESS += b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\nctorch\nbfloat16\nt."
+HARMLESS = b"\x80\x02(ctorch._utils\n_rebuild_tensor_v2\nctorch\nFloatStorage\nccollections\nOrderedDict\n"
+HARMLESS += b"cargparse\nNamespace\ncnumpy.core.multiarray\nscalar\ncnumpy\ndtype\nctorch\nbfloat16\nt."
 
 
 @pytest.mark.parametrize("suffix", checkpoints.TORCH)
@@ -342,8 +341,10 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A hub with one repository. files: content by name. served: what GET sends instead. cut: names whose GET
-    ends after ten bytes."""
+    """A hub with one repository.
+
+    files: content by name. served: what GET sends instead. cut: names whose GET ends after ten bytes.
+    """
 
     daemon_threads = True
 

@@ -1,5 +1,4 @@
-"""Who holds what in which round: static clients keep their rows, those of a redrawn population get others in
-every round."""
+"""Who holds what in which round: static clients keep their rows, redrawn populations get others each time."""
 
 import dataclasses
 import hashlib
@@ -16,7 +15,7 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.runs.inputs import deal
+from fcljax.scenario import deal
 
 CLASSES, TASKS = 10, 5
 BY_TASK = ["quantity", "shards", "task_dirichlet"]

@@ -1,5 +1,4 @@
-"""Official archives are downloaded whole or resumed, checked, unpacked safely, and leave nothing else behind
-when something fails."""
+"""Official archives are downloaded or resumed, checked, unpacked safely, and failures leave nothing else."""
 
 import contextlib
 import functools
@@ -327,10 +326,8 @@ def test_a_failed_download_names_the_official_files_and_where_to_put_them(server
     with pytest.raises(InputError) as error:
         prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
     message = str(error.value)
-    assert (
-        "cannot download 'fashion_mnist': train-images-idx3-ubyte.gz was refused by the server (HTTP status 503)"
-        in message
-    )
+    refused = "train-images-idx3-ubyte.gz was refused by the server (HTTP status 503)"
+    assert f"cannot download 'fashion_mnist': {refused}" in message
     assert NAMED["fashion_mnist"].put in message and str(tmp_path) in message and "\n" not in message
     assert left(tmp_path) == []
 
@@ -381,9 +378,8 @@ def test_a_download_that_broke_off_is_resumed(server, tmp_path, birds, behaviour
         "or put the files there"
     )
     got = partial_file(tmp_path, birds).stat().st_size if left(tmp_path) else 0
-    assert (
-        0 <= got <= 700 if behaviour.get("reset") else got == 700
-    )  # a reset may overtake what was sent before it
+    # a reset may overtake what was sent before it
+    assert 0 <= got <= 700 if behaviour.get("reset") else got == 700
     server.behaviour.clear()
     get("cub200", [birds], tmp_path)
     assert server.asked[-1][1] == (f"bytes={got}-" if got else None)
@@ -526,9 +522,8 @@ LINK = (0o120777, "../../outside")
         ("x.tgz", packed_tar(GOOD, "w:gz")[:-20], "cannot be unpacked (EOFError"),
         ("x.tar", b"no archive", "cannot be unpacked (ReadError"),
     ],
-    ids=lambda value: (
-        "content" if isinstance(value, bytes) else value
-    ),  # a gzip file holds the time it was made
+    # a gzip file holds the time it was made
+    ids=lambda value: "content" if isinstance(value, bytes) else value,
 )
 def test_what_an_archive_should_not_hold_is_refused_and_nothing_stays(server, tmp_path, file, content, words):
     folder = tmp_path / "data" / "folder"
@@ -555,9 +550,8 @@ def test_a_kill_while_unpacking_leaves_the_archive_to_the_next_try(server, tmp_p
         with pytest.raises(KeyboardInterrupt):
             get("cub200", [birds], tmp_path)
     assert partial_file(tmp_path, birds).stat().st_size == birds.bytes
-    (tmp_path / ".CUB_200_2011.tmp-left" / "CUB_200_2011").mkdir(
-        parents=True
-    )  # as by a process that could not clean up
+    # as by a process that could not clean up
+    (tmp_path / ".CUB_200_2011.tmp-left" / "CUB_200_2011").mkdir(parents=True)
     get("cub200", [birds], tmp_path)
     assert len(server.asked) == 1 and len(left(tmp_path)) == 20 and not list(tmp_path.glob(".*tmp*"))
 

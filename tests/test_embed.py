@@ -19,8 +19,10 @@ def folder(tmp_path_factory):
     """A data set of 30 + 12 grey images of three classes, and a tiny network with a head of five classes."""
     folder, rng = tmp_path_factory.mktemp("embed"), np.random.default_rng(0)
     labels = {"y_train": np.arange(30) % 3, "y_test": np.arange(12) % 3}
-    images = {f"x_{part}": (80 * labels[f"y_{part}"][:, None, None] + rng.integers(0, 60, (n, 8, 8))).astype(np.uint8)
-              for part, n in (("train", 30), ("test", 12))}  # fmt: skip
+    images = {}
+    for part, n in (("train", 30), ("test", 12)):
+        grey = 80 * labels[f"y_{part}"][:, None, None] + rng.integers(0, 60, (n, 8, 8))
+        images[f"x_{part}"] = grey.astype(np.uint8)
     np.savez(folder / "data.npz", **images, **labels)
     params = init_vit(jax.random.key(0), TINY)
     head = {
@@ -34,9 +36,12 @@ def folder(tmp_path_factory):
 
 def settings(folder, checkpoint, **others):
     return EmbedConfig(
-        dataset=f"npz:{folder / 'data.npz'}", checkpoint=str(folder / f"{checkpoint}.safetensors"), normalise="unit",
-        eval_batch_size=8, **{"data_dir": str(folder / "data"), **others},
-    )  # fmt: skip
+        dataset=f"npz:{folder / 'data.npz'}",
+        checkpoint=str(folder / f"{checkpoint}.safetensors"),
+        normalise="unit",
+        eval_batch_size=8,
+        **{"data_dir": str(folder / "data"), **others},
+    )
 
 
 def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_path):
@@ -109,8 +114,7 @@ def test_the_command_takes_the_options_of_run(folder, tmp_path, capsys, monkeypa
 
 
 def test_the_nearest_class_mean_by_hand():
-    train = np.array(
-        [[0.0, 0.0], [2.0, 0.0], [10.0, 0.0]], np.float32
-    )  # class 4 has mean (1, 0), class 7 (10, 0)
+    # class 4 has mean (1, 0), class 7 (10, 0)
+    train = np.array([[0.0, 0.0], [2.0, 0.0], [10.0, 0.0]], np.float32)
     test = np.array([[5.0, 9.0], [6.0, 0.0], [5.6, 0.0]], np.float32)
     assert nearest_class_mean(train, np.array([4, 4, 7]), test, np.array([4, 7, 4])) == pytest.approx(2 / 3)

@@ -24,7 +24,7 @@ from toys import (
 
 from fcljax.federated.aggregation import coordinate_median
 from fcljax.federated.engine import Lanes, init_clients, run_round
-from fcljax.types import View
+from fcljax.types import Batch, Turn, View
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def deals(data):
 @pytest.fixture(scope="module")
 def plain(data, deals):
     """What plain loops give for each toy: (server, states, reports)."""
-    places = {name: engine_of(name, "vmap3").capacity.participants for name in TOYS}
+    places = {name: toys.places_of(engine_of(name, "vmap3")) for name in TOYS}
     return {
         name: toys.drive_plain(toy(), data, deals, places[name], PARTICIPATION.get(name, 1.0))
         for name, toy in TOYS.items()
@@ -53,7 +53,9 @@ def assert_as_plain(result, expected):
     close(states, plain_states)
     for report, plain_report in zip(reports, plain_reports, strict=True):
         assert report.metrics == pytest.approx(plain_report.metrics, rel=1e-5)
-        assert (report.participants, report.rejected) == (plain_report.participants, plain_report.rejected)
+        for what in ("participants", "rejected", "uploads"):
+            assert getattr(report, what) == getattr(plain_report, what)
+        assert report.refused == 0
 
 
 # ---- conformance -------------------------------------------------------------------------------------------
@@ -65,7 +67,35 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain
     engine = engine_of(name, way)
     assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
     assert set(engine.traces.values()) == {1}
-    assert ("refresh 0" in engine.traces) == (name == "personal")
+    assert ("refresh 1 0" in engine.traces) == (name == "personal")
+
+
+@pytest.mark.parametrize("way", toys.WAYS)
+def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
+    """Half of them are at one task while the others are at the other."""
+    method, deals = toys.own_task(), toys.streams(data)
+    engine = toys.build(method, deals, *toys.WAYS[way])
+    result = toys.drive_engine(engine, data, deals)
+    assert_as_plain(result, toys.drive_plain(method, data, deals, toys.places_of(engine)))
+    assert set(engine.traces.values()) == {1}
+
+
+@pytest.mark.parametrize("lanes", [Lanes(1, "loop"), Lanes(2, "vmap"), Lanes(2, "unroll")])
+def test_clients_train_on_the_classes_of_their_own_task(lanes):
+    """Both hold the same two rows, of classes 1 and 3, and take one step from w = 0 at rate 0.1. Client 0, at
+    task 0, sees the first only: w = 0.1 * 1 * (1, 0, 0). Client 1, at task 1, sees the other only, and task 1
+    adds 0.1: w = 0.1 * 3 * (0, 1, 0) + 0.1."""
+    image = np.zeros((3, 1, 1, 3), np.float32)
+    image[1, 0, 0, 0] = image[2, 0, 0, 1] = 1
+    data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 3], jnp.int32))
+    roster = toys.make_roster([np.array([1, 2])] * 2, np.asarray(data.label))
+    roster = roster._replace(task=jax.tree.map(lambda *leaves: np.stack(leaves), *tasks()))
+    engine = toys.build(toys.own_task(View(1, 4, augment=False)), [roster], lanes)
+    server, _, report = run_round(
+        engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY
+    )
+    np.testing.assert_allclose(server, [(0.1 + 0.1) / 2, (0 + 0.4) / 2, (0 + 0.1) / 2], rtol=1e-6)
+    assert report.metrics == {"loss": pytest.approx((1**2 / 2 + 3**2 / 2) / 2)}
 
 
 def test_one_client_per_chunk_gives_the_same_numbers(data, deals, plain):
@@ -82,8 +112,8 @@ def test_the_toys_learn_and_their_clients_differ(plain):
             jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])),
             True,
         )
-        if name in ("remembering", "personal"):
-            assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, 0])) == CLIENTS
+        if name in ("remembering", "personal", "recalling"):
+            assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, -1])) == CLIENTS
 
 
 # ---- numbers by hand ---------------------------------------------------------------------------------------
@@ -237,15 +267,23 @@ def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, deal
 @pytest.fixture(scope="module")
 def robust(deals):
     chex.clear_trace_counter()
-    method, once = toys.remembering(), chex.assert_max_traces(n=1)
-    method = method._replace(broadcast=once(method.broadcast), server=once(method.server))
-    return toys.build(method, deals, Lanes(3, "vmap"), 3, reduce=coordinate_median)
+    twice = chex.assert_max_traces(n=2)  # for its shapes, and to compile it
+
+    def server(turn, server, aggregate, key):
+        return coordinate_median(aggregate.gather, aggregate.weight, aggregate.valid), {}
+
+    method = toys.remembering(server=twice(server))
+    return toys.build(method._replace(broadcast=twice(method.broadcast)), deals, Lanes(3, "vmap"), 3)
 
 
 def test_a_robust_rule_sees_all_uploads(robust, data, deals):
     """Over chunks of three clients the server gets the median of all seven."""
-    median = lambda stacked, weight: np.median(stacked, axis=0).astype(np.float32)
-    expected = toys.drive_plain(toys.remembering(), data, deals, robust.capacity.participants, mean=median)
+
+    def server(turn, server, aggregate, key):
+        return jnp.nanmedian(jnp.where(aggregate.valid[:, None], aggregate.gather, jnp.nan), axis=0), {}
+
+    method = toys.remembering(server=server)
+    expected = toys.drive_plain(method, data, deals, toys.places_of(robust))
     assert_as_plain(toys.drive_engine(robust, data, deals), expected)
 
 
@@ -260,10 +298,11 @@ def test_the_median_is_that_of_the_finite_uploads(robust, data, deals):
 
 def test_every_client_predicts_with_its_own_model(plain):
     server, states, _ = plain["personal"]
-    image = jax.random.normal(jax.random.key(0), (5, 1, 1, 3))
-    predict = jax.vmap(TOYS["personal"]().predict_client, in_axes=(None, None, 0, None, None, None))
-    expected = np.asarray(states + server) @ np.asarray(image[:, 0, 0]).T
-    close(predict(FROZEN, server, states, image, None, tasks()[1]), expected)
+    image, label = jax.random.normal(jax.random.key(0), (5, 1, 1, 3)), np.zeros(5, np.int32)
+    batch, turn = Batch(image, label, label == 0, label), Turn(FROZEN, tasks()[1], 0, False)
+    predict = jax.vmap(TOYS["personal"]().predict_client, in_axes=(None, None, 0, None))
+    line = np.asarray(states + server) @ np.asarray(image[:, 0, 0]).T
+    close(predict(turn, server, states, batch), -0.5 * (line[..., None] - np.arange(4)) ** 2)
 
 
 def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():

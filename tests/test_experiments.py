@@ -9,13 +9,15 @@ import pytest
 import small_runs
 import yaml
 
-from fcljax import cli, config
+from fcljax import cli
+from fcljax.adapters import ADAPTERS
 from fcljax.data.tasks import make_tasks
-from fcljax.federated.communication import traffic
 from fcljax.methods import METHODS
-from fcljax.models.vit import VITS, vit_backbone
-from fcljax.runs.experiment import Experiment, wire_shapes
-from fcljax.types import Setting
+from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.runs.build import Experiment, make_method
+from fcljax.runs.summary import traffic_by_round, wire_shapes
+from fcljax.scenario import Scenario
+from fcljax.types import Frozen, Setting
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -37,9 +39,7 @@ def parts(command):
     """(method, where its settings come from, other options) of a command."""
     program, verb, method, *options = shlex.split(command)
     assert (program, verb) == ("fcljax", "run")
-    given = cli.parse(
-        {"files": cli.Paths, "run": config.RunConfig, method: METHODS[method].options}, options, "", ""
-    )
+    given = cli.parse_run(method, options, "", "")
     paths = {name: given.pop(name) for name in ("config", "out", "resume") if name in given}
     return method, paths, given
 
@@ -123,9 +123,8 @@ def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
         "normalise",
         "augment",
     }
-    disputed = set(
-        METHODS["fppl"].fidelity["intended"]
-    )  # a preset may change; what made the table's numbers does not
+    # a preset may change; what made the table's numbers does not
+    disputed = set(METHODS["fppl"].fidelity["intended"]) | set(ADAPTERS["prompts"].fidelity["intended"])
     assert fixed | disputed <= values
     assert values >= {"beta"} or load(file)[1].partition == "iid"
 
@@ -135,18 +134,14 @@ def test_the_upload_in_the_header_is_what_a_client_sends(file):
     method, cfg = load(file)
     classes = CLASSES[cfg.dataset]
     setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds)
-    backbone = vit_backbone(VITS[cfg.backbone])
-    built = METHODS[method].build(
-        config.method_options(method, cfg), setting, backbone, cfg.epochs, cfg.batch_size, cfg.lr
-    )
+    vit = VITS[cfg.backbone]
+    built, frozen = make_method(method, cfg, setting, vit_network(vit)), Frozen(parameter_shapes(vit))
+    nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
-    exp = unused._replace(
-        method=built, tasks=make_tasks(classes, cfg.tasks), setting=setting, key=jax.random.key(0)
-    )
-    upload, broadcast, _ = wire_shapes(exp)
-    assert header(file)["upload"].startswith(
-        f"{traffic(upload, broadcast).upload_scalars:,} numbers per client and round"
-    )
+    key = jax.random.key(0)
+    exp = unused._replace(method=built, frozen=frozen, scenario=nothing, setting=setting, key=key)
+    (sent,) = traffic_by_round(exp, wire_shapes(exp))
+    assert header(file)["upload"].startswith(f"{sent.upload_scalars:,} numbers per client and round")
 
 
 def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
@@ -193,7 +188,7 @@ def test_the_settings_of_a_column_serve_every_baseline(file, method):
 
 @pytest.mark.parametrize(
     "options",
-    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "all"], ["--tune", "none"]],
+    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--adapter", "full"], ["--adapter", "linear"]],
 )
 def test_the_rows_of_table_three_are_options(options):
     command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]

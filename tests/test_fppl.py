@@ -31,7 +31,7 @@ from fcljax.methods.fppl import (
     unified_representation_loss,
 )
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
-from fcljax.models.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
+from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_backbone
 from fcljax.runs.experiment import Experiment, wire_shapes
 from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting, Upload

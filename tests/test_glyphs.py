@@ -1,5 +1,4 @@
-"""The rendered alphabets: no digits, no look-alikes, and images that depend on nothing but seed, character
-and index."""
+"""The rendered alphabets: no digits, no look-alikes, images that depend on seed, character and index only."""
 
 import unicodedata
 

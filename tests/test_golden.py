@@ -1,5 +1,4 @@
-"""Weights of other libraries in their own names and layouts give those libraries' outputs;
-golden/make_golden.py made both."""
+"""Other libraries' weights in their own names and layouts give their outputs (by golden/make_golden.py)."""
 
 import functools
 from pathlib import Path

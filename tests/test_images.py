@@ -1,5 +1,4 @@
-"""An image becomes the pixels that torchvision's transforms would make of it, or is refused in one line
-before it can do harm."""
+"""An image becomes the pixels that torchvision's transforms make of it, or is refused before it does harm."""
 
 import io
 import struct

@@ -1,5 +1,4 @@
-"""What commands start from: which pixels the backbone gets, where the images lie, and the frozen features
-that are kept between runs."""
+"""What commands start from: which pixels the backbone gets, where images lie, what features are kept."""
 
 import dataclasses
 import json
@@ -24,7 +23,7 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
-from fcljax.runs import experiment
+from fcljax.runs import build
 from fcljax.runs.inputs import (
     backbone_name,
     feature_file,
@@ -130,9 +129,8 @@ def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, p
         found.preprocess, jnp.asarray(dataset.x_train), keys, jnp.asarray(dataset.size_train)
     )
     np.testing.assert_array_equal(image, expected)
-    assert (
-        np.abs(image - train_view(found.preprocess, jnp.asarray(dataset.x_train), keys)).max() > 0.1
-    )  # sizes matter
+    squeezed = train_view(found.preprocess, jnp.asarray(dataset.x_train), keys)
+    assert np.abs(image - squeezed).max() > 0.1  # sizes matter
     np.testing.assert_array_equal(label, dataset.y_train)
     clean = read_clean(found.preprocess, test, jnp.arange(6))
     assert clean.shape == (6, 8, 8, 3)
@@ -197,9 +195,13 @@ def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
 
 @pytest.mark.parametrize("method", ["fppl", "linear"])
 def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_images(method, tmp_path):
-    """In a process of its own, with XLA as users have it: the older emitters that these tests compile with
-    round some sums by the shapes of the arrays that they gather from."""
-    script = "import json, sys; from fcljax import cli; sys.exit(max(cli.main(run) for run in json.loads(sys.argv[1])))"
+    """In a process of its own, with XLA as users have it.
+
+    The older emitters that these tests compile with round some sums by the shapes of the arrays that they
+    gather from.
+    """
+    script = "import json, sys; from fcljax import cli; "
+    script += "sys.exit(max(cli.main(run) for run in json.loads(sys.argv[1])))"
     resident, streamed = str(tmp_path / "resident"), str(tmp_path / "streamed")
     common = ["run", method, *OPTIONS[method]]
     runs = [[*common, "--out", resident], [*common, "--data-budget", "2", "--out", streamed]]
@@ -238,14 +240,14 @@ def splits(inputs):
 @pytest.fixture(scope="module")
 def features(inputs, splits):
     told = []
-    found = frozen_features(inputs, 64, told.append)(inputs.backbone.params, splits[1])
+    found = frozen_features(inputs, 64, told.append)(build.frozen_of(inputs.backbone), splits[1])
     assert sum(told) == len(splits[1].label)
     return np.asarray(found)
 
 
 def test_features_are_the_class_tokens_of_the_clean_view(inputs, splits, features):
     rows = jnp.array([0, 63, 64, 358])
-    image = experiment.read_clean(inputs.preprocess, splits[1], rows)
+    image = build.read_clean(inputs.preprocess, splits[1], rows)
     expected = apply_vit(inputs.backbone.config, inputs.backbone.params, image).cls
     np.testing.assert_allclose(features[rows], expected, atol=1e-5)
 
@@ -253,7 +255,7 @@ def test_features_are_the_class_tokens_of_the_clean_view(inputs, splits, feature
 @pytest.mark.parametrize("rows", [1, 100, 128, 359])
 def test_features_of_images_on_the_host_have_the_same_bits(rows, inputs, splits, features):
     host = Host(jax.tree.map(np.asarray, splits[1]), rows)
-    found = frozen_features(inputs, 64)(inputs.backbone.params, host)
+    found = frozen_features(inputs, 64)(build.frozen_of(inputs.backbone), host)
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, features)
 
@@ -293,7 +295,7 @@ def test_a_run_takes_the_features_that_embed_has_left(tmp_path, tmp_path_factory
     with small_runs.compile_cache(tmp_path_factory):
         assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
         monkeypatch.setattr(
-            experiment, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again")
+            build, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again")
         )
         assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))

@@ -19,7 +19,7 @@ from fcljax.federated.schedule import Roster, capacity
 from fcljax.methods import resolve_options
 from fcljax.methods.fppl import FPPLConfig, fppl
 from fcljax.models.heads import cosine
-from fcljax.models.prompts import fuse, prompt_injection
+from fcljax.adapters.prompts import fuse, prompt_injection
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit, vit_backbone
 from fcljax.types import Setting, View
 

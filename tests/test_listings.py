@@ -1,5 +1,4 @@
-"""The named data sets: which image is in which split under which label, for every official layout and for
-tensorflow-datasets."""
+"""The named data sets: which image is in which split under which label, for every layout and for TFDS."""
 
 import gzip
 import io
@@ -423,8 +422,7 @@ def test_fashion_mnist_with_a_file_missing_or_wrong_is_refused(fashion):
 
 @pytest.fixture(scope="module")
 def tfds():
-    # Its dependencies may deprecate this and that while they are imported; what it does afterwards is held to
-    # no warnings.
+    # Its dependencies may deprecate this and that while being imported; afterwards it is held to no warnings.
     import warnings
 
     with warnings.catch_warnings():

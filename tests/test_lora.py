@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.models.lora import init_pairs, l1, lora_injection, orthogonality, pair_of, put_pair, summed
+from fcljax.adapters.lora import init_pairs, l1, lora_injection, orthogonality, pair_of, put_pair, summed
 from fcljax.models.vit import Lora, ViTConfig, apply_vit, parameter_shapes
 
 TASKS, BLOCKS, RANK, WIDTH = 3, 2, 2, 5

@@ -1,5 +1,4 @@
-"""Masking, the decoder of a masked autoencoder and its loss: counts and closed forms, and what must not
-matter."""
+"""Masking, a masked autoencoder's decoder and its loss: counts and closed forms, and what must not matter."""
 
 import dataclasses
 import functools
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from test_vit import products
 
+from fcljax.adapters.prompts import init_prompts
 from fcljax.errors import InputError
 from fcljax.federated.communication import scalars
 from fcljax.models.mae import (
@@ -25,7 +25,6 @@ from fcljax.models.mae import (
     sincos_positions,
     unpatchify,
 )
-from fcljax.models.prompts import init_prompts
 from fcljax.models.vit import VITS, Block, Injection, ViTConfig, apply_vit, parameter_shapes
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
@@ -74,8 +73,13 @@ def test_the_decoder_has_the_published_number_of_parameters():
     shapes = decoder_shapes(DecoderConfig())
     parts = {name: scalars(tree) for name, tree in shapes.items()}
     assert {name: parts[name] for name in ("embed", "mask", "block_00", "norm", "predict", "pos")} == {
-        "embed": 393_728, "mask": 512, "block_00": 3_152_384, "norm": 1_024, "predict": 393_984, "pos": 100_864,
-    }  # fmt: skip
+        "embed": 393_728,
+        "mask": 512,
+        "block_00": 3_152_384,
+        "norm": 1_024,
+        "predict": 393_984,
+        "pos": 100_864,
+    }
     assert scalars(shapes) - parts["pos"] == 26_008_320
 
 
@@ -268,8 +272,7 @@ def test_all_patches_in_random_order_give_the_same_class_token(encoder, image):
 
 
 def blocks_of(params, x, prompt):
-    """What follows the positions in a decoder, block by block: prompts are appended before the first and
-    dropped after it."""
+    """What follows a decoder's positions, by block: prompts join before the first and go after it."""
     config = ViTConfig(SMALL.image_size, SMALL.patch, SMALL.width, SMALL.depth, SMALL.heads, SMALL.mlp)
     x = jnp.concatenate([x, jnp.tile(prompt, (ROWS, 1, 1))], axis=1)
     for i in range(SMALL.depth):
@@ -365,15 +368,15 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_pixels(latent, masking):
 
 
 def with_errors(errors):
-    """Predictions whose squared error is the given number in every pixel of a patch: [batch][patches],
-    patches of 2 x 2."""
+    """Predictions whose squared error is the given one in all pixels of a 2 x 2 patch: [batch][patches]."""
     image = random(len(errors), 4, 4, 3)
     return patchify(image, 2) + jnp.sqrt(jnp.asarray(errors, jnp.float32))[..., None], image
 
 
-@pytest.mark.parametrize(("masked", "expected"), [
-    ([1, 0, 0, 0], 4), ([1, 1, 0, 0], 52), ([0, 0, 1, 1], 0.5), ([1, 1, 1, 1], 26.25), ([0, 0, 0, 0], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("masked", "expected"),
+    [([1, 0, 0, 0], 4), ([1, 1, 0, 0], 52), ([0, 0, 1, 1], 0.5), ([1, 1, 1, 1], 26.25), ([0, 0, 0, 0], 0)],
+)
 def test_the_loss_is_the_mean_over_hidden_patches(masked, expected):
     prediction, image = with_errors([[4, 100, 0, 1]])
     np.testing.assert_allclose(loss(prediction, image, jnp.array([masked], bool)), expected, rtol=1e-5)

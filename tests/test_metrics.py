@@ -93,9 +93,8 @@ def test_spread_over_seeds_is_the_population_standard_deviation():
     assert metrics.over_seeds([0.70, 0.72, 0.75]) == pytest.approx((0.723333, 0.020548), abs=1e-6)
 
 
-CONFUSION = np.array(
-    [[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]]
-)  # rows of classes: 10, 4, 20, 0
+# rows of classes: 10, 4, 20, 0
+CONFUSION = np.array([[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]])
 
 
 def test_confusion_counts_true_class_by_predicted_class():

@@ -29,7 +29,7 @@ from fcljax.methods.pilora import (
     learning_rate_factor,
     pilora,
 )  # fmt: skip
-from fcljax.models.lora import l1, orthogonality, pair_of
+from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
 from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_backbone
 from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting

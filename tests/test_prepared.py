@@ -1,5 +1,4 @@
-"""Images are decoded once; what lies in the cache is whole, is what was decoded, and damage to it is found
-and named."""
+"""Images are decoded once; the cache is whole, holds what was decoded, and its damage is found and named."""
 
 import errno
 import io
@@ -323,7 +322,8 @@ def test_a_forced_rebuild_leaves_mapped_arrays_alone(raw, load, make):
 
 def test_two_processes_that_prepare_at_once_both_end_well(raw, load, tmp_path):
     code = (
-        "import sys; from fcljax.data.files.sources import load_dataset; from fcljax.data.augment import Geometry\n"
+        "import sys\n"
+        "from fcljax.data.files.sources import load_dataset; from fcljax.data.augment import Geometry\n"
         "print(load_dataset(sys.argv[1], geometry=Geometry(10, 8), data_dir=sys.argv[2]).digest)"
     )
     command = [sys.executable, "-c", code, f"folder:{raw}", str(tmp_path / "data")]

@@ -1,5 +1,4 @@
-"""Pretraining: atomic, repeatable, small files, and packaged weights that fit and know letters they were not
-trained on."""
+"""Pretraining: atomic, repeatable, small files, and packaged weights that fit and know unseen letters."""
 
 import dataclasses
 from importlib import resources

@@ -1,5 +1,4 @@
-"""From names of other libraries to a network: which one it is, what it says of itself, what is assumed, and
-what is refused."""
+"""From other libraries' names to a network: which it is, what it says, what is assumed, what is refused."""
 
 import dataclasses
 import json
@@ -576,7 +575,8 @@ def test_tensors_that_do_not_fit_are_named(refuses, known):
     tensors["blocks.1.mlp.fc2.weight"] = np.ones((TINY.width, 21), np.float32)
     tensors["blocks.2.norm1.bias"] = tensors.pop("norm.bias")
     assert refuses(tensors, "does not fit", name="tiny") == (
-        "checkpoint: does not fit tiny: misshaped: blocks.1.mlp.fc2.weight has shape (12, 21), needs (12, 20); "
+        "checkpoint: does not fit tiny: "
+        "misshaped: blocks.1.mlp.fc2.weight has shape (12, 21), needs (12, 20); "
         "missing: norm.bias; unexpected: blocks.2.norm1.bias"
     )
     ours = {name: x for name, x in files.native(ENCODER).items() if "block_00.norm1" not in name}

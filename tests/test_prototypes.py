@@ -22,9 +22,15 @@ def test_distances_of_the_toy(form, expected):  # O5
     assert distances(FEATURE, PROTOTYPES, form)[0].tolist() == expected
 
 
-@pytest.mark.parametrize(("form", "label", "loss"), [
-    ("sqrt_scaled", 0, 0.306356), ("sqrt_scaled", 1, 1.806356), ("squared", 0, 1.2351e-4), ("squared", 1, 9.000124),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "label", "loss"),
+    [
+        ("sqrt_scaled", 0, 0.306356),
+        ("sqrt_scaled", 1, 1.806356),
+        ("squared", 0, 1.2351e-4),
+        ("squared", 1, 9.000124),
+    ],
+)
 def test_distance_based_cross_entropy_of_the_toy(form, label, loss):  # O5
     value = float(dce_loss(distances(FEATURE, PROTOTYPES, form), jnp.array([label]), ALL, ROW))
     assert value == pytest.approx(loss, rel=3e-6, abs=3e-8)

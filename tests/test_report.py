@@ -269,6 +269,6 @@ def test_the_same_data_give_the_same_bytes(tmp_path):
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path):
-    draw = "import sys; from fcljax import report; report.accuracy_curve(sys.argv[1], {'a': [0.5]})"
+    draw = "import sys; from fcljax.runs import report; report.accuracy_curve(sys.argv[1], {'a': [0.5]})"
     code = draw + "; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, tmp_path / "c.png"], check=True)

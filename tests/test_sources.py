@@ -381,7 +381,8 @@ def test_the_same_pixels_have_the_same_digest_wherever_they_come_from(tmp_path):
 
 
 def test_importing_and_built_in_data_do_not_import_tensorflow_datasets():
-    code = "import sys, fcljax.cli; from fcljax.data.files.sources import *; load_dataset('digits'); known_datasets()"
+    code = "import sys, fcljax.cli; from fcljax.data.files.sources import *; "
+    code += "load_dataset('digits'); known_datasets()"
     check = "assert not {'tensorflow_datasets', 'tensorflow', 'array_record'} & set(sys.modules)"
     subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{code}; {check}"], check=True, capture_output=True, cwd=ROOT

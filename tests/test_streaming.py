@@ -1,5 +1,4 @@
-"""Data that stays on the host gives the bits of resident data, whatever the size of the windows, and never
-fills more than two."""
+"""Data that stays on the host gives the bits of resident data in windows of any size, never more than two."""
 
 import threading
 import time
@@ -95,8 +94,7 @@ def test_several_devices_refuse_data_on_the_host_in_one_line(data, deals):
 
 
 def test_the_next_window_is_loaded_while_the_step_runs_and_at_most_two_exist():
-    """The step of an item ends only when the next item has been loaded, so without overlap this would never
-    end."""
+    """An item's step ends only when the next item has been loaded: without overlap this would never end."""
     loaded, alive, most = [threading.Event() for _ in range(6)], set(), []
 
     class Running:

@@ -1,5 +1,4 @@
-"""Class order, tasks and partitions: the numbers of FPPL's and PILoRA's releases, and what must hold for any
-of them."""
+"""Class order, tasks and partitions: the numbers of FPPL's and PILoRA's releases, and what holds for any."""
 
 import numpy as np
 import pytest
@@ -219,9 +218,8 @@ def test_clients_hold_whole_shards_of_their_own_and_may_share_them():
 
 def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_two_labels():
     labels = np.repeat([0, 1], [5, 6])
-    (part,) = shards(
-        labels, 1, 4, np.random.RandomState(0), count=4
-    )  # of 3, 3, 3 and 2 rows; the second reaches into label 1
+    # of 3, 3, 3 and 2 rows; the second reaches into label 1
+    (part,) = shards(labels, 1, 4, np.random.RandomState(0), count=4)
     assert sorted(part) == list(range(11))
     sizes = {
         tuple(sorted(shards(labels, 1, 1, np.random.RandomState(seed), count=4)[0])) for seed in range(40)
@@ -233,9 +231,8 @@ def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32 - 1), st.data())
 def test_clients_own_alpha_labels_whose_rows_are_split_equally(clients, classes, seed, data):
     alpha = data.draw(st.integers(1, classes))
-    labels = (
-        np.random.RandomState(seed).permutation(np.arange(classes * 17 + 5) % classes) * 3 + 2
-    )  # not 0..C-1, and of two sizes
+    # not 0..C-1, and of two sizes
+    labels = np.random.RandomState(seed).permutation(np.arange(classes * 17 + 5) % classes) * 3 + 2
     parts = quantity(labels, clients, alpha, np.random.RandomState(seed))
     rows = np.concatenate(parts)
     assert len(set(rows)) == len(rows)
@@ -283,13 +280,8 @@ def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():
 
 def test_the_first_share_takes_the_first_rows_of_every_class():
     assert first_share(CIFAR, 0.8).tolist() == [row for row in range(50_000) if row % 500 < 400]
-    assert first_share(np.array([1, 0, 1, 1, 0, 0, 1, 7]), 0.5).tolist() == [
-        0,
-        1,
-        2,
-        4,
-        7,
-    ]  # 1.5 rows count as 2, 0.5 as 1
+    # 1.5 rows count as 2, 0.5 as 1
+    assert first_share(np.array([1, 0, 1, 1, 0, 0, 1, 7]), 0.5).tolist() == [0, 1, 2, 4, 7]
     assert len(first_share(np.zeros(100, int), 0.07)) == 7
     np.testing.assert_array_equal(first_share(CIFAR[::-1], 1.0), np.arange(50_000))
     for share in (0.0, -0.1, 1.1, float("nan")):

@@ -1,5 +1,4 @@
-"""Torch files with torch there: state dicts and whole checkpoints, and files that would run code. Run where
-`fcljax[torch]` is."""
+"""State dicts, whole checkpoints and files that would run code, with torch: run where `fcljax[torch]` is."""
 
 import argparse
 import collections

@@ -19,7 +19,7 @@ from fcljax.models.vit import (
     apply_vit,
     init_vit,
     parameter_shapes,
-    vit_backbone,
+    vit_network,
 )
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
@@ -71,8 +71,7 @@ def attention(p, x, prefix):
 
 
 def equations(params, image, prefix=None):
-    """All tokens after the final norm. Patches are numbered row by row, their pixels by row, column and
-    channel."""
+    """All tokens after the final norm. Patches are numbered by row, pixels by row, column, channel."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     n = TINY.patch
     cells = [
@@ -108,9 +107,8 @@ def test_the_class_token_is_the_same_whether_all_tokens_are_asked_for_or_not(par
 
 def test_the_patch_embedding_is_a_convolution_with_the_patch_as_stride(params, image):
     n = TINY.patch
-    kernel = (
-        params["patch"]["kernel"].reshape(n, n, 3, TINY.width).transpose(3, 2, 0, 1)
-    )  # torch's [out, in, rows, columns]
+    # torch's [out, in, rows, columns]
+    kernel = params["patch"]["kernel"].reshape(n, n, 3, TINY.width).transpose(3, 2, 0, 1)
     cells = (
         jax.lax.conv(image.transpose(0, 3, 1, 2), kernel, (n, n), "VALID")
         .reshape(ROWS, TINY.width, -1)
@@ -120,9 +118,10 @@ def test_the_patch_embedding_is_a_convolution_with_the_patch_as_stride(params, i
     np.testing.assert_allclose(embedded, cells + params["patch"]["bias"], atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "count"), [
-    ("vit_micro", 691_488), ("vit_ti16", 5_524_416), ("vit_s16", 21_665_664), ("vit_b16", 85_798_656),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("vit_micro", 691_488), ("vit_ti16", 5_524_416), ("vit_s16", 21_665_664), ("vit_b16", 85_798_656)],
+)
 def test_parameter_counts(name, count):
     c = VITS[name]
     patch, embed = (3 * c.patch**2 + 1) * c.width, (2 + c.grid**2) * c.width
@@ -131,8 +130,10 @@ def test_parameter_counts(name, count):
 
 
 def test_heads_and_low_rank_updates_have_the_numbers_that_the_papers_count():
-    """FPPL section 8 and HePCo's full network: a ViT-B/16 with 200 and with 1,000 classes. PILoRA section 2:
-    rank 4 on q and v."""
+    """FPPL section 8 and HePCo's full network: a ViT-B/16 with 200 and with 1,000 classes.
+
+    PILoRA section 2: rank 4 on q and v.
+    """
     body = scalars(parameter_shapes(VITS["vit_b16"]))
     head = lambda classes: scalars(jax.eval_shape(lambda: init_head(jax.random.key(0), 768, classes)))
     assert (head(100), head(200), head(345)) == (76_900, 153_800, 265_305)
@@ -177,10 +178,9 @@ def test_prompts_for_all_images_alike_are_the_same_prompts_for_each(params, imag
 
 def test_lanes_with_prompts_of_their_own_equal_a_loop_over_them(params):
     images, prompts = random(2, ROWS, 8, 8, 3), {block: random(2, 5, TINY.width) for block in (0, 1)}
-    encode = vit_backbone(TINY).encode
-    lanes = jax.jit(
-        jax.vmap(lambda p, image, prompt: encode(p, image, Injection(prompt=prompt)), in_axes=(None, 0, 0))
-    )
+    apply = vit_network(TINY).apply
+    encode = lambda p, image, prompt: apply(p, (), image, Injection(prompt=prompt), True)[0].cls
+    lanes = jax.jit(jax.vmap(encode, in_axes=(None, 0, 0)))
     loop = [
         run(TINY, params, images[i], Injection(prompt=jax.tree.map(lambda x, i=i: x[i], prompts)), False).cls
         for i in range(2)

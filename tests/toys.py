@@ -16,17 +16,21 @@ import numpy as np
 import optax
 
 from fcljax.federated.aggregation import conflate_sums
+from fcljax.federated.check import Example
 from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
-from fcljax.federated.schedule import Roster, capacity, participants, plan_round
+from fcljax.federated.schedule import Roster, capacities, participants, plan_round
 from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
     ClientInfo,
+    Ctx,
     Method,
     Phase,
     Program,
+    Round,
     Task,
+    Turn,
     Upload,
     View,
     Weighted,
@@ -36,6 +40,7 @@ CLASSES, TASKS, CLIENTS = 4, 2, 7
 RATE = 0.1
 TRAIN = View(epochs=2, batch_size=4)
 LOOK = View(epochs=1, batch_size=3, shuffle=False, augment=False)
+RECALLS, MEMORY = 3, 5  # rows that join a batch, and rows that a client remembers
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -78,6 +83,20 @@ def rosters(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4)))
     return result
 
 
+def streams(data: Rows) -> list[Roster]:
+    """The rosters of two tasks in which clients of odd id are a task ahead of, or behind, the others, each
+    with rows of its own task's classes."""
+    odd, (first, second) = np.arange(CLIENTS) % 2, rosters(data)
+    result = []
+    for t in range(TASKS):
+        mine = (t + odd) % TASKS
+        of_client = [(first, second)[task] for task in mine]
+        owned = [each.rows[each.offset[i] : each.offset[i + 1]] for i, each in enumerate(of_client)]
+        own = Task(*(np.stack([leaf[task] for task in mine]) for leaf in zip(*tasks(), strict=True)))
+        result.append(make_roster(owned, np.asarray(data.label))._replace(task=own))
+    return result
+
+
 def fetch(data: Rows, index, keys, augment: bool):
     """The training view adds noise that is keyed by row of the batch."""
     image = data.image[index]
@@ -97,48 +116,63 @@ def descend(frozen, weight, batch: Batch):
     return weight - frozen["rate"] * (error @ x) / jnp.maximum(count, 1), {"loss": loss}
 
 
-def train(frozen, broadcast, local, batch, task, key):
+def train(ctx: Ctx, local, batch, key):
     """Gradient descent on a client's weights; every other part of `local` stays."""
-    weight, metrics = descend(frozen, local["weight"], batch)
+    weight, metrics = descend(ctx.frozen, local["weight"], batch)
     return {**local, "weight": weight}, metrics
 
 
-def begin(broadcast, state, task, info, key):
-    return {"weight": broadcast.wire}
+def begin(ctx: Ctx, state, key):
+    return {"weight": ctx.wire}
 
 
-def toy(start=begin, phases=None, finish=None, **others) -> Method:
-    """A method whose server state is the weights themselves and whose server takes the mean, unless `others`
-    says otherwise."""
+def logits(weight, batch: Batch):
+    """Minus half the squared error to every class."""
+    return -0.5 * (batch.image[:, 0, 0] @ weight - jnp.arange(CLASSES)[:, None]).T ** 2
+
+
+def take_mean(turn: Turn, server, aggregate: Aggregate, key):
+    return aggregate.mean, {}
+
+
+def send_mean(ctx: Ctx, local, state):
+    return Upload(mean=local["weight"], weight=ctx.info.rows), state
+
+
+def send_both(ctx: Ctx, local, state):
+    """The weights by the mean, and one by one."""
+    return Upload(mean=local["weight"], gather=local["weight"], weight=ctx.info.rows), state
+
+
+def toy(start=begin, phases=None, finish=send_mean, server=take_mean, rounds=(), program=None, **others):
+    """A method whose server state is the weights themselves and whose server takes the mean, unless the
+    arguments say otherwise. `program`: more of what clients do; `rounds`: what is played besides."""
+    client = Program(start, phases or (Phase(TRAIN, train),), finish, **program or {})
     standard = {
         "init": lambda key, frozen: jax.random.normal(key, (3,)),
-        "broadcast": lambda server, task: Broadcast(server),
-        "server": lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
-        "predict": lambda frozen, server, image, query, task: image[:, 0, 0] @ server,
+        "broadcast": lambda turn, server: Broadcast(server),
+        "predict": lambda turn, server, batch: logits(server, batch),
     }
-    return Method(
-        client=Program(start, phases or (Phase(TRAIN, train),), finish or send_mean), **{**standard, **others}
-    )
-
-
-def send_mean(broadcast, local, state, task, info):
-    return Upload(mean=local["weight"], weight=info.rows), state
+    return Method(rounds=(Round(client, server), *rounds), **{**standard, **others})
 
 
 def sharing(view: View) -> Method:
     """FedAvg where the server says which share of its rows a client counts with, and nothing is random but
     the order of rows."""
 
-    def start(broadcast, state, task, info, key):
-        return {"weight": broadcast.wire["weight"]}
+    def start(ctx, state, key):
+        return {"weight": ctx.wire["weight"]}
 
-    def finish(broadcast, local, state, task, info):
-        share = broadcast.wire["share"][info.id]
-        return Upload(mean=local["weight"], gather=local["weight"], weight=share * info.rows), state + 1
+    def finish(ctx, local, state):
+        share = ctx.wire["share"][ctx.info.id]
+        return Upload(mean=local["weight"], gather=local["weight"], weight=share * ctx.info.rows), state + 1
 
     return toy(
-        start, (Phase(view, train),), finish, init_client=lambda key, server: jnp.zeros((), jnp.int32),
-        server=lambda frozen, server, aggregate, task, key: ({**server, "weight": aggregate.mean}, {}),
+        start, (Phase(view, train),), finish,
+        server=lambda turn, server, aggregate, key: ({**server, "weight": aggregate.mean}, {}),
+        init=lambda key, frozen: {"weight": jax.random.normal(key, (3,)), "share": jnp.ones(CLIENTS)},
+        predict=lambda turn, server, batch: logits(server["weight"], batch),
+        init_client=lambda key, server: jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
 
@@ -146,22 +180,22 @@ def conflating() -> Method:
     """A Gaussian per weight: clients send precisions and precision-weighted means, and the server multiplies
     the Gaussians (VFCL)."""
 
-    def start(broadcast, state, task, info, key):
-        mean, sigma = broadcast.wire
+    def start(ctx, state, key):
+        mean, sigma = ctx.wire
         return {"weight": mean, "precision": sigma**-2}
 
-    def step(frozen, broadcast, local, batch, task, key):
+    def step(ctx, local, batch, key):
         seen = jnp.sum(jnp.where(batch.mask[:, None], batch.image[:, 0, 0] ** 2, 0), axis=0)
-        return train(frozen, broadcast, {**local, "precision": local["precision"] + seen}, batch, task, key)
+        return train(ctx, {**local, "precision": local["precision"] + seen}, batch, key)
 
-    def finish(broadcast, local, state, task, info):
+    def finish(ctx, local, state):
         return Upload(sum=(local["precision"], local["precision"] * local["weight"])), state
 
     return toy(
         start, (Phase(TRAIN, step),), finish,
         init=lambda key, frozen: (jax.random.normal(key, (3,)), jnp.full(3, 2.0, jnp.float32)),
-        server=lambda frozen, server, aggregate, task, key: (conflate_sums(*aggregate.sum), {}),
-        predict=lambda frozen, server, image, query, task: image[:, 0, 0] @ server[0],
+        server=lambda turn, server, aggregate, key: (conflate_sums(*aggregate.sum), {}),
+        predict=lambda turn, server, batch: logits(server[0], batch),
     )  # fmt: skip
 
 
@@ -178,39 +212,34 @@ def gathering() -> Method:
     """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and
     trains on with its own optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
-    def start(broadcast, state, task, info, key):
-        return {"weight": broadcast.wire, "sums": jnp.zeros((CLASSES, 3))}
+    def start(ctx, state, key):
+        return {"weight": ctx.wire, "sums": jnp.zeros((CLASSES, 3))}
 
-    def step(frozen, broadcast, local, batch, task, key):
+    def step(ctx, local, batch, key):
         member = ((batch.label[:, None] == jnp.arange(CLASSES)) & batch.mask[:, None]).astype(jnp.float32)
-        return train(
-            frozen,
-            broadcast,
-            {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]},
-            batch,
-            task,
-            key,
-        )
+        return train(ctx, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, key)
 
-    def finish(broadcast, local, state, task, info):
-        means = local["sums"] / jnp.maximum(TRAIN.epochs * info.class_rows, 1)[:, None]
-        return Upload(mean=local["weight"], gather=(means, info.class_rows > 0), weight=info.rows), state
+    def finish(ctx, local, state):
+        rows = ctx.info.class_rows
+        means = local["sums"] / jnp.maximum(TRAIN.epochs * rows, 1)[:, None]
+        return Upload(mean=local["weight"], gather=(means, rows > 0), weight=ctx.info.rows), state
 
-    def server(frozen, server, aggregate, task, key):
+    def server(turn, server, aggregate, key):
         row = jnp.where(aggregate.valid, aggregate.id, CLIENTS)
         centre, held = jax.tree.map(
             lambda old, new: old.at[row].set(new, mode="drop"), server[1:], aggregate.gather
         )
-        weight, loss = fit_centres(aggregate.mean, centre, held, 5 + task.index, key)
+        weight, loss = fit_centres(aggregate.mean, centre, held, 5 + turn.task.index, key)
         return Memory(weight, centre, held), {"server_loss": loss}
 
+    def init(key, frozen):
+        nothing = jnp.zeros((CLIENTS, CLASSES, 3)), jnp.zeros((CLIENTS, CLASSES), bool)
+        return Memory(jax.random.normal(key, (3,)), *nothing)
+
     return toy(
-        start, (Phase(TRAIN, step),), finish, server=server,
-        init=lambda key, frozen: Memory(
-            jax.random.normal(key, (3,)), jnp.zeros((CLIENTS, CLASSES, 3)), jnp.zeros((CLIENTS, CLASSES), bool)
-        ),
-        broadcast=lambda server, task: Broadcast(server.weight, server.centre),
-        predict=lambda frozen, server, image, query, task: image[:, 0, 0] @ server.weight,
+        start, (Phase(TRAIN, step),), finish, server=server, init=init,
+        broadcast=lambda turn, server: Broadcast(server.weight, server.centre),
+        predict=lambda turn, server, batch: logits(server.weight, batch),
     )  # fmt: skip
 
 
@@ -230,55 +259,51 @@ def fit_centres(weight, centre, held, steps, key):
     return weight, Weighted(total, steps.astype(jnp.float32))
 
 
-def remembering() -> Method:
+def remembering(finish=None, **others) -> Method:
     """Per-client state that enters training, random starts, the round and the client's id: everything a
     client can know (EWC, LwF)."""
 
-    def start(broadcast, state, task, info, key):
+    def start(ctx, state, key):
         noise = 0.1 * jax.random.normal(key, (3,))
-        known = jnp.stack([info.id, info.round, info.rows]).astype(jnp.float32)
-        return {
-            "weight": broadcast.wire + noise + 0.01 * known,
-            "pull": state["last"],
-            "times": state["times"],
-        }
+        known = jnp.stack([ctx.info.id, ctx.info.round, ctx.info.rows]).astype(jnp.float32)
+        return {"weight": ctx.wire + noise + 0.01 * known, "pull": state["last"], "times": state["times"]}
 
-    def step(frozen, broadcast, local, batch, task, key):
-        local, metrics = train(frozen, broadcast, local, batch, task, key)
+    def step(ctx, local, batch, key):
+        local, metrics = train(ctx, local, batch, key)
         jitter = 0.01 * jax.random.normal(key, (3,))
-        strength = 0.1 * (1 + task.index) * (local["times"] > 0)
-        return {
-            **local,
-            "weight": local["weight"] + jitter + strength * (local["pull"] - local["weight"]),
-        }, metrics
+        strength = 0.1 * (1 + ctx.task.index) * (local["times"] > 0)
+        weight = local["weight"] + jitter + strength * (local["pull"] - local["weight"])
+        return {**local, "weight": weight}, metrics
 
-    def finish(broadcast, local, state, task, info):
-        state = {"last": local["weight"], "times": state["times"] + 1}
-        return Upload(mean=local["weight"], gather=local["weight"], weight=info.rows), state
+    def keep(ctx, local, state):
+        return send_both(ctx, local, {"last": local["weight"], "times": state["times"] + 1})
 
-    return toy(
-        start, (Phase(TRAIN, step),), finish,
-        init_client=lambda key, server: {"last": jax.random.normal(key, (3,)) + server, "times": jnp.zeros((), jnp.int32)},
-    )  # fmt: skip
+    def init_client(key, server):
+        return {"last": jax.random.normal(key, (3,)) + server, "times": jnp.zeros((), jnp.int32)}
+
+    return toy(start, (Phase(TRAIN, step),), keep, init_client=init_client, **others)
 
 
 def two_pass() -> Method:
     """Train, then look at the rows again, clean and in their own order, with the trained weights (FPPL,
-    HePCo, pMAE)."""
+    HePCo, pMAE). How far the server goes from what it had sent depends on the round, and whether it is the
+    task's last."""
 
-    def start(broadcast, state, task, info, key):
-        return {"weight": broadcast.wire, "trail": jnp.zeros(())}
+    def start(ctx, state, key):
+        return {"weight": ctx.wire, "trail": jnp.zeros(())}
 
-    def look(frozen, broadcast, local, batch, task, key):
+    def look(ctx, local, batch, key):
         value = jnp.sum(jnp.where(batch.mask, batch.image[:, 0, 0] @ local["weight"], 0.0))
         looked = Weighted(jnp.sum(batch.mask).astype(jnp.float32), jnp.ones(()))
         return {**local, "trail": 0.5 * local["trail"] + value}, {"rows_per_look": looked}
 
-    def finish(broadcast, local, state, task, info):
-        return Upload(mean=local["weight"], gather=local["trail"], weight=info.rows), state
+    def finish(ctx, local, state):
+        return Upload(mean=local["weight"], gather=local["trail"], weight=ctx.info.rows), state
 
-    def server(frozen, server, aggregate, task, key):
-        return aggregate.mean + 0.01 * jnp.sum(jnp.where(aggregate.valid, aggregate.gather, 0.0)), {}
+    def server(turn, server, aggregate, key):
+        rate, start = 1 - 0.1 * turn.round + 0.2 * turn.last, turn.previous.wire
+        trails = jnp.sum(jnp.where(aggregate.valid, aggregate.gather, 0.0))
+        return start + rate * (aggregate.mean - start) + 0.01 * trails, {}
 
     return toy(start, (Phase(TRAIN, train), Phase(LOOK, look)), finish, server=server)
 
@@ -287,23 +312,90 @@ def personal() -> Method:
     """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global
     one after aggregation."""
 
-    def start(broadcast, state, task, info, key):
-        return {"weight": broadcast.wire + 0.1 * state}
+    def start(ctx, state, key):
+        return {"weight": ctx.wire + 0.1 * state}
 
-    def pull(broadcast, state, task, info, key):
-        return {"weight": 0.5 * (broadcast.wire + state)}
+    def pull(ctx, state, key):
+        return {"weight": 0.5 * (ctx.wire + state)}
 
-    def keep(broadcast, local, state, task, info):
+    def keep(ctx, local, state):
         return Upload(), local["weight"]
 
+    refresh = Program(pull, (Phase(View(epochs=1, batch_size=5), train),), keep)
     return toy(
-        start, refresh=Program(pull, (Phase(View(epochs=1, batch_size=5), train),), keep), init_client=lambda key, server: server,
-        predict_client=lambda frozen, server, state, image, query, task: image[:, 0, 0] @ (state + server),
+        start, rounds=(Round(refresh, None, who="everyone", when="refresh"),),
+        init_client=lambda key, server: server,
+        predict_client=lambda turn, server, state, batch: logits(state + server, batch),
     )  # fmt: skip
 
 
+def clipping(bound: float = 0.05) -> Method:
+    """The server bounds the length of every client's change as it arrives, and halves the weight of those
+    that it had to clip (differential privacy)."""
+
+    def receive(ctx, upload):
+        change = upload.mean - ctx.wire
+        length = jnp.linalg.norm(change)
+        weight = jnp.where(length > bound, 0.5, 1.0) * upload.weight
+        clipped = ctx.wire + change * jnp.minimum(1.0, bound / length)
+        return upload._replace(mean=clipped, gather=clipped, weight=weight)
+
+    return toy(finish=send_both, program={"receive": receive})
+
+
+def own_task(view: View = TRAIN) -> Method:
+    """Clients train on the classes of their own task only, faster in later ones, and say which task that
+    is."""
+
+    def step(ctx, local, batch, key):
+        mine = batch.mask & ctx.task.current[batch.label]
+        weight, metrics = descend(ctx.frozen, local["weight"], batch._replace(mask=mine))
+        return {"weight": weight + 0.1 * ctx.task.index}, metrics
+
+    def finish(ctx, local, state):
+        upload, state = send_mean(ctx, local, state)
+        return upload._replace(gather=(ctx.task.index, ctx.task.current, ctx.task.seen)), state
+
+    return toy(phases=(Phase(view, step),), finish=finish)
+
+
+def recalling() -> Method:
+    """Clients remember the ids of the MEMORY highest rows that they have held, and some of these join every
+    batch, or none: a place is drawn from one too many (iCaRL). They send what joined their last batch."""
+
+    def start(ctx, state, key):
+        return {"weight": ctx.wire, "rows": state, "joined": jax.tree.map(jnp.zeros_like, joined_rows())}
+
+    def recall(ctx, local, key):
+        return jax.random.randint(key, (RECALLS,), -1, MEMORY)
+
+    def step(ctx, local, batch, key):
+        joined = tuple(leaf[TRAIN.batch_size :] for leaf in batch[:4])
+        return train(ctx, {**local, "joined": joined}, batch, key)
+
+    def remember(ctx, local, batch, key):
+        known = jnp.any(batch.row[:, None] == local["rows"], axis=1)
+        rows = jnp.concatenate([local["rows"], jnp.where(known, -1, batch.row)])
+        return {**local, "rows": jnp.sort(rows)[-MEMORY:]}, {}
+
+    def finish(ctx, local, state):
+        return Upload(mean=local["weight"], gather=local["joined"], weight=ctx.info.rows), local["rows"]
+
+    return toy(
+        start, (Phase(TRAIN._replace(recall=RECALLS), step, recall), Phase(LOOK, remember)), finish,
+        program={"memory": lambda state: state},
+        init_client=lambda key, server: jnp.full(MEMORY, -1),
+    )  # fmt: skip
+
+
+def joined_rows():
+    """Image, label, mask and row of what joins a batch, all of it padding."""
+    n = RECALLS
+    return jnp.zeros((n, 1, 1, 3)), jnp.zeros(n, jnp.int32), jnp.zeros(n, bool), jnp.full(n, -1)
+
+
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal)
+    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, recalling)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
@@ -317,6 +409,7 @@ class Played(NamedTuple):
     metrics: dict[str, float]
     participants: int
     rejected: int
+    uploads: tuple[int, ...]
 
 
 def fold(key, *numbers):
@@ -333,54 +426,57 @@ def epoch_order(round_key, phase: int, epoch: int, mine: np.ndarray) -> np.ndarr
     return mine[np.argsort(draw, kind="stable")]
 
 
-def plain_batch(fetch, view: View, data, chosen: np.ndarray, key) -> Batch:
-    """The rows `chosen`, padded with zeros to the batch size."""
-    pad = view.batch_size - len(chosen)
-    index = np.pad(chosen, (0, pad)).astype(np.int32)
-    mask = np.arange(view.batch_size) < len(chosen)
-    image, label, query = fetch(data, index, jax.random.split(key, view.batch_size), view.augment)
+def plain_batch(fetch, augment: bool, size: int, data, chosen: np.ndarray, mask: np.ndarray, key) -> Batch:
+    """The rows `chosen`, padded with zeros to `size` and wherever the mask is False."""
+    pad = size - len(chosen)
+    index, mask = np.pad(chosen, (0, pad)).astype(np.int32), np.pad(mask, (0, pad))
+    image, label, query = fetch(data, np.where(mask, index, 0), jax.random.split(key, size), augment)
     clear = lambda x: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, np.zeros_like(x))
-    return Batch(
-        clear(image),
-        clear(label),
-        mask,
-        np.where(mask, index, np.int32(-1)),
-        None if query is None else clear(query),
-    )
+    query = None if query is None else clear(query)
+    return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), query)
 
 
-def plain_client(program: Program, fetch, frozen, broadcast, state, data, mine, info: ClientInfo, task, key):
-    """One client's program, start to finish: (upload, new state, the metrics of every step)."""
-    own, metrics = fold(key, 3, info.id), []
-    local = jax.jit(program.start)(broadcast, state, task, info, fold(own, 0))
+def plain_recall(fetch, phase: Phase, data, memory, ctx: Ctx, local, batch: Batch, key) -> Batch:
+    """The batch, and after it the rows whose ids the client chooses from its memory, under the clean view."""
+    places = np.asarray(jax.jit(phase.recall)(ctx, local, key))
+    ids = np.asarray(memory)[np.maximum(places, 0)]
+    past = plain_batch(fetch, False, phase.view.recall, data, ids, (places >= 0) & (ids >= 0), key)
+    return Batch(*(np.concatenate(pair) for pair in zip(batch[:4], past[:4], strict=True)))
+
+
+def plain_client(program: Program, fetch, ctx: Ctx, state, data, mine, key):
+    """One client's program, start to finish: (upload as it was received, new state, the metrics of every
+    step)."""
+    own, metrics, memory = fold(key, 3, ctx.info.id), [], program.memory and program.memory(state)
+    local = jax.jit(program.start)(ctx, state, fold(own, 0))
     for index, phase in enumerate(program.phases):
-        step = 0
+        step, size, work = 0, phase.view.batch_size, jax.jit(phase.step)
         for epoch in range(phase.view.epochs):
             order = epoch_order(key, index, epoch, mine) if phase.view.shuffle else mine
-            for first in range(0, len(mine), phase.view.batch_size):
-                step_key = fold(own, 1 + index, step)
-                batch = plain_batch(
-                    fetch, phase.view, data, order[first : first + phase.view.batch_size], fold(step_key, 0)
-                )
-                local, got = jax.jit(phase.step)(frozen, broadcast, local, batch, task, fold(step_key, 1))
+            for first in range(0, len(mine), size):
+                step_key, chosen = fold(own, 1 + index, step), order[first : first + size]
+                there = np.ones(len(chosen), bool)
+                batch = plain_batch(fetch, phase.view.augment, size, data, chosen, there, fold(step_key, 0))
+                if phase.recall:
+                    batch = plain_recall(fetch, phase, data, memory, ctx, local, batch, fold(step_key, 1))
+                local, got = work(ctx, local, batch, fold(step_key, 1))
                 metrics, step = [*metrics, got], step + 1
-    return *jax.jit(program.finish)(broadcast, local, state, task, info), metrics
+    upload, state = jax.jit(program.finish)(ctx, local, state)
+    return jax.jit(program.receive)(ctx, upload) if program.receive else upload, state, metrics
 
 
-def plain_sweep(
-    program: Program, fetch, frozen, broadcast, states: list, data, roster: Roster, ids, task, round_, key
-):
+def plain_sweep(program: Program, fetch, turn: Turn, broadcast, states: list, data, roster: Roster, ids, key):
     """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it),
     new states, all metrics."""
     uploads, states, metrics = {}, list(states), []
     for i in ids:
         if roster.count[i] == 0:
             continue
-        info = ClientInfo(np.int32(i), np.int32(roster.count[i]), roster.class_rows[i], np.int32(round_))
+        info = ClientInfo(np.int32(i), np.int32(roster.count[i]), roster.class_rows[i], turn.round)
+        task = turn.task if roster.task is None else jax.tree.map(lambda x, i=i: x[i], roster.task)
         mine = roster.rows[roster.offset[i] : roster.offset[i + 1]]
-        upload, new, got = plain_client(
-            program, fetch, frozen, broadcast, states[i], data, mine, info, task, key
-        )
+        ctx = Ctx(turn.frozen, *broadcast, task, info)
+        upload, new, got = plain_client(program, fetch, ctx, states[i], data, mine, key)
         good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
         uploads[int(i)] = upload if good else None
         states[i] = new if good else states[i]
@@ -388,15 +484,12 @@ def plain_sweep(
     return uploads, states, metrics
 
 
-def plain_aggregate(uploads: dict[int, Any], places: int, mean: Callable) -> Aggregate:
+def plain_aggregate(uploads: dict[int, Any], places: int) -> Aggregate:
     """Uploads by client id as the server sees them: finite ones only, at the rank of their client among all
     that took part."""
     kept = [(place, i, upload) for place, (i, upload) in enumerate(uploads.items()) if upload is not None]
-    weight, id_, valid = (
-        np.zeros(places, np.float32),
-        np.full(places, CLIENTS, np.int32),
-        np.zeros(places, bool),
-    )
+    id_, valid = np.full(places, CLIENTS, np.int32), np.zeros(places, bool)
+    weight = np.zeros(places, np.float32)
     for place, i, upload in kept:
         weight[place], id_[place], valid[place] = upload.weight, i, True
     sent = [jax.tree.map(np.asarray, upload) for _, _, upload in kept]
@@ -407,61 +500,53 @@ def plain_aggregate(uploads: dict[int, Any], places: int, mean: Callable) -> Agg
         buffer[at] = leaves
         return buffer
 
+    def mean(*leaves):
+        return np.average(np.stack(leaves), axis=0, weights=weight[at]).astype(np.float32)
+
     return Aggregate(
-        jax.tree.map(lambda *leaves: mean(np.stack(leaves), weight[at]), *(one.mean for one in sent)),
+        jax.tree.map(mean, *(one.mean for one in sent)),
         jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *(one.sum for one in sent)),
         jax.tree.map(gather, *(one.gather for one in sent)), weight, id_, valid,
     )  # fmt: skip
 
 
-def weighted(stacked: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return np.average(stacked, axis=0, weights=weight).astype(np.float32)
+def plain_exchange(
+    method: Method, index: int, fetch, turn: Turn, server, states, data, roster, ids, key, places
+):
+    """One of the method's rounds: (server, states, metrics, uploads by id)."""
+    each, broadcast = method.rounds[index], jax.jit(method.broadcast)(turn, server)
+    wanted = ids if each.who == "sampled" else range(CLIENTS)
+    uploads, states, steps = plain_sweep(
+        each.program, fetch, turn, broadcast, states, data, roster, wanted, key
+    )
+    if each.server and any(upload is not None for upload in uploads.values()):
+        turn, aggregate = turn._replace(previous=broadcast), plain_aggregate(uploads, places[index])
+        server, more = jax.jit(each.server)(turn, server, aggregate, fold(key, 0))
+        steps = [*steps, more]
+    return server, states, means(steps), uploads
 
 
 def plain_round(
-    method: Method,
-    fetch,
-    frozen,
-    server,
-    states: list,
-    data,
-    roster: Roster,
-    ids,
-    task,
-    round_: int,
-    key,
-    places: int,
-    mean=weighted,
-):
-    """One round: (server, states, Played). `places` is the number of participants that the gathered uploads
-    have room for."""
-    key = fold(key, task.index, round_)
-    broadcast = jax.jit(method.broadcast)(server, task)
-    uploads, states, steps = plain_sweep(
-        method.client, fetch, frozen, broadcast, states, data, roster, ids, task, round_, key
-    )
-    rejected = sum(upload is None for upload in uploads.values())
-    if rejected < len(uploads):
-        aggregate = plain_aggregate(uploads, places, mean)
-        server, last = jax.jit(method.server)(frozen, server, aggregate, task, fold(key, 0))
-        steps = [*steps, last]
-    if method.refresh is not None:
-        broadcast, everyone = jax.jit(method.broadcast)(server, task), np.arange(len(roster.count))
-        refresh = (
-            method.refresh,
-            fetch,
-            frozen,
-            broadcast,
-            states,
-            data,
-            roster,
-            everyone,
-            task,
-            round_,
-            fold(key, 1),
-        )
-        _, states, _ = plain_sweep(*refresh)
-    return server, states, Played(means(steps), len(uploads), rejected)
+    method: Method, fetch, frozen, server, states: list, data, roster: Roster, ids, task, round_: int, key,
+    places: tuple[int, ...], when="round", last=False,
+):  # fmt: skip
+    """All that the method plays at this time: (server, states, Played). `places`: how many participants the
+    gathered uploads of each of its rounds have room for."""
+    key, turn = fold(key, task.index, round_), Turn(frozen, task, np.int32(round_), np.bool_(last))
+    keys = {"round": key, "refresh": fold(key, 1), "opening": fold(key, 4), "closing": fold(key, 5)}
+    metrics, sent = {}, {i: {} for i in range(len(method.rounds))}
+    for stage in ["round", "refresh"] if when == "round" else [when]:
+        mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
+        for n, i in enumerate(mine):
+            own = keys[stage] if n == 0 else fold(keys[stage], 9 + n)
+            server, states, named, sent[i] = plain_exchange(
+                method, i, fetch, turn, server, states, data, roster, ids, own, places
+            )
+            metrics |= {f"{stage}_{i}_{name}" if name in metrics else name: x for name, x in named.items()}
+    played = next(i for i, each in enumerate(method.rounds) if each.when == when)
+    rejected = sum(upload is None for uploads in sent.values() for upload in uploads.values())
+    uploads = tuple(len(uploads) for uploads in sent.values())
+    return server, states, Played(metrics, uploads[played], rejected, uploads)
 
 
 def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:
@@ -478,15 +563,15 @@ def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:
 
 KEY = jax.random.key(5)
 FROZEN = {"rate": jnp.float32(RATE)}
+EXAMPLE = Example(FROZEN, rows(), tasks()[0])
 
 
 def build(
     method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, **options
 ) -> Engine:
     """An engine with room for these rosters."""
-    shapes = capacity(method.client, deals, lanes.count, slots, participation)
-    again = capacity(method.refresh, deals, lanes.count, slots) if method.refresh else None
-    return make_engine(method, fetch, lanes, shapes, refresh_capacity=again, **options)
+    shapes = capacities(method, deals, lanes.count, slots, participation)
+    return make_engine(method, fetch, lanes, shapes, EXAMPLE, **options)
 
 
 WAYS: dict[str, tuple[Lanes, int]] = {  # lanes, and clients per chunk
@@ -514,13 +599,14 @@ def stack(states: list) -> Any:
 
 
 def drive(play: Callable, server, states, deals: list[Roster], rounds: int = 2, participation: float = 1.0):
-    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round) -> (server,
-    states, report)."""
+    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round, last=) ->
+    (server, states, report)."""
     reports = []
     for task, roster in zip(tasks(), deals, strict=False):
         for round_ in range(rounds):
             ids = participants(0, int(task.index), round_, np.flatnonzero(roster.count), participation)
-            server, states, report = play(server, states, roster, ids, task, round_)
+            last = round_ == rounds - 1
+            server, states, report = play(server, states, roster, ids, task, round_, last=last)
             reports.append(report)
     return server, states, reports
 
@@ -529,39 +615,41 @@ def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds
     """The engine over two tasks: (server, stacked states, reports)."""
     server, _ = begin_run(engine.method)
     states = init_clients(engine.method, server, CLIENTS, fold(KEY, 1))
-    play = lambda server, states, *rest: run_round(engine, FROZEN, server, states, data, *rest, fold(KEY, 2))
+    play = lambda server, states, *rest, last: run_round(
+        engine, FROZEN, server, states, data, *rest, fold(KEY, 2), last=last
+    )
     return drive(play, server, states, deals, rounds, participation)
 
 
+def places_of(engine: Engine) -> tuple[int, ...]:
+    """How many participants the gathered uploads of each of the method's rounds have room for."""
+    return tuple(player.capacity.participants for player in engine.players)
+
+
 def drive_plain(
-    method: Method,
-    data,
-    deals,
-    places: int,
-    participation: float = 1.0,
-    rounds: int = 2,
-    mean=weighted,
+    method: Method, data, deals, places: tuple[int, ...], participation: float = 1.0, rounds: int = 2,
     fetch=fetch,
-):
+):  # fmt: skip
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
-    play = lambda server, states, *rest: plain_round(
-        method, fetch, FROZEN, server, states, data, *rest, fold(KEY, 2), places, mean
+    play = lambda server, states, *rest, last: plain_round(
+        method, fetch, FROZEN, server, states, data, *rest, fold(KEY, 2), places, last=last
     )
     server, states, reports = drive(play, *begin_run(method), deals, rounds, participation)
     return server, stack(states), reports
 
 
 def receive(engine: Engine, frozen, server, states, data, roster, ids, task, round_: int = 0, key=KEY):
-    """What the engine receives in one round, before the server's part: (accumulator, new states). Gathered
-    uploads are in order of id, `mean` is the sum of weight times upload."""
-    key, ids = fold(key, task.index, round_), np.asarray(ids)
-    chunks, _ = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
+    """What the engine receives in the method's first round, before the server's part: (accumulator, new
+    states). Gathered uploads are in order of id, `mean` is the sum of weight times upload."""
+    key, ids, player = fold(key, task.index, round_), np.asarray(ids), engine.players[0]
+    program, lanes = player.round.program, engine.lanes
+    chunks, _ = plan_round(program, roster, ids, round_, lanes.count, player.capacity)
+    turn = Turn(frozen, task, np.int32(round_), np.bool_(False))
     states = jax.tree.map(jnp.copy, states)  # the engine donates them
-    frozen, server, states, data, task, key = engine.place((frozen, server, states, data, task, key))
-    broadcast = engine.broadcast(server, task)
-    args = (frozen, broadcast, states, data, task, key)
-    return play_chunks(engine.clients, engine.method.client, engine.lanes, chunks, *args)
+    turn, server, states, data, key = engine.place((turn, server, states, data, key))
+    broadcast = engine.broadcast(turn, server)
+    return play_chunks(player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key)
 
 
 def close(left, right, atol: float = 1e-5) -> None:

@@ -1,5 +1,7 @@
-"""Tiny networks as the files of several libraries hold them. Written from our parameters outwards, by hand,
-so that what reads such files is not checked against itself."""
+"""Tiny networks as the files of several libraries hold them.
+
+Written from our parameters outwards, by hand, so that what reads such files is not checked against itself.
+"""
 
 import jax
 import numpy as np

@@ -1,5 +1,4 @@
-"""From stored uint8 images to what a network sees, inside jit: random crops for training, a clean view for
-everything else.
+"""From stored uint8 images to what a network sees, inside jit: random crops to train, else a clean view.
 
 Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per
 image: no gathers, no loop over images, one trace. The matrices hold Pillow's kernels, stretched when
@@ -24,8 +23,7 @@ _ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a c
 
 
 class Geometry(NamedTuple):
-    """How images of many sizes are brought to one before they are stored: the one resize that cannot happen
-    inside jit.
+    """How images of many sizes are brought to one before storing: the one resize that jit cannot do.
 
     Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that
     with the original sizes. Test images are stored as the clean view wants them, so that it has nothing left
@@ -36,9 +34,8 @@ class Geometry(NamedTuple):
     train: int = 256  # side in pixels
     test: int = 256  # side in pixels
     squash: bool = False
-    kernel: Literal["bicubic", "bilinear"] = (
-        "bicubic"  # Pillow's, antialiased; of the test images. Training images take bicubic.
-    )
+    # Pillow's, antialiased; of the test images. Training images take bicubic.
+    kernel: Literal["bicubic", "bilinear"] = "bicubic"
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,10 @@ class Preprocess:
     image_size: int  # side S of the square output
     mean: tuple[float, float, float] = NORMALISE["unit"][0]
     std: tuple[float, float, float] = NORMALISE["unit"][1]
-    crop_scale: tuple[float, float] | None = (
-        0.05,
-        1.0,
-    )  # range of the crop's share of the area; None: no random crop
+    crop_scale: tuple[float, float] | None = (0.05, 1.0)  # crop's share of the area; None: no random crop
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of the crop's width / height
     flip: float = 0.5  # probability of a horizontal flip
-    brightness: float = (
-        0.0  # training images are multiplied by a factor from 1 - brightness to 1 + brightness
-    )
+    brightness: float = 0.0  # training images times a factor from 1 - brightness to 1 + brightness
     margin: float = MARGIN  # of the resized side over image_size, in the clean view
     squash: bool = False  # resize both sides, whatever the image's shape, and not the short one
     kernel: Literal["bicubic", "bilinear"] = "bicubic"  # of the clean view's resize
@@ -91,8 +83,7 @@ class Preprocess:
 
     @property
     def resized(self) -> int:
-        """The side that the clean view resizes to before its central crop: 256 for 224, rounded down
-        elsewhere."""
+        """The side that the clean view resizes to before its central crop: 256 for 224, else rounded down."""
         return int(self.margin * self.image_size)
 
     def with_pixels(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "Preprocess":
@@ -114,17 +105,21 @@ _RELEASE = {  # what each paper's released code does, pixel range included
 }
 
 PRESETS = {
-    "fppl": "crops of 5 to 100 % of the area, flips; test: short side to 256/224 (bicubic), central crop; pixels in [0, 1]",
+    "fppl": "crops of 5 to 100 % of the area, flips; test: short side to 256/224 (bicubic), central crop; "
+    "pixels in [0, 1]",
     "pmae": "as fppl; its reconstruction path normalises with ImageNet's constants on top",
-    "pilora": "short side to the input size (bilinear), flips, brightness within 63/255; CIFAR-100's mean and deviation",
-    "hepco": "crops of 8 to 100 % of the area, flips; test: both sides to the input size (bilinear); pixels in [0, 1]",
+    "pilora": "short side to the input size (bilinear), flips, brightness within 63/255; "
+    "CIFAR-100's mean and deviation",
+    "hepco": "crops of 8 to 100 % of the area, flips; test: both sides to the input size (bilinear); "
+    "pixels in [0, 1]",
     "hepco_domainnet": "as hepco, but test: both sides to 256/224, central crop",
 }
 
 
 def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
-    """A paper's input pipeline as its release has it (specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4,
-    HePCo 1.2-1.3).
+    """A paper's input pipeline as its release has it.
+
+    Specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4, HePCo 1.2-1.3.
 
     Args:
       name: one of `PRESETS`.
@@ -148,8 +143,9 @@ def train_view(
     keys: Key[Array, " batch"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """The training view: random geometry, flip, brightness, normalisation. An image's view depends on the
-    image and its key only.
+    """The training view: random geometry, flip, brightness, normalisation.
+
+    An image's view depends on the image and its key only.
 
     Args:
       preprocess: the pipeline.
@@ -172,8 +168,7 @@ def clean_view(
     images: UInt8[Array, "batch height width 3"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """The test view: resize, central crop, normalisation. Images that have the size already are not
-    resampled.
+    """The test view: resize, central crop, normalisation. Images of the right size are not resampled.
 
     Args:
       preprocess: the pipeline.
@@ -207,8 +202,7 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
 def _central_weights(
     kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
 ) -> Float[Array, "batch size pixels"]:
-    """A line of `pixels` is resized to `resized`, another length for each image, of which the central `size`
-    are kept."""
+    """A line of `pixels` is resized to `resized`, a length per image, and its central `size` are kept."""
     start = jnp.round((resized - size) / 2).astype(jnp.int32)
     return jax.vmap(
         lambda resized, start: _weights(jnp, kernel, pixels, 0, pixels, resized, start + jnp.arange(size))
@@ -222,8 +216,7 @@ def _whole(images: Array, sizes: Array | None) -> Int[Array, "batch 2"]:
 def sample_crops(
     preprocess: Preprocess, whole: Int[Array, "batch 2"], keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, "batch 4"], Bool[Array, " batch"]]:
-    """Crop boxes (top, left, rows, columns) and flips, one key per image, as torchvision's RandomResizedCrop
-    draws them.
+    """Crop boxes (top, left, rows, columns) and flips, drawn as torchvision's RandomResizedCrop draws them.
 
     Args:
       preprocess: ranges and probabilities. With `crop_scale` None all boxes are the whole image.
@@ -238,9 +231,8 @@ def sample_crops(
     area = jnp.prod(whole.astype(jnp.float32), 1)[:, None] * (low + (high - low) * draws[:, :_ATTEMPTS])
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * draws[:, _ATTEMPTS : 2 * _ATTEMPTS])
-    sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(
-        jnp.int32
-    )  # [batch, attempts, (rows, columns)]
+    # [batch, attempts, (rows, columns)]
+    sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)
     fits = jnp.all((sides > 0) & (sides <= whole[:, None]), -1)
     first = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
     corner = jnp.floor(draws[:, -3:-1] * (whole - first + 1)).astype(jnp.int32)
@@ -256,11 +248,10 @@ def crop_resize(
     size: int,
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch size size 3"]:
-    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`. Grey levels
-    0..255.
+    """Cut out the boxes (top, left, rows, columns), resize them (bilinear), mirror where `flips`.
 
-    The boxes are in pixels of images of `sizes`, which are stored squeezed to height x width; None: as
-    stored.
+    The boxes are in pixels of images of `sizes`, which are stored squeezed to height x width (None: as
+    stored). Grey levels are 0..255.
     """
     height, width = images.shape[1:3]
     if sizes is not None:
@@ -278,8 +269,7 @@ def _box_weights(pixels: int, start: Array, length: Array, size: int) -> Float[A
 
 
 def _central_boxes(ratio: tuple[float, float], whole: Int[Array, "batch 2"]) -> Int[Array, "batch 4"]:
-    """Where no draw fits: the central box as large as the image allows with the ratio nearest to the image's
-    own."""
+    """Where no draw fits: the largest central box whose ratio is the nearest to the image's own."""
     height, width = whole.astype(jnp.float32).T
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
     cols = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
@@ -305,8 +295,7 @@ _KERNELS = {"bicubic": _cubic, "bilinear": _triangle}
 def _weights(
     xp, kernel: Callable, pixels: int, start, length, resized, out
 ) -> Float[Array | np.ndarray, "out pixels"]:
-    """How outputs `out` of `resized` weigh the pixels of a line when the stretch [start, start + length) of
-    it is resized.
+    """How outputs `out` of `resized` weigh a line's pixels when its [start, start + length) is resized.
 
     xp is numpy where everything is known while tracing, which gives the weights in float64 as Pillow has
     them, and else jax.numpy.
@@ -315,9 +304,8 @@ def _weights(
     centre = start + (out + 0.5) * scale
     pixel = xp.arange(pixels)
     weight = kernel(xp, (pixel + 0.5 - centre[:, None]) / xp.maximum(scale, 1.0))
-    weight = xp.where(
-        (pixel + 1 > start) & (pixel < start + length), weight, 0.0
-    )  # pixels that the stretch touches
+    touched = (pixel + 1 > start) & (pixel < start + length)
+    weight = xp.where(touched, weight, 0.0)
     return weight / xp.sum(weight, 1, keepdims=True)
 
 
@@ -339,8 +327,7 @@ def _resample(
 
 
 def _grey(product: Callable, weights: Array | np.ndarray) -> Array:
-    """Pillow's fixed-point arithmetic in float32: weights are whole multiples of 2**-22, and halves are
-    rounded up.
+    """Pillow's fixed-point arithmetic in float32: weights are multiples of 2**-22, halves are rounded up.
 
     Weights are small fractions, so ties are common and must not be left to rounding errors. Split into
     multiples of 2**-11 and a rest, the products and sums of both parts with grey levels fit into 24 bits and
@@ -362,8 +349,7 @@ def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
 
 
 def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
-    """Every image times a factor of its own, rounded down to grey levels: torchvision's ColorJitter on PIL
-    images (Pillow's blend)."""
+    """Every image times its own factor, rounded down to grey levels: torchvision's ColorJitter (on PIL)."""
     if not preprocess.brightness:
         return grey
     # A stream apart from the crops', so that brightness does not change them.

@@ -1,5 +1,4 @@
-"""Glyph images: a data set of any size with two disjoint alphabets, rendered from the fonts that matplotlib
-ships.
+"""Glyph images: a data set of any size with two disjoint alphabets, rendered from matplotlib's fonts.
 
 `PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian and Georgian letters)
 is for class-incremental runs and for validating a backbone on classes it has never seen. Neither holds a
@@ -8,8 +7,7 @@ digit or numeral of any script, nor a character that DejaVu Sans draws like a di
 Every letter is rendered once per font and kept as a signed distance field, so that stroke weight is a
 threshold and warps stay smooth. An image is one batched gather (rotation, slant, scale, perspective and
 elastic warp at once) and two small matrix products (blur and low resolution): about 20,000 images a second on
-one core. The n-th image of a class depends on the seed, the character, the fonts, the size, the style and n
-only.
+one core. The n-th image of a class depends on seed, character, fonts, size, style and n only.
 """
 
 import dataclasses
@@ -63,8 +61,7 @@ _UNIT = 1 / 8192  # of the int16 distances
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How strongly images are distorted. Lengths are in units of half the image side; ranges are drawn from
-    uniformly."""
+    """How strongly images are distorted. Lengths are in half image sides; draws from ranges are uniform."""
 
     rotation: float = 15.0  # degrees, either way
     slant: float = 0.3  # horizontal shear, either way
@@ -75,10 +72,7 @@ class Style:
     elastic: float = 0.2  # largest displacement of a control point
     stroke: tuple[float, float] = (0.05, 0.2)  # half the stroke width
     pressure: float = 0.35  # variation of the stroke width along the strokes, relative, either way
-    resolution: tuple[int, int] = (
-        8,
-        32,
-    )  # pixels per side before scaling up again to the image; low ones are the more frequent
+    resolution: tuple[int, int] = (8, 32)  # pixels per side before scaling up to the image; mostly low
     blur: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)  # standard deviations in pixels
     contrast: float = 0.45  # least difference between ink and paper, of 1
     noise: float = 0.06  # largest standard deviation of the noise, of 1
@@ -105,16 +99,14 @@ def _font_path(font: str) -> pathlib.Path:
 
 
 def _characters(font: str) -> set[str]:
-    """What a font can draw. The Computer Modern files map other code points to wrong glyphs, so only their
-    ASCII letters count."""
+    """What a font can draw: of Computer Modern only ASCII letters, as its other code points are wrong."""
     with TTFont(_font_path(font), lazy=True) as file:
         found = {chr(code) for code in file.getBestCmap()}
     return {c for c in found if c.isascii() and c.isalpha()} if font.startswith("cm") else found
 
 
 def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
-    """The character, white on black, centred in a side x side image and scaled so that its longer side is
-    `extent` pixels."""
+    """The character, white on black, centred in a side x side image, its longer side `extent` pixels."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (right - left + 2, bottom - top + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
@@ -128,8 +120,7 @@ def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """The look of a character in DejaVu Sans, whatever its size: a blurred 24 x 24 bitmap of mean 0 and norm
-    1.
+    """The look of a character in DejaVu Sans, whatever its size: a blurred 24 x 24 bitmap, mean 0, norm 1.
 
     The inner product of two of them is their correlation; `PRETRAIN` and `GLYPHS` are chosen by it.
     """
@@ -140,8 +131,7 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
 
 
 def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, float]:
-    """Distance field, half stroke width and half gap of one glyph. The mean distance inside a bar is half its
-    half-width."""
+    """Distance field, half stroke width, half gap of a glyph. A bar's mean distance is 1/2 its half-width."""
     half_extent = _CELL / _REACH
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
     distance = (
@@ -156,8 +146,7 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
 
 
 def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
-    """The distance fields of `chars` in all `fonts` that have them; class c is chars[c]. About a millisecond
-    per glyph.
+    """The distance fields of `chars` in all `fonts` that have them; class c is chars[c]. About 1 ms each.
 
     Raises:
       InputError: a font is unknown, or no font has some character.
@@ -243,8 +232,7 @@ def _gauss(size: int, sigma: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
-    """[resolutions, blurs, size, size]: blur, then shrink to the resolution, then enlarge again, along one
-    axis."""
+    """[resolutions, blurs, size, size]: blur, shrink to the resolution and enlarge again, along one axis."""
     low, high = style.resolution
     passes = [
         _enlarge(size, n) @ _shrink(size, n) if n < size else np.eye(size) for n in range(low, high + 1)
@@ -253,8 +241,7 @@ def _lenses(size: int, style: Style) -> np.ndarray:
 
 
 def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each pixel comes from, in half-extents of the glyph [N, size, size], x and y, and the glyph's
-    scale [N]."""
+    """Where pixels come from, x and y in half-extents of the glyph [N, size, size], and its scale [N]."""
     column = lambda u: u[:, None, None]
     axis = ((np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1).astype(np.float32)
     spread = _smooth(size)
@@ -290,8 +277,7 @@ def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarra
 def _pen(
     fields: Fields, glyph: np.ndarray, draw: _Draws, scale: np.ndarray, size: int, style: Style
 ) -> np.ndarray:
-    """How much to thicken the strokes, [N, size, size]: up to where thin parts would vanish or gaps would
-    close."""
+    """How much to thicken strokes, [N, size, size]: up to where thin parts would vanish or gaps close."""
     stroke = _between(draw.stroke, *style.stroke)
     grow = np.clip(
         stroke - fields.ink[glyph] * scale, -0.2 * fields.ink[glyph] * scale, 0.5 * fields.gap[glyph] * scale
@@ -306,8 +292,7 @@ def _pen(
 
 
 def _expose(ink: np.ndarray, draw: _Draws, noise: np.ndarray, style: Style) -> np.ndarray:
-    """From ink in 0..1 to gray levels in 0..1: half of the images have black paper and full ink, as scans
-    do."""
+    """Ink to gray levels, both in 0..1: half of the images have black paper and full ink, as scans do."""
     column = lambda u: u[:, None, None]
     slack = (1 - style.contrast) / 2
     paper = np.clip(_between(draw.paper, -slack, slack), 0, None)
@@ -324,8 +309,7 @@ def draw_glyphs(
     noise: Float32[np.ndarray, "n size size"],
     style: Style,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Gray images of the classes `label`, from uniform numbers in [0, 1) and standard normal noise: pure,
-    image by image."""
+    """Gray images of the classes `label`, from uniforms in [0, 1) and normal noise: pure, image by image."""
     size = noise.shape[-1]
     draw = _split(uniform)
     glyph = fields.first[label] + (draw.font * fields.number[label]).astype(np.int64)
@@ -335,9 +319,8 @@ def draw_glyphs(
         0.5 + (distance + _pen(fields, glyph, draw, scale, size, style)) * np.float32(size / 2), 0, 1
     ).astype(np.float32)
     low, high = style.resolution
-    coarse = ((high + 1 - low) * draw.resolution**2).astype(
-        np.int64
-    )  # squared: half of all lie in the lowest quarter
+    # squared: half of all lie in the lowest quarter
+    coarse = ((high + 1 - low) * draw.resolution**2).astype(np.int64)
     lens = _lenses(size, style)[coarse, (draw.blur * len(style.blur)).astype(np.int64)]
     ink = np.clip(lens @ ink @ lens.transpose(0, 2, 1), 0, 1)
     return np.clip(_expose(ink, draw, noise, style) * 255 + 0.5, 0, 255).astype(np.uint8)
@@ -359,8 +342,7 @@ def sample_glyphs(
 def _of_class(
     fields: Fields, label: int, char: str, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> np.ndarray:
-    """The first `count` images of a class. Two generators, filled row by row: more rows leave the first ones
-    as they are."""
+    """The first `count` images of a class; two generators fill row by row: earlier rows stay."""
     uniform = np.random.default_rng([*stream, ord(char), 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, ord(char), 1]).standard_normal(
         (count, size, size), dtype=np.float32
@@ -397,11 +379,10 @@ def render(
     size: int = 32,
     style: Style | None = None,
 ) -> tuple[UInt8[np.ndarray, "n size size 3"], Int64[np.ndarray, " n"]]:
-    """Images of `chars`, sorted by class, and labels: label i is chars[i]; gray levels are repeated in three
-    channels.
+    """Images of `chars`, sorted by class, and labels: label i is chars[i].
 
-    The n-th image of a class depends on (seed, character, fonts, size, style, n) only: not on count_per_class
-    or the other characters.
+    Gray levels are repeated in three channels. The n-th image of a class depends on (seed, character, fonts,
+    size, style, n) only: not on count_per_class or the other characters.
 
     Raises:
       InputError: an unknown font, a character that no font has, or a count, seed or size that is too small.
@@ -417,10 +398,10 @@ def glyphs(
     size: int = 32,
     chars: str = GLYPHS,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A data set for class-incremental runs: x_train uint8[N, size, size, 3], y_train int64[N], x_test,
-    y_test, sorted by class.
+    """Data for class-incremental runs: x_train uint8[N, size, size, 3], y_train int64[N], x_test, y_test.
 
-    Training and test images come from disjoint random streams, so either can grow without the other changing.
+    Both are sorted by class, and come from disjoint random streams, so that either can grow without the other
+    changing.
 
     Raises:
       InputError: a count, seed or size that is too small.

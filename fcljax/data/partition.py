@@ -15,16 +15,14 @@ from jaxtyping import Bool, Float, Int, Int64
 from fcljax.errors import InputError
 
 _PASSES = 1000  # of the retry rule, before we call a setting hopeless
-_LARGEST_BETA = (
-    1e6  # far above it the draw is IID in all but name, and further up the gamma variates overflow
-)
+# far above it the draw is IID in all but name, and further up the gamma variates overflow
+_LARGEST_BETA = 1e6
 
 
 def dirichlet(
     labels: Int[np.ndarray, " N"], clients: int, beta: float, rng: np.random.RandomState, min_size: int = 10
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Label-skewed partition: every class is spread over the clients by a draw from Dirichlet(beta, ...,
-    beta).
+    """Label-skewed partition: every class is spread over clients by a draw from Dirichlet(beta, ..., beta).
 
     Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn
     again until every client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the
@@ -50,16 +48,15 @@ def dirichlet(
         if min(map(len, parts)) >= min_size:
             return _shuffled(parts, rng)
     raise InputError(
-        f"clients: {clients} clients with beta {beta} do not all reach {min_size} rows of {len(labels)} in {_PASSES} draws; "
-        "choose fewer clients, a larger beta or a smaller min_size"
+        f"clients: {clients} clients with beta {beta} do not all reach {min_size} rows of {len(labels)} "
+        f"in {_PASSES} draws; choose fewer clients, a larger beta or a smaller min_size"
     )
 
 
 def iid(
     labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Every class is shuffled and cut into equal parts; where they do not come out even the first clients get
-    one row more.
+    """Every class is shuffled and cut into parts that are equal, or one row larger for the first clients.
 
     Raises:
       InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so
@@ -120,13 +117,12 @@ def quantity(
 def shards(
     labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState, count: int = 100
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Rows in the order of their labels are cut into `count` shards, and each client draws `alpha` different
-    ones.
+    """Rows in the order of their labels are cut into `count` shards; each client draws `alpha` of them.
 
-    The quantity-based partition of PILoRA's release. Clients draw without regard to each other: some shards
-    belong to several, some to nobody. The first N modulo `count` shards have one row more than the others.
-    Where the rows of every label fill whole shards a client holds at most `alpha` labels; elsewhere a shard
-    may reach from one label into the next.
+    The quantity-based partition of PILoRA's release. The shards of one client differ, but clients draw
+    without regard to each other: some shards belong to several, some to nobody. The first N modulo `count`
+    shards have one row more than the others. Where the rows of every label fill whole shards a client holds
+    at most `alpha` labels; elsewhere a shard may reach from one label into the next.
 
     Args:
       labels: labels of the rows to split.
@@ -143,7 +139,8 @@ def shards(
     _check_alpha(alpha, count, "shards")
     if len(labels) < count:
         raise InputError(
-            f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; nearest: quantity"
+            f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; "
+            "nearest: quantity"
         )
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
     return [
@@ -153,8 +150,9 @@ def shards(
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
-    """The first `share` of the rows of each class, rounded up, in ascending order. PILoRA's release trains on
-    the first 80 %.
+    """The first `share` of the rows of each class, rounded up, in ascending order.
+
+    PILoRA's release trains on the first 80 %.
 
     Raises:
       InputError: for a share that is not in (0, 1].
@@ -184,7 +182,8 @@ def _check_clients(rows: int, clients: int, min_size: int) -> None:
     if rows < clients * min_size:
         most = rows // min_size
         raise InputError(
-            f"clients: {rows} rows cannot give {clients} clients {min_size} each; choose {most} clients or fewer"
+            f"clients: {rows} rows cannot give {clients} clients {min_size} each; "
+            f"choose {most} clients or fewer"
         )
 
 
@@ -230,14 +229,12 @@ def _one_pass(labels: np.ndarray, clients: int, beta: float, rng: np.random.Rand
 
 
 def _shares(below: np.ndarray, beta: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
-    """Dirichlet shares among the clients `below` their fair share. At least one is: those placed are fewer
-    than N."""
+    """Dirichlet shares among the clients `below` their fair share (at least one: fewer than N are placed)."""
     shares = np.where(below, rng.dirichlet(np.repeat(beta, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
         return shares / total
-    # A tiny beta underflows to all zeros, where the release divides by zero. Dirichlet(beta -> 0) is one
-    # random client.
+    # A tiny beta underflows to all zeros; there the release divides by zero. The limit is one random client.
     return np.eye(len(below))[rng.choice(np.flatnonzero(below))]
 
 

@@ -10,8 +10,7 @@ from fcljax.types import Task
 
 
 class Split(NamedTuple):
-    """One split, on the device or (numpy) on the host. Labels are positions in the class order
-    (`tasks.relabel`).
+    """One split, on the device or (numpy) on the host. Labels are positions in the class order (`relabel`).
 
     `size` holds the height and width that images had before they were squeezed into a square
     (`augment.Geometry`); None: they are square. `query` holds the frozen backbone's features of every image
@@ -34,8 +33,7 @@ class ClientRows(NamedTuple):
 def client_rows(
     parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task
 ) -> ClientRows:
-    """The rows of each client whose class belongs to the task, clients in order and rows in the order of the
-    partition.
+    """The rows of each client whose class belongs to the task; clients and their rows keep their order.
 
     Args:
       parts: rows of each client over all tasks (`partition.dirichlet`, `partition.iid`).

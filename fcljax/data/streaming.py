@@ -37,8 +37,7 @@ def over_windows(
     load: Callable[[Any], Any],
     overlap: bool = True,
 ) -> Carry:
-    """carry = step(carry, item, load(item)) over all items, where the next item is loaded in a thread while
-    the device computes.
+    """carry = step(carry, item, load(item)) over all items; a thread loads the next meanwhile.
 
     Args:
       step: dispatches the device's work and returns at once.
@@ -51,14 +50,12 @@ def over_windows(
         coming = loader.submit(load, items[0]) if items else None
         for position, item in enumerate(items):
             window = coming.result()
-            jax.block_until_ready(
-                carry
-            )  # the step before has ended and its window is free: never more than two
+            # the step before has ended and its window is free: never more than two
+            jax.block_until_ready(carry)
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            if position + 1 < len(
-                items
-            ):  # before the step, whose dispatch a backend may do in its caller's time
+            # before the step, whose dispatch a backend may do in its caller's time
+            if position + 1 < len(items):
                 coming = loader.submit(load, items[position + 1])
             if overlap:
                 carry = step(carry, item, window)

@@ -38,18 +38,19 @@ def num_bytes(tree: PyTree) -> int:
     return sum(size * dtype.itemsize for size, dtype in map(_size_dtype, jax.tree.leaves(tree)))
 
 
-def traffic(upload: Upload, broadcast: Broadcast) -> Traffic:
+def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
     """What one client sends and receives in one round.
 
     Args:
       upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight
-        adds 4 bytes.
+        adds 4 bytes. None: nothing is sent.
       broadcast: only `wire` is counted; `held` is storage, see `extra_storage`.
     """
+    down = scalars(broadcast.wire), num_bytes(broadcast.wire)
+    if upload is None:
+        return Traffic(0, 0, *down)
     sent = (upload.mean, upload.sum, upload.gather)
-    return Traffic(
-        scalars(sent), num_bytes(sent) + WEIGHT_BYTES, scalars(broadcast.wire), num_bytes(broadcast.wire)
-    )
+    return Traffic(scalars(sent), num_bytes(sent) + WEIGHT_BYTES, *down)
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:

@@ -18,24 +18,42 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.data.streaming import Host, over_windows
 from fcljax.errors import InputError
+from fcljax.federated.aggregation import sum_value
+from fcljax.federated.check import Example, check_method
 from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
 from fcljax.federated.sweep import (
     Accumulator,
+    Call,
     Carry,
     Fetch,
     Lanes,
-    Reduce,
+    Past,
+    Shapes,
     close_chunk,
     empty_accumulator,
     in_window,
+    memories,
     open_chunk,
     part_of_chunk,
     play_on_mesh,
     rows_of_ticks,
     select,
+    states_of_chunk,
     sweep,
 )
-from fcljax.types import Aggregate, Broadcast, Extra, Method, Metrics, Phase, Program, PyTree, Task, Weighted
+from fcljax.types import (
+    Aggregate,
+    Broadcast,
+    Method,
+    Metrics,
+    Phase,
+    PyTree,
+    Round,
+    Task,
+    Turn,
+    Weighted,
+    When,
+)
 
 
 def default_lanes(backend: str, clients: int) -> Lanes:
@@ -51,12 +69,14 @@ class RoundReport(NamedTuple):
     phases."""
 
     metrics: dict[str, float]
-    participants: int
-    rejected: int
+    participants: int  # of the first exchange
+    rejected: int  # uploads that were left out: not finite, or of negative weight
+    refused: int  # exchanges whose result was not finite, so that the server kept its state
     rows: int
     first_phase_rows: int
     useful_steps: int
     paid_steps: int  # lanes times ticks: what the useful steps would have been without waiting
+    uploads: tuple[int, ...]  # clients that took part in each of the method's rounds
 
     @property
     def slot_efficiency(self) -> float:
@@ -65,17 +85,22 @@ class RoundReport(NamedTuple):
 
 
 class Player(NamedTuple):
-    """A program's compiled functions. `empty` makes an accumulator. `rows` says what every tick of a chunk
-    reads, `open` and `close` frame the ticks, and `sweeps[phase]` plays those whose rows are in a window of
-    the data, which is all of it where it is resident: so data on the host go through the same functions and
-      get the same bits. On a mesh, `whole` plays a chunk of clients at once."""
+    """The compiled functions of one of the method's rounds. `empty` makes an accumulator. `rows` says what
+    every tick of a chunk reads and `memory` what its clients may recall; `open` and `close` frame the ticks,
+    and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is
+    resident: so data on the host go through the same functions and get the same bits. On a mesh, `whole`
+    plays a chunk of clients at once."""
 
-    empty: Callable[..., Accumulator]
+    round: Round
+    capacity: Capacity
+    empty: Callable[[], Accumulator]
     rows: Callable[..., tuple[Array, ...]]
+    memory: Callable[..., Array] | None
     open: Callable[..., Carry]
     sweeps: tuple[Callable[..., Carry], ...]
     close: Callable[..., tuple[Accumulator, PyTree]]
     whole: Callable[..., tuple[Accumulator, PyTree]] | None
+    server: Callable[..., tuple[PyTree, Metrics, Array]] | None
 
 
 class Engine(NamedTuple):
@@ -88,12 +113,8 @@ class Engine(NamedTuple):
 
     method: Method
     lanes: Lanes
-    capacity: Capacity
-    refresh_capacity: Capacity | None
     broadcast: Callable[..., Broadcast]
-    clients: Player
-    refresh: Player | None
-    server: Callable[..., tuple[PyTree, Metrics]]
+    players: tuple[Player, ...]  # in the order of method.rounds
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
     devices: int
@@ -103,10 +124,9 @@ def make_engine(
     method: Method,
     fetch: Fetch,
     lanes: Lanes,
-    capacity: Capacity,
+    capacities: tuple[Capacity, ...],
+    example: Example,
     *,
-    reduce: Reduce | None = None,
-    refresh_capacity: Capacity | None = None,
     mesh: Mesh | None = None,
 ) -> Engine:
     """Compile-once functions for all rounds of all tasks.
@@ -117,17 +137,17 @@ def make_engine(
         None).
       lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a
         multiple of them.
-      capacity: the run's static shapes (`schedule.capacity`).
-      reduce: a rule for the `mean` channel that needs all uploads at once, such as the coordinate median;
-        None streams the sample-weighted mean in O(lanes) memory.
-      refresh_capacity: shapes for `method.refresh`, if the method has one.
+      capacities: the run's static shapes (`schedule.capacities`), one for each of the method's rounds.
+      example: parameters, data and a task, of which shapes and types count. Data may be a `Host`.
       mesh: devices under the axis name `clients`; None uses one device.
+
+    Raises:
+      InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
-
-    def server(frozen, state, accumulator, task, key):
-        return _serve(method, reduce, frozen, state, accumulator, task, key)
-
+    if isinstance(example.data, Host):
+        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
+    shapes = check_method(method, fetch, example)
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once
     # they lie everywhere.
@@ -136,81 +156,78 @@ def make_engine(
     def jit(name, function, **options):
         return placed(_counted(traces, name, function), **options)
 
-    play = functools.partial(_player, fetch=fetch, lanes=lanes, mesh=mesh, jit=jit)
+    def player(index: int) -> Player:
+        return _player(method, index, shapes[index], capacities[index], fetch, lanes, mesh, jit)
+
     return Engine(
-        method, lanes, capacity, refresh_capacity,
+        method,
+        lanes,
         broadcast=jit("broadcast", method.broadcast),
-        clients=play("clients", method.client, capacity=capacity, reduce=reduce),
-        refresh=play("refresh", method.refresh, capacity=refresh_capacity, reduce=None) if method.refresh else None,
-        server=jit("server", server),
+        players=tuple(player(index) for index in range(len(method.rounds))),
         place=lambda tree: jax.device_put(tree, everywhere) if everywhere else tree,
         traces=traces,
         devices=1 if mesh is None else mesh.size,
-    )  # fmt: skip
+    )
 
 
-def _player(name: str, program: Program, *, fetch, lanes, capacity, reduce, mesh, jit) -> Player:
-    static = dict(fetch=fetch, lanes=lanes, reduce=reduce)
+def _player(
+    method: Method, index: int, shapes: Shapes, capacity: Capacity, fetch: Fetch, lanes: Lanes,
+    mesh: Mesh | None, jit: Callable,
+) -> Player:  # fmt: skip
+    each = method.rounds[index]
+    program, name = each.program, f"{each.when} {index}"
 
-    def empty(frozen, broadcast, states, data, chunk, task, key):
-        first = jax.tree.map(lambda x: x[0], states)
-        return empty_accumulator(
-            program, capacity, reduce, frozen, broadcast, first, data, chunk, task, key, fetch
-        )
+    def empty():
+        return empty_accumulator(shapes, capacity)
 
     def rows(chunk, key):
-        return tuple(rows_of_ticks(phase, i, lanes, chunk, key) for i, phase in enumerate(program.phases))
+        return tuple(rows_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
 
-    def open_(broadcast, accumulator, states, chunk, task):
-        return open_chunk(
-            program, lanes, broadcast, *part_of_chunk(accumulator, states, chunk, capacity), chunk, task
-        )
+    def memory(states, chunk):
+        return memories(program, states_of_chunk(states, chunk, capacity), chunk.id.shape[0])
 
-    def window_sweep(index, frozen, broadcast, carry, window, rows, places, chunk, task, key, first, ticks):
-        locate = functools.partial(in_window, rows, places, first)
-        return sweep(
-            program,
-            index,
-            frozen,
-            broadcast,
-            carry,
-            window,
-            locate,
-            chunk,
-            task,
-            key,
-            (first, first + ticks),
-            **static,
-        )
+    def open_(accumulator, states, chunk):
+        part = part_of_chunk(accumulator, states, chunk, capacity)
+        return open_chunk(program, shapes, lanes, *part, chunk)
+
+    def window_sweep(i, call, carry, window, past, rows, places, first, ticks):
+        locate, ticks = functools.partial(in_window, rows, places, first), (first, first + ticks)
+        return sweep(program, i, call, carry, window, past, locate, ticks, fetch=fetch, lanes=lanes)
 
     def close(accumulator, states, carry, chunk):
-        return close_chunk(
-            accumulator, states, carry.accumulator, carry.states, carry.written, chunk, capacity
-        )
+        return close_chunk(accumulator, states, carry, chunk, capacity)
 
     def whole(*args):
-        return play_on_mesh(program, *args, capacity=capacity, mesh=mesh, **static)
+        return play_on_mesh(program, shapes, *args, fetch=fetch, lanes=lanes, capacity=capacity, mesh=mesh)
+
+    def serve(turn, server, accumulator, key):
+        return _serve(each, shapes, turn, server, accumulator, key)
 
     sweeps = [
-        jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=2)
+        jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=1)
         for i in range(len(program.phases))
     ]
     return Player(
-        empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows), open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
-        close=jit(f"{name} close", close, donate_argnums=(0, 1)), whole=mesh and jit(name, whole, donate_argnums=(2, 3)),
+        each, capacity, empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows),
+        memory=jit(f"{name} memory", memory) if program.memory else None,
+        open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
+        close=jit(f"{name} close", close, donate_argnums=(0, 1)),
+        whole=jit(name, whole, donate_argnums=(1, 2)) if mesh else None,
+        server=jit(f"{name} server", serve) if each.server else None,
     )  # fmt: skip
-
-
-def extra_method(method: Method, extra: Extra) -> Method:
-    """The method whose rounds are an extra round of `method`: for an engine of its own."""
-    return method._replace(client=extra.client, server=extra.server, refresh=None)
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
     """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key,
     i)."""
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(clients))
-    return jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys)
+    return _strong(jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys))
+
+
+def _strong(tree: PyTree) -> PyTree:
+    """The same arrays without jax's mark that a Python number made them: arrays that lose it on their way
+    through a round would have every function traced twice."""
+    return jax.tree.map(lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x, tree)
 
 
 def run_round(
@@ -225,9 +242,12 @@ def run_round(
     round_: int,
     key: PRNGKeyArray,
     section: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    *,
+    when: When = "round",
+    last: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One federated round: broadcast, the participants' programs, aggregation, the server phase and, if there
-    is one, the refresh.
+    """One federated round: broadcast, the participants' programs, aggregation, the server's part; then what
+    the method plays as "refresh".
 
     Args:
       engine: from `make_engine`.
@@ -237,115 +257,125 @@ def run_round(
       states: all clients' states, stacked [K, ...]; donated.
       data: what `fetch` reads, on the device, or a `Host`; both give the same bits.
       roster: the rows that every client holds in this task.
-      ids: sorted ids of the participants; those without rows are absent and their state stays as it is.
+      ids: sorted ids of the sampled participants; those without rows are absent and their state stays as it
+        is.
       task: the current task.
       round_: the round within the task.
       key: of this run; the round's key is derived from (key, task, round).
       section: a context manager that is entered around the parts "client" and "server", to time them.
+      when: which of the method's rounds to play: those of every round, or those before or after a task's.
+      last: is this the last round of the task?
 
     Returns:
-      The new server state (the old one if no upload was finite), the new client states, and a report.
+      The new server state (the old one if no upload was finite, or if what came out is not), the new client
+      states, and a report.
 
     Raises:
       InputError: if a `Host` is to serve an engine on several devices.
     """
     if isinstance(data, Host) and engine.devices > 1:
         raise InputError(
-            f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger data_budget"
+            f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger "
+            f"data_budget"
         )
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
-    chunks, steps = plan_round(engine.method.client, roster, ids, round_, engine.lanes.count, engine.capacity)
+    server, states = _strong((server, states))
+    turn = Turn(frozen, task, np.int32(round_), np.bool_(last))
+    reports = {}
+    for index, own_key in _plays(engine.method, when, key):
+        wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)
+        server, states, reports[index] = _exchange(
+            engine, index, turn, server, states, data, roster, wanted, own_key, section
+        )
+    return server, states, _together(engine.method, reports)
+
+
+# What a stage's key is folded in from the round's; the stage "round" has the round's key itself. Of that key
+# 0 is the server's, 2 the order of rows, 3 the clients' and 10 onwards those of further rounds of a stage.
+_STAGES = {"refresh": 1, "opening": 4, "closing": 5}
+
+
+def _plays(method: Method, when: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+    """The method's rounds to play, by number, each with a key of its own."""
+    found = []
+    for stage in ("round", "refresh") if when == "round" else (when,):
+        first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
+        mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
+        found += [(i, first if n == 0 else jax.random.fold_in(first, 9 + n)) for n, i in enumerate(mine)]
+    return found
+
+
+class _Exchange(NamedTuple):
+    """What one exchange reports, from which a round's report is made."""
+
+    metrics: dict[str, float]
+    participants: int
+    rejected: int
+    refused: int
+    rows: int
+    first_phase_rows: int
+    useful_steps: int
+    paid_steps: int
+
+
+def _exchange(
+    engine: Engine, index: int, turn: Turn, server: PyTree, states: PyTree, data: PyTree, roster: Roster,
+    ids: Int[np.ndarray, " n"], key: PRNGKeyArray, section: Callable,
+) -> tuple[PyTree, PyTree, _Exchange]:  # fmt: skip
+    """One of the method's rounds; `ids` take part."""
+    player = engine.players[index]
+    round_ = int(turn.round)
+    chunks, steps = plan_round(player.round.program, roster, ids, round_, engine.lanes.count, player.capacity)
     if not chunks:
-        return server, states, RoundReport({}, 0, 0, 0, 0, 0, 0)
+        return server, states, _Exchange({}, 0, 0, 0, 0, 0, 0, 0)
     with section("client"):
-        frozen, server, states, task, key = engine.place((frozen, server, states, task, key))
+        turn, server, states, key = engine.place((turn, server, states, key))
         data = data if isinstance(data, Host) else engine.place(data)
-        broadcast = engine.broadcast(server, task)
+        broadcast = engine.broadcast(turn, server)
         accumulator, states = play_chunks(
-            engine.clients,
-            engine.method.client,
-            engine.lanes,
-            chunks,
-            frozen,
-            broadcast,
-            states,
-            data,
-            task,
-            key,
+            player, engine.lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key
         )
         jax.block_until_ready(accumulator)
-    with section("server"):
-        server, metrics = jax.block_until_ready(engine.server(frozen, server, accumulator, task, key))
-    if engine.refresh is not None:
-        with section("client"):
-            states = jax.block_until_ready(
-                _refresh(engine, frozen, server, states, data, roster, task, round_, key)
-            )
-    return server, states, _report(engine, accumulator, metrics, roster, ids, steps)
-
-
-def _refresh(engine, frozen, server, states, data, roster, task, round_, key):
-    """Every client with rows runs the refresh program on the new broadcast."""
-    everyone = np.arange(len(roster.count))
-    chunks, _ = plan_round(
-        engine.method.refresh, roster, everyone, round_, engine.lanes.count, engine.refresh_capacity
-    )
-    broadcast, again = engine.broadcast(server, task), jax.random.fold_in(key, 1)
-    program = engine.method.refresh
-    return play_chunks(
-        engine.refresh, program, engine.lanes, chunks, frozen, broadcast, states, data, task, again
-    )[1]
+    metrics, refused = {}, False
+    if player.server:
+        with section("server"):
+            turn = turn._replace(previous=broadcast)
+            server, metrics, refused = jax.block_until_ready(player.server(turn, server, accumulator, key))
+    return server, states, _reported(player.round, accumulator, metrics, refused, roster, ids, steps)
 
 
 def play_chunks(
-    player: Player,
-    program: Program,
-    lanes: Lanes,
-    chunks: list[Chunk],
-    frozen,
-    broadcast: Broadcast,
-    states,
-    data,
-    task: Task,
-    key,
-) -> tuple[Accumulator, PyTree]:
+    player: Player, lanes: Lanes, chunks: list[Chunk], frozen: PyTree, broadcast: Broadcast, states: PyTree,
+    data: PyTree, task: Task, key: PRNGKeyArray,
+) -> tuple[Accumulator, PyTree]:  # fmt: skip
     """The clients' part of a round: what was received, and the new client states. The arguments are as in
     `run_round`, placed, with the round's key; `states` are donated."""
-    sample = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
-    accumulator = player.empty(frozen, broadcast, states, sample, chunks[0], task, key)
+    accumulator = player.empty()
     for chunk in chunks:
+        call = Call(frozen, broadcast, chunk, task, key)
         if player.whole:
-            accumulator, states = player.whole(frozen, broadcast, accumulator, states, data, chunk, task, key)
+            accumulator, states = player.whole(call, accumulator, states, data)
             continue
-        carry, rows = player.open(broadcast, accumulator, states, chunk, task), player.rows(chunk, key)
+        nothing = np.zeros((len(chunk.id), 0), np.int32)
+        ids = player.memory(states, chunk) if player.memory else nothing
+        carry, rows = player.open(accumulator, states, chunk), player.rows(chunk, key)
         if isinstance(data, Host):
-            carry = _over_host(
-                player, program, lanes, frozen, broadcast, carry, data, jax.device_get(rows), chunk, task, key
-            )
+            carry = _over_host(player, lanes, call, carry, data, jax.device_get(rows), jax.device_get(ids))
         else:
+            past = Past(data, ids, ids)
             for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
-                carry = play(frozen, broadcast, carry, data, mine, mine, chunk, task, key, np.int32(0), ticks)
+                carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks)
         accumulator, states = player.close(accumulator, states, carry, chunk)
     return accumulator, states
 
 
-def _over_host(
-    player: Player,
-    program: Program,
-    lanes: Lanes,
-    frozen,
-    broadcast,
-    carry,
-    data: Host,
-    rows,
-    chunk,
-    task,
-    key,
-) -> Carry:
-    """The ticks of one chunk over windows of host data, in the order of resident data."""
+def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, rows, ids) -> Carry:
+    """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
+    recall lies on the device as long as the chunk is played."""
+    phases, chunk = player.round.program.phases, call.chunk
+    past = _recallable(data, ids)
     sizes = [
-        _window_ticks(data, phase, lanes, table)
-        for phase, table in zip(program.phases, chunk.tables, strict=True)
+        _window_ticks(data, phase, lanes, table) for phase, table in zip(phases, chunk.tables, strict=True)
     ]
     windows = [(i, first) for i, size in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), size)]
 
@@ -359,11 +389,18 @@ def _over_host(
     def step(carry, window, loaded):
         index, first = window
         ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
-        return player.sweeps[index](
-            frozen, broadcast, carry, *loaded, chunk, task, key, np.int32(first), ticks
-        )
+        images, part, places = loaded
+        return player.sweeps[index](call, carry, images, past, part, places, np.int32(first), ticks)
 
     return over_windows(step, carry, windows, load, data.overlap)
+
+
+def _recallable(data: Host, ids: np.ndarray) -> Past:
+    """The rows that a chunk's clients may recall, on the device; one row where there are none, which keeps
+    the arrays' shapes legal."""
+    places = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
+    wanted = np.maximum(ids, 0).reshape(-1) if ids.size else np.zeros(1, np.int32)
+    return Past(data.take(wanted), jax.device_put(ids), jax.device_put(places))
 
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table) -> int:
@@ -371,18 +408,43 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table) -> int:
     return int(np.clip(data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
-def _report(engine, accumulator, server_metrics, roster, ids, steps) -> RoundReport:
-    rejected, client_metrics, metrics = jax.device_get(
-        (accumulator.rejected, accumulator.metrics, server_metrics)
-    )
+def _reported(
+    each: Round, accumulator: Accumulator, server_metrics, refused, roster: Roster, ids, steps
+) -> _Exchange:
+    fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
+    rejected, client_metrics, metrics, refused = fetched
     rows = int(roster.count[ids].sum())
-    epochs = [phase.view.epochs for phase in engine.method.client.phases]
-    named = {
-        name: _mean_value(value) for group in (*client_metrics, metrics) for name, value in group.items()
-    }
+    epochs = [phase.view.epochs for phase in each.program.phases]
+    named = {name: _mean_value(value) for name, value in _added((*client_metrics, metrics)).items()}
+    participants = int((roster.count[ids] > 0).sum())
+    counts = (participants, int(rejected), int(refused), rows * sum(epochs), rows * epochs[0])
+    return _Exchange(named, *counts, *steps)
+
+
+def _together(method: Method, exchanges: dict[int, _Exchange]) -> RoundReport:
+    """A round's report: participants and the rows of the first phase are those of its first exchange, the
+    rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
+    its own in front, "refresh_1_loss"."""
+    found = list(exchanges.values()) or [_Exchange({}, 0, 0, 0, 0, 0, 0, 0)]
+    total, metrics = lambda field: sum(getattr(each, field) for each in found), {}
+    for index, each in exchanges.items():
+        own = f"{method.rounds[index].when}_{index}_"
+        metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
+    sent = (exchanges[i].participants if i in exchanges else 0 for i in range(len(method.rounds)))
     return RoundReport(
-        named, int((roster.count[ids] > 0).sum()), int(rejected), rows * sum(epochs), rows * epochs[0], *steps
-    )
+        metrics=metrics,
+        participants=found[0].participants, rejected=total("rejected"), refused=total("refused"),
+        rows=total("rows"), first_phase_rows=found[0].first_phase_rows, useful_steps=total("useful_steps"),
+        paid_steps=total("paid_steps"), uploads=tuple(sent),
+    )  # fmt: skip
+
+
+def _added(groups: tuple[Metrics, ...]) -> Metrics:
+    """Metrics that phases and the server report, those of one name added up."""
+    added = {}
+    for name, value in (item for group in groups for item in group.items()):
+        added[name] = jax.tree.map(np.add, added[name], value) if name in added else value
+    return added
 
 
 def _mean_value(value: Weighted) -> float:
@@ -398,14 +460,26 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
     return traced
 
 
-def _serve(method: Method, reduce, frozen, server, acc: Accumulator, task, key) -> tuple[PyTree, Metrics]:
-    """Close the round: the aggregate, then the method's server phase. With no valid upload the server state
-    stays."""
-    if reduce:
-        mean = reduce(acc.mean, acc.weight, acc.valid)
-    else:
-        total = jnp.sum(acc.weight)
-        mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
-    aggregate = Aggregate(mean, acc.sum, acc.gather, acc.weight, acc.id, acc.valid)
-    new, metrics = method.server(frozen, server, aggregate, task, jax.random.fold_in(key, 0))
-    return select(jnp.any(acc.valid & (acc.weight > 0)), new, server), metrics
+def _serve(
+    each: Round, shapes: Shapes, turn: Turn, server: PyTree, acc: Accumulator, key: PRNGKeyArray
+) -> tuple[PyTree, Metrics, Array]:
+    """Close the round: the aggregate, then the method's server part. With no valid upload, or with a result
+    that is not finite, the server's state stays; the latter is told."""
+    total = jnp.sum(acc.weight)
+    mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
+    mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
+    aggregate = Aggregate(mean, added, acc.gather, acc.weight, acc.id, acc.valid)
+    new, metrics = each.server(turn, server, aggregate, jax.random.fold_in(key, 0))
+    new = jax.tree.map(jnp.asarray, new)
+    anyone = jnp.any(acc.valid & (acc.weight > 0))
+    refused = anyone & _spoiled(new, server)
+    return select(anyone & ~refused, new, server), metrics, refused
+
+
+def _spoiled(new: PyTree, old: PyTree) -> Array:
+    """Has a number become NaN or infinite?"""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    found = [
+        jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)
+    ]
+    return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fcljax.errors import InputError
-from fcljax.types import Program, View
+from fcljax.types import Method, Program, Task, View
 
 Ints = Int[np.ndarray, "..."]
 
@@ -25,6 +25,7 @@ class Roster(NamedTuple):
     rows: Int[np.ndarray, " rows"]  # indices into the training store
     offset: Int[np.ndarray, " K+1"]
     class_rows: Int[np.ndarray, "K C"]  # how many rows of each class a client holds
+    task: Task | None = None  # each client's own task, leaves [K, ...]; None: all have the round's
 
     @property
     def count(self) -> Int[np.ndarray, " K"]:
@@ -68,6 +69,7 @@ class Chunk(NamedTuple):
     tables: tuple[Table, ...]
     ticks: tuple[Ints, ...]
     round: Ints
+    task: Task | None  # of each slot, leaves [slots, ...]; None: all have the round's
 
 
 def participants(
@@ -144,6 +146,14 @@ def capacity(
     )
 
 
+def capacities(
+    method: Method, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0
+) -> tuple[Capacity, ...]:
+    """The capacity of each of the method's rounds; arguments as in `capacity`."""
+    share = {"sampled": participation, "everyone": 1.0}
+    return tuple(capacity(each.program, rosters, lanes, slots, share[each.who]) for each in method.rounds)
+
+
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
     """Ticks per phase that any subset of clients with `count` rows stays within. LPT never ends later than
     the mean load plus the longest job, but it balances whole programs: one phase alone may be as uneven as
@@ -169,7 +179,8 @@ def plan_round(
     ids = ids[roster.count[ids] > 0]
     if len(ids) > capacity.participants:
         raise InputError(
-            f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its participation"
+            f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
+            f"participation"
         )
     by_size = np.argsort(-roster.count[ids], kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
@@ -205,8 +216,17 @@ def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
         tables=tables,
         ticks=tuple(np.int32(tick) for tick in ticks),
         round=np.int32(round_),
+        task=_tasks_of(roster, chosen, pad),
     )
 
 
 def _pad(values: Ints, amount: int, fill: int) -> Int[np.ndarray, " n"]:
     return np.pad(values, (0, amount), constant_values=fill).astype(np.int32)
+
+
+def _tasks_of(roster: Roster, chosen: Ints, pad: int) -> Task | None:
+    """The tasks of these clients, and of `pad` slots that nobody plays the first one's."""
+    if roster.task is None:
+        return None
+    slots = np.concatenate([chosen, np.repeat(chosen[:1], pad)])
+    return Task(*(np.asarray(leaf)[slots] for leaf in roster.task))

@@ -7,21 +7,31 @@ and its own rows only: every draw is keyed that way, never by lane, device, slot
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federated.aggregation import finite_guard
+from fcljax.federated.aggregation import add_rows, finite_guard, sum_zeros
 from fcljax.federated.schedule import Capacity, Chunk
-from fcljax.types import Batch, ClientInfo, Metrics, Phase, Program, PyTree, Upload, Weighted
+from fcljax.types import (
+    Batch,
+    Broadcast,
+    ClientInfo,
+    Ctx,
+    Metrics,
+    Phase,
+    Program,
+    PyTree,
+    Task,
+    Upload,
+    Weighted,
+)
 
 # fetch(data, rows[B], keys[B], augment) -> (image [B, ...], label [B], query [B, D] or None)
 Fetch = Callable[[PyTree, Array, Array, bool], tuple[Array, Array, Array | None]]
-# reduce(stacked [K, ...], weight[K], valid[K]) -> tree, for the `mean` channel
-Reduce = Callable[[PyTree, Array, Array], PyTree]
 
 
 class Lanes(NamedTuple):
@@ -32,9 +42,17 @@ class Lanes(NamedTuple):
     mode: str = "loop"
 
 
+class Shapes(NamedTuple):
+    """Shapes and types of what a program makes, as `jax.ShapeDtypeStruct`."""
+
+    local: PyTree
+    upload: Upload
+    metrics: tuple[Metrics, ...]  # per phase
+
+
 class Accumulator(NamedTuple):
-    """What a round has received so far. P participants; `mean` holds sums of weight * leaf, or [P, ...] if a
-    reduce rule gathers it."""
+    """What a round has received so far, of P participants. `mean` holds sums of weight * leaf; it, `sum` and
+    `metrics` are in float32 at the least."""
 
     mean: PyTree
     sum: PyTree
@@ -57,6 +75,26 @@ class Carry(NamedTuple):
     waiting: PyTree
 
 
+class Call(NamedTuple):
+    """What all ticks of a chunk read: the frozen network, what was broadcast, who plays, in which task, and
+    the round's key."""
+
+    frozen: PyTree
+    broadcast: Broadcast
+    chunk: Chunk
+    task: Task
+    key: PRNGKeyArray
+
+
+class Past(NamedTuple):
+    """The rows that the chunk's clients may recall: data that holds them, their ids (-1: none) and where in
+    `data` they are. Without `Program.memory` both are empty."""
+
+    data: PyTree
+    ids: Int[Array, "S M"]
+    places: Int[Array, "S M"]
+
+
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
     """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers
     up to rounding."""
@@ -65,9 +103,7 @@ def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
     if mode == "vmap":
         return jax.vmap(function)
     if mode == "unroll":
-        return lambda *args: _stack(
-            [function(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(lanes)]
-        )
+        return lambda *args: _stack([function(*_at(args, i)) for i in range(lanes)])
     return lambda *args: jax.lax.map(lambda one: function(*one), args)
 
 
@@ -81,129 +117,92 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
 # ---- what a round receives ---------------------------------------------------------------------------------
 
 
-def empty_accumulator(
-    program, capacity, reduce, frozen, broadcast, state, data, chunk, task, key, fetch
-) -> Accumulator:
-    """An empty accumulator, with the shapes that the program's functions give."""
-    info = ClientInfo(chunk.id[0], chunk.count[0], chunk.class_rows[0], chunk.round)
-    local = jax.eval_shape(program.start, broadcast, state, task, info, key)
-    upload, _ = jax.eval_shape(program.finish, broadcast, local, state, task, info)
-    metrics = tuple(
-        _metric_shapes(phase, fetch, frozen, broadcast, local, data, task, key) for phase in program.phases
-    )
+def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
+    """An empty accumulator for uploads of these shapes."""
     p = capacity.participants
     return Accumulator(
-        mean=_zeros(upload.mean, (p,) if reduce else ()),
-        sum=_zeros(upload.sum),
-        gather=_zeros(upload.gather, (p,)),
+        mean=sum_zeros(shapes.upload.mean, floating=True),
+        sum=sum_zeros(shapes.upload.sum),
+        gather=_zeros(shapes.upload.gather, (p,)),
         weight=jnp.zeros(p),
         id=jnp.full(p, capacity.clients, jnp.int32),
         valid=jnp.zeros(p, bool),
         rejected=jnp.zeros((), jnp.int32),
-        metrics=tuple(_zeros(m) for m in metrics),
+        metrics=sum_zeros(shapes.metrics, floating=True),
     )
 
 
-def _metric_shapes(phase: Phase, fetch, frozen, broadcast, local, data, task, key) -> Metrics:
-    def metrics_of(frozen, broadcast, local, data, task, key):
-        rows = jnp.zeros(phase.view.batch_size, jnp.int32)
-        batch = _read(fetch, phase, data, rows, rows, rows == 0, key)
-        return phase.step(frozen, broadcast, local, batch, task, key)[1]
-
-    return jax.eval_shape(metrics_of, frozen, broadcast, local, data, task, key)
-
-
 def _receive(
-    acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array, reduce
+    acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array
 ) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
     negative weight, get weight 0 and are counted."""
     weight, valid, rejected = finite_guard(upload, upload.weight, end)
-    nowhere = acc.valid.shape[0]
-    position = jnp.where(valid, chunk.position[slot], nowhere)
+    position = jnp.where(valid, chunk.position[slot], acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
-    mean = (
-        upload.mean
-        if reduce
-        else jax.tree.map(lambda x: x.astype(jnp.float32) * _align(weight, x), upload.mean)
-    )
     return acc._replace(
-        mean=write(acc.mean, mean) if reduce else _add_valid(acc.mean, mean, valid),
-        sum=_add_valid(acc.sum, upload.sum, valid),
+        mean=add_rows(acc.mean, upload.mean, valid, weight),
+        sum=add_rows(acc.sum, upload.sum, valid),
         gather=write(acc.gather, upload.gather),
-        weight=acc.weight.at[position].set(weight, mode="drop"),
-        id=acc.id.at[position].set(chunk.id[slot], mode="drop"),
-        valid=acc.valid.at[position].set(valid, mode="drop"),
+        weight=write(acc.weight, weight),
+        id=write(acc.id, chunk.id[slot]),
+        valid=write(acc.valid, valid),
         rejected=acc.rejected + rejected,
     ), valid
 
 
-# ---- the compiled loop -------------------------------------------------------------------------------------
+# ---- chunks ------------------------------------------------------------------------------------------------
 
 
-def part_of_chunk(accumulator, states, chunk: Chunk, capacity: Capacity) -> tuple[Accumulator, PyTree]:
+def part_of_chunk(
+    accumulator: Accumulator, states: PyTree, chunk: Chunk, capacity: Capacity
+) -> tuple[Accumulator, PyTree]:
     """An empty accumulator for what the chunk's clients send, and their states."""
-    empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(id=jnp.zeros_like(accumulator.id))
-    return empty, jax.tree.map(lambda x: x[jnp.minimum(chunk.id, capacity.clients - 1)], states)
+    return jax.tree.map(jnp.zeros_like, accumulator), states_of_chunk(states, chunk, capacity)
+
+
+def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity) -> PyTree:
+    """The states [S, ...] of the chunk's clients; padding slots get some client's."""
+    return _at(states, jnp.minimum(chunk.id, capacity.clients - 1))
 
 
 def close_chunk(
-    accumulator, states, received, mine, written, chunk: Chunk, capacity: Capacity
+    accumulator: Accumulator, states: PyTree, carry: Carry, chunk: Chunk, capacity: Capacity
 ) -> tuple[Accumulator, PyTree]:
     """What the chunk's clients sent and their new states, merged with everybody's."""
-    there = jnp.where(written, chunk.id, capacity.clients)
-    states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, mine)
+    there, received = jnp.where(carry.written, chunk.id, capacity.clients), carry.accumulator
+    states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, carry.states)
     merged = jax.tree.map(lambda a, b: a | b if a.dtype == bool else a + b, accumulator, received)
     return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
 
 
+def memories(program: Program, states: PyTree, slots: int) -> Int[Array, "S M"]:
+    """The ids of the rows that the chunk's clients, with these states [S, ...], may recall."""
+    return jax.vmap(program.memory)(states) if program.memory else jnp.zeros((slots, 0), jnp.int32)
+
+
 def play_on_mesh(
-    program,
-    frozen,
-    broadcast,
-    accumulator,
-    states,
-    data,
-    chunk,
-    task,
-    key,
-    *,
-    fetch,
-    lanes,
-    capacity,
-    reduce,
-    mesh,
-):
+    program: Program, shapes: Shapes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree, *,
+    fetch: Fetch, lanes: Lanes, capacity: Capacity, mesh: Mesh,
+) -> tuple[Accumulator, PyTree]:  # fmt: skip
     """One chunk of clients with the lanes split over the mesh axis `clients`. Slots are played by exactly one
     device, so sums over devices only add zeros to what that device wrote."""
     share = lanes._replace(count=lanes.count // mesh.shape["clients"])
 
-    def on_device(frozen, broadcast, empty, states, data, chunk, task, key):
-        carry = _play_phases(
-            program,
-            frozen,
-            broadcast,
-            empty,
-            states,
-            data,
-            chunk,
-            task,
-            key,
-            fetch=fetch,
-            lanes=share,
-            reduce=reduce,
-        )
+    def on_device(call: Call, empty, states, data):
+        carry = _play_phases(program, shapes, call, empty, states, data, fetch, share)
         new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
         return jax.tree.map(_sum_devices, (carry.accumulator, new, carry.written))
 
     everywhere, by_lane = PartitionSpec(), PartitionSpec(None, "clients")
-    empty, mine = part_of_chunk(accumulator, states, chunk, capacity)
-    args = (frozen, broadcast, empty, mine, data, chunk, task, key)
+    empty, mine = part_of_chunk(accumulator, states, call.chunk, capacity)
+    args = (call, empty, mine, data)
     specs = jax.tree.map(lambda _: everywhere, args)
-    tables = jax.tree.map(lambda _: by_lane, chunk.tables)
-    specs = (*specs[:5], specs[5]._replace(tables=tables), *specs[6:])
+    tables = jax.tree.map(lambda _: by_lane, call.chunk.tables)
+    specs = (specs[0]._replace(chunk=specs[0].chunk._replace(tables=tables)), *specs[1:])
     spread = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
-    return close_chunk(accumulator, states, *spread(*args), chunk, capacity)
+    received, new, written = spread(*args)
+    return close_chunk(accumulator, states, Carry((), received, new, written, ()), call.chunk, capacity)
 
 
 def _sum_devices(x: Array) -> Array:
@@ -211,109 +210,112 @@ def _sum_devices(x: Array) -> Array:
 
 
 def _play_phases(
-    program, frozen, broadcast, accumulator, states, data, chunk, task, key, *, fetch, lanes: Lanes, reduce
-):
+    program: Program, shapes: Shapes, call: Call, accumulator, states, data, fetch: Fetch, lanes: Lanes
+) -> Carry:
     """Phases as successive sweeps over the chunk's clients and over resident data."""
-    carry = open_chunk(program, lanes, broadcast, accumulator, states, chunk, task)
+    ids = memories(program, states, call.chunk.id.shape[0])
+    carry, past = open_chunk(program, shapes, lanes, accumulator, states, call.chunk), Past(data, ids, ids)
     for index, phase in enumerate(program.phases):
-        locate = functools.partial(_in_store, phase, chunk, _row_order(phase, index, chunk, key))
-        ticks = (0, chunk.ticks[index])
-        carry = sweep(
-            program,
-            index,
-            frozen,
-            broadcast,
-            carry,
-            data,
-            locate,
-            chunk,
-            task,
-            key,
-            ticks,
-            fetch=fetch,
-            lanes=lanes,
-            reduce=reduce,
-        )
+        order = _row_order(phase, index, call.chunk, call.key)
+        locate = functools.partial(_in_store, phase, call.chunk, order)
+        ticks = (0, call.chunk.ticks[index])
+        carry = sweep(program, index, call, carry, data, past, locate, ticks, fetch=fetch, lanes=lanes)
     return carry
 
 
-def open_chunk(program: Program, lanes: Lanes, broadcast, accumulator, states, chunk: Chunk, task) -> Carry:
+def open_chunk(
+    program: Program, shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk
+) -> Carry:
     """Before the first tick of a chunk. Between phases a client's local state waits in a buffer [S, ...]."""
     slots = chunk.id.shape[0]
-    one = jax.tree.map(lambda x: x[0], states)
-    local = jax.eval_shape(program.start, broadcast, one, task, _info(chunk, 0), jax.random.key(0))
-    waiting = _zeros(local, (slots,)) if len(program.phases) > 1 else ()
-    return Carry(_zeros(local, (lanes.count,)), accumulator, states, jnp.zeros(slots, bool), waiting)
+    waiting = _zeros(shapes.local, (slots,)) if len(program.phases) > 1 else ()
+    return Carry(_zeros(shapes.local, (lanes.count,)), accumulator, states, jnp.zeros(slots, bool), waiting)
 
 
-def sweep(program: Program, index, frozen, broadcast, carry: Carry, data, locate, chunk, task, key, ticks, *,
-           fetch, lanes, reduce) -> Carry:  # fmt: skip
+# ---- the loop ----------------------------------------------------------------------------------------------
+
+
+def sweep(
+    program: Program, index: int, call: Call, carry: Carry, data: PyTree, past: Past, locate: Callable,
+    ticks: tuple, *, fetch: Fetch, lanes: Lanes,
+) -> Carry:  # fmt: skip
     """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table
     names.
 
     locate(tick, lane, slot, step) -> (row ids, mask, where `data` has these rows)
     """
-    phase, table = program.phases[index], jax.tree.map(jnp.asarray, chunk.tables[index])
-    is_first, is_last = index == 0, index == len(program.phases) - 1
+    phase, chunk = program.phases[index], call.chunk
+    table = jax.tree.map(jnp.asarray, chunk.tables[index])
     each = functools.partial(over_lanes, lanes=lanes.count, mode=lanes.mode)
-
-    def begin(slot, start, locals_, states, waiting):
-        if is_first:
-            new = each(
-                lambda s: program.start(
-                    broadcast, _at(states, s), task, _info(chunk, s), _client_key(key, chunk, s, 0)
-                )
-            )(slot)
-        else:
-            new = jax.tree.map(lambda x: x[slot], waiting)
-        return select(start, new, locals_)
+    begin = functools.partial(_begin, program, index, call, each)
+    finish = functools.partial(_finish, program, index, call, each)
 
     def work(tick, lane, slot, step, active, local):
-        key_ = jax.random.fold_in(_client_key(key, chunk, slot, 1 + index), step)
+        key = jax.random.fold_in(_client_key(call.key, chunk, slot, 1 + index), step)
         rows, mask, place = locate(tick, lane, slot, step)
-        batch = _read(fetch, phase, data, rows, place, mask, jax.random.fold_in(key_, 0))
-        new, metrics = phase.step(frozen, broadcast, local, batch, task, jax.random.fold_in(key_, 1))
-        return select(active, new, local), {
-            name: _countable(value, active) for name, value in metrics.items()
-        }
-
-    def finish(slot, end, locals_, accumulator, states, written, waiting):
-        if not is_last:
-            there = jnp.where(end, slot, chunk.id.shape[0])
-            put = lambda buffer, x: buffer.at[there].set(x, mode="drop")
-            return accumulator, states, written, jax.tree.map(put, waiting, locals_)
-        done = each(lambda s, one: program.finish(broadcast, one, _at(states, s), task, _info(chunk, s)))
-        upload, new = done(slot, locals_)
-        upload = upload._replace(weight=jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape))
-        accumulator, valid = _receive(accumulator, upload, chunk, slot, end, reduce)
-        there = jnp.where(valid, slot, chunk.id.shape[0])
-        states = jax.tree.map(lambda buffer, x: buffer.at[there].set(x, mode="drop"), states, new)
-        return accumulator, states, written.at[there].set(True, mode="drop"), waiting
+        ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
+        batch = _read(fetch, phase.view.augment, data, rows, place, mask, jax.random.fold_in(key, 0))
+        if phase.recall:
+            batch = join(batch, _recalled(fetch, phase, ctx, past, slot, local, step_key))
+        new, metrics = phase.step(ctx, local, batch, step_key)
+        return select(active, new, local), {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
-        locals_, accumulator, states, written, waiting = carry
         slot, step, start, end, active = (column[i] for column in table)
         start, end, active = start > 0, end > 0, active > 0
         # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both
         # branches at every tick.
-        locals_ = jax.lax.cond(
-            jnp.any(start), lambda: begin(slot, start, locals_, states, waiting), lambda: locals_
-        )
-        locals_, metrics = each(work)(
-            jnp.full_like(slot, i), jnp.arange(lanes.count), slot, step, active, locals_
-        )
-        total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0), accumulator.metrics[index], metrics)
-        metrics = (*accumulator.metrics[:index], total, *accumulator.metrics[index + 1 :])
-        accumulator = accumulator._replace(metrics=metrics)
-        rest = jax.lax.cond(
-            jnp.any(end),
-            lambda: finish(slot, end, locals_, accumulator, states, written, waiting),
-            lambda: (accumulator, states, written, waiting),
-        )
-        return Carry(locals_, *rest)
+        local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
+        numbers = (jnp.full_like(slot, i), jnp.arange(lanes.count))
+        local, metrics = each(work)(*numbers, slot, step, active, local)
+        accumulator = _add_metrics(carry.accumulator, index, metrics)
+        carry = carry._replace(local=local, accumulator=accumulator)
+        return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
 
     # The trip count is data, so one trace serves rounds of any length.
     return jax.lax.fori_loop(*ticks, tick, carry)
+
+
+def _begin(program: Program, index: int, call: Call, each: Callable, slot, start, carry: Carry) -> PyTree:
+    """The lanes' clients at work, with those that start now in their places."""
+
+    def one(s):
+        return program.start(ctx_of(call, s), _at(carry.states, s), _client_key(call.key, call.chunk, s, 0))
+
+    new = each(one)(slot) if index == 0 else _at(carry.waiting, slot)
+    return select(start, new, carry.local)
+
+
+def _finish(program: Program, index: int, call: Call, each: Callable, slot, end, carry: Carry) -> Carry:
+    """Clients at the end of a phase wait for the next one; at the end of the last they send."""
+    slots = call.chunk.id.shape[0]
+    put = lambda where: lambda buffer, x: buffer.at[where].set(x, mode="drop")
+    if index < len(program.phases) - 1:
+        waiting = jax.tree.map(put(jnp.where(end, slot, slots)), carry.waiting, carry.local)
+        return carry._replace(waiting=waiting)
+
+    def one(s, local):
+        ctx = ctx_of(call, s)
+        upload, new = program.finish(ctx, local, _at(carry.states, s))
+        return program.receive(ctx, upload) if program.receive else upload, new
+
+    upload, new = each(one)(slot, carry.local)
+    weight = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape)
+    upload = upload._replace(weight=weight)
+    accumulator, valid = _receive(carry.accumulator, upload, call.chunk, slot, end)
+    there = jnp.where(valid, slot, slots)
+    states = jax.tree.map(put(there), carry.states, new)
+    written = carry.written.at[there].set(True, mode="drop")
+    return carry._replace(accumulator=accumulator, states=states, written=written)
+
+
+def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accumulator:
+    before = accumulator.metrics
+    total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), before[index], metrics)
+    return accumulator._replace(metrics=(*before[:index], total, *before[index + 1 :]))
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
 
 
 def _in_store(phase: Phase, chunk: Chunk, order, tick, lane, slot, step):
@@ -331,7 +333,7 @@ def in_window(rows, places, first, tick, lane, slot, step):
     return mine, mine >= 0, places[tick - first, lane]
 
 
-def rows_of_ticks(phase: Phase, index: int, lanes: Lanes, chunk: Chunk, key) -> Int[Array, "ticks lanes B"]:
+def rows_of_ticks(phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray) -> Int[Array, "ticks lanes B"]:
     """The row ids that every lane reads at every tick of a phase; -1 for padding."""
     table, order = chunk.tables[index], _row_order(phase, index, chunk, key)
 
@@ -342,7 +344,7 @@ def rows_of_ticks(phase: Phase, index: int, lanes: Lanes, chunk: Chunk, key) -> 
     return jax.vmap(jax.vmap(cell))(*map(jnp.asarray, (table.slot, table.step, table.active)))
 
 
-def _row_order(phase: Phase, index: int, chunk: Chunk, key) -> Int[Array, "epochs rows"]:
+def _row_order(phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray) -> Int[Array, "epochs rows"]:
     """For every epoch, the positions in chunk.rows sorted by client and, within a client, by a uniform draw
     per training row.
 
@@ -372,28 +374,54 @@ def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Arra
     return chunk.rows[position], mask
 
 
-def _read(fetch: Fetch, phase: Phase, data, rows, place, mask, key) -> Batch:
+def _recalled(fetch: Fetch, phase: Phase, ctx: Ctx, past: Past, slot, local, key) -> Batch:
+    """The rows of its past that the client chooses for this step, under the clean view; places outside of
+    its memory are padding."""
+    choice, size = phase.recall(ctx, local, key), past.ids.shape[1]
+    ids, places = (rows[slot, jnp.clip(choice, 0, size - 1)] for rows in (past.ids, past.places))
+    return _read(fetch, False, past.data, ids, places, (choice >= 0) & (choice < size) & (ids >= 0), key)
+
+
+def join(batch: Batch, other: Batch) -> Batch:
+    """Both batches as one, with cached features if both have them."""
+    both = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
+    known = batch.query is not None and other.query is not None
+    return Batch(*both, query=jnp.concatenate([batch.query, other.query]) if known else None)
+
+
+def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key) -> Batch:
     """A batch whose padding rows are zeros whatever the data holds there."""
     keys = jax.random.split(key, rows.shape[0])
-    image, label, query = fetch(data, jnp.where(mask, place, 0), keys, phase.view.augment)
+    image, label, query = fetch(data, jnp.where(mask, place, 0), keys, augment)
     clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
-    return Batch(
-        clear(image), clear(label), mask, jnp.where(mask, rows, -1), None if query is None else clear(query)
-    )
+    query = None if query is None else clear(query)
+    return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), query)
 
 
-def _client_key(key, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:
+def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
+    """A batch of padding as a phase would read it, for its shapes."""
+    key, view = jax.random.key(0), phase.view
+    empty = lambda size: (jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.int32), jnp.zeros(size, bool), key)
+    batch = _read(fetch, view.augment, data, *empty(view.batch_size))
+    return join(batch, _read(fetch, False, data, *empty(view.recall))) if phase.recall else batch
+
+
+def ctx_of(call: Call, slot) -> Ctx:
+    """What the client in a slot may read."""
+    chunk = call.chunk
+    task = call.task if chunk.task is None else _at(chunk.task, slot)
+    info = ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], chunk.round)
+    return Ctx(call.frozen, call.broadcast.wire, call.broadcast.held, task, info)
+
+
+def _client_key(key: PRNGKeyArray, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 3), chunk.id[slot]), purpose)
-
-
-def _info(chunk: Chunk, slot) -> ClientInfo:
-    return ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], chunk.round)
 
 
 # ---- pytrees -----------------------------------------------------------------------------------------------
 
 
-def _at(tree: PyTree, index: Any) -> PyTree:
+def _at(tree: PyTree, index) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
@@ -403,18 +431,12 @@ def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
 
 def _align(mask: Array, x: Array) -> Array:
     """`mask` with trailing axes of size 1 so that it broadcasts against x from the left."""
-    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+    return mask.reshape(mask.shape + (1,) * (jnp.ndim(x) - mask.ndim))
 
 
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
+    """The leaves of `new` where the mask, which has their leading axes, is True, else those of `old`."""
     return jax.tree.map(lambda a, b: jnp.where(_align(mask, a), a, b), new, old)
-
-
-def _add_valid(total: PyTree, new: PyTree, valid: Array) -> PyTree:
-    """Sum over lanes of the valid rows: selected, not multiplied, since 0 * nan is nan."""
-    return jax.tree.map(
-        lambda t, x: t + jnp.sum(jnp.where(_align(valid, x), x, 0), axis=0, dtype=t.dtype), total, new
-    )
 
 
 def _squeeze(tree: PyTree) -> PyTree:

@@ -1,10 +1,19 @@
-"""The methods by name: one table, written out. To add one, write its file and add its line."""
+"""The methods by name: one table, written out. To add one, write its file and add its line.
 
-import dataclasses
+A method from outside the package is a file or module that holds a `MethodEntry` (`find_method`).
+"""
+
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from fcljax.methods import ewc, fedavg, fedclm, fedncm, finetune, fppl, icarl, linear, lwf, pilora
+from fcljax.errors import InputError, nearest
+from fcljax.federate import Kit
+from fcljax.methods import ewc, fedavg, fedclm, fedncm, fppl, icarl, lwf, pilora
 from fcljax.types import Method
 
 
@@ -12,74 +21,118 @@ class MethodEntry(NamedTuple):
     """How the command line makes a method.
 
     options: frozen dataclass of the method's own settings; None values are filled from `fidelity`.
-    fidelity: preset name -> values of the fields on which paper and release differ.
-    build(options, setting, backbone, epochs, batch_size, lr) -> Method.
+    build(options, kit) -> Method
+    adapter: the default one, of `adapters.ADAPTERS`
+    fidelity: preset name -> values of the fields, its own and the adapter's, on which paper and release differ
+    defaults: values of a run's or an adapter's fields that suit the method
+    options_with: adapter -> a subclass of `options` with more options, which act on that adapter alone
+    excludes: adapters that cannot work -> why
+    merges: why only the plain mean can merge what its clients send; "" if any rule can
     joint: do all tasks' classes come at once?
     """
 
     summary: str
     options: type
-    fidelity: dict[str, dict[str, Any]]
-    build: Callable[..., Method]
+    build: Callable[[Any, Kit], Method]
+    adapter: str
+    fidelity: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, Any] = {}
+    options_with: dict[str, type] = {}
+    excludes: dict[str, str] = {}
+    merges: str = ""
     joint: bool = False
 
+
+# what the LoRA baselines of PILoRA's tables share: one pair goes on training through all tasks
+_ONE_PAIR = {"lora_pairs": "one"}
 
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
         "fused task prompts, unified representation, prototype debias (FPPL)",
-        fppl.FPPLConfig,
-        fppl.FIDELITY,
-        fppl.fppl,
+        fppl.FPPLOptions, fppl.fppl, "prompts", fppl.FIDELITY,
     ),
     "fedavg": MethodEntry(
         "FPPL's adapter with its three parts off: plain FedAvg",
-        fedavg.FedAvgConfig,
-        fedavg.FIDELITY,
-        fedavg.fedavg,
+        fedavg.FedAvgOptions, fedavg.fedavg, "prompts", fedavg.FIDELITY,
+        {"wo_fusion": True, "gate_scale": "fixed", "prompt_upload": "current"},
     ),
     "linear": MethodEntry(
-        "FedAvg of a classifier on frozen features", linear.LinearConfig, linear.FIDELITY, linear.linear
+        "FedAvg of a classifier on frozen features", fedavg.NoOptions, fedavg.plain, "linear"
     ),
     "pilora": MethodEntry(
         "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
-        pilora.PiloraConfig,
-        pilora.FIDELITY,
-        pilora.pilora,
+        pilora.PiloraOptions, pilora.pilora, "lora", pilora.FIDELITY, {"weight_decay": 1e-5},
+        {"lora": pilora.PiloraLoraOptions},
+        merges="prototypes are weighted by PILoRA's own rule; with --wo-reweight any rule merges them",
     ),
     "fedncm": MethodEntry(
-        "class means of frozen features, no training (FedNCM)",
-        fedncm.FedNCMConfig,
-        fedncm.FIDELITY,
-        fedncm.fedncm,
+        "class means of frozen features, no training (FedNCM)", fedncm.FedNCMOptions, fedncm.fedncm, "linear",
+        excludes=dict.fromkeys(
+            ("lora", "prompts", "full"), "nothing trains in FedNCM, so an adapter would stay at its first values"
+        ),
+        merges="it sends sums over rows, which are added up",
     ),
     "fedclm": MethodEntry(
         "FedAvg of LoRA and a classifier, nearest class mean at inference",
-        finetune.FinetuneConfig,
-        finetune.FIDELITY,
-        fedclm.fedclm,
+        fedavg.NoOptions, fedclm.fedclm, "lora", defaults=_ONE_PAIR,
+        merges="its class means are sums over rows, which are added up",
     ),
     "ewc": MethodEntry(
-        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCConfig, finetune.FIDELITY, ewc.ewc
+        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCOptions, ewc.ewc, "lora",
+        defaults=_ONE_PAIR,
     ),
     "lwf": MethodEntry(
-        "FedAvg of LoRA and a classifier with distillation", lwf.LwFConfig, finetune.FIDELITY, lwf.lwf
+        "FedAvg of LoRA and a classifier with distillation", lwf.LwFOptions, lwf.lwf, "lora",
+        defaults=_ONE_PAIR,
     ),
     "icarl": MethodEntry(
-        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLConfig, finetune.FIDELITY, icarl.icarl
+        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLOptions, icarl.icarl, "lora",
+        defaults=_ONE_PAIR,
     ),
     "joint": MethodEntry(
-        "FedAvg of LoRA and a classifier, all classes at once",
-        finetune.FinetuneConfig,
-        finetune.FIDELITY,
-        finetune.finetune,
-        joint=True,
+        "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",
+        defaults=_ONE_PAIR, joint=True,
     ),
-}
+}  # fmt: skip
+
+OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
 
 
-def resolve_options(name: str, options: Any, fidelity: str) -> Any:
-    """`options` with every None replaced by the value of the fidelity preset."""
-    preset = METHODS[name].fidelity[fidelity]
-    return dataclasses.replace(
-        options, **{field: value for field, value in preset.items() if getattr(options, field) is None}
+@functools.cache
+def find_method(name: str) -> MethodEntry:
+    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME or MODULE:NAME.
+
+    A method's file is a program: it is run when it is loaded.
+
+    Raises:
+      InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    place, _, attribute = name.partition(":")
+    if not (place.endswith(".py") or attribute):
+        raise InputError(f"method: unknown value {name!r}; {nearest(name, METHODS)}")
+    module = (
+        _load_file(place) if place.endswith(".py") else _load(name, lambda: importlib.import_module(place))
     )
+    entry = getattr(module, attribute or OUTSIDE, None)
+    if not isinstance(entry, MethodEntry):
+        raise InputError(f"method: {name!r} has no MethodEntry by the name {attribute or OUTSIDE}")
+    return entry
+
+
+def _load_file(place: str) -> ModuleType:
+    if not Path(place).is_file():
+        raise InputError(f"method: no file {place!r}")
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    module = importlib.util.module_from_spec(spec)
+    _load(place, lambda: spec.loader.exec_module(module))
+    return module
+
+
+def _load(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # whatever a stranger's file raises while it is loaded
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"method: {name!r} cannot be loaded: {said}") from error

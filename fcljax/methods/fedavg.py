@@ -1,45 +1,62 @@
-"""FedAvg on FPPL's adapter with its three parts off (FPPL table III, first row; McMahan et al. 2017).
+"""FedAvg: clients train, the server averages, nothing is done against forgetting (McMahan et al. 2017).
 
-One prompt per task, the untrained gate picks one of them, the averaged classifier is used as it is; no
-prototypes are sent. As in the release, the untrained gate travels with the model and is counted.
+By default on FPPL's adapter with its three parts off (FPPL table III, first row): one prompt per task, the
+untrained gate picks one of them, the averaged classifier is used as it is. As in the release, the untrained
+gate travels with the model and is counted. On `linear` it averages a classifier on frozen features, on LoRA
+with all classes at once it is the joint training of PILoRA's tables.
 """
 
 import dataclasses
 from typing import Literal
 
-from fcljax.methods.fppl import FIDELITY as FPPL_FIDELITY
-from fcljax.methods.fppl import FPPLConfig, fppl
-from fcljax.types import Backbone, Method, Setting
+import jax
+from jaxtyping import PRNGKeyArray
+
+from fcljax.federate import Kit, federate
+from fcljax.learner import Keys, Objective, learner, two_keys
+from fcljax.methods import fppl
+from fcljax.models.classifiers import linear
+from fcljax.types import Method
 
 
 @dataclasses.dataclass(frozen=True)
-class FedAvgConfig:
+class FedAvgOptions:
     """Fields with default None take the value of the fidelity preset."""
 
-    prompt_length: int = 20  # tokens per block
-    prompt_blocks: int = 5  # blocks 0..4
-    local_classes: Literal["current", "all"] | None = (
-        None  # classes that compete in the client's cross-entropy
-    )
+    local_classes: Literal["current", "all"] | None = None  # classes in the client's cross-entropy
     reduction: Literal["mean", "sum"] | None = None  # of the loss over a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The method has no options of its own."""
 
 
 FIDELITY = {
     name: {field: preset[field] for field in ("local_classes", "reduction")}
-    for name, preset in FPPL_FIDELITY.items()
+    for name, preset in fppl.FIDELITY.items()
 }
 
 
-def fedavg(
-    config: FedAvgConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
-) -> Method:
-    """FPPL without unified representation, fusion and debias, sending no prototypes."""
-    shared = dataclasses.asdict(config) | dict(gate_scale="fixed", prompt_upload="current")
-    return fppl(
-        FPPLConfig(wo_unified=True, wo_fusion=True, wo_debias=True, **shared),
-        setting,
-        backbone,
-        epochs,
-        batch_size,
-        lr,
+def fedavg(options: FedAvgOptions, kit: Kit) -> Method:
+    """FedAvg with the losses of FPPL's release."""
+    return averaging(kit, Objective(options.local_classes, options.reduction), fppl.three_keys)
+
+
+def plain(options: NoOptions, kit: Kit) -> Method:
+    """FedAvg with cross-entropy over the classes of the current task: the baselines `linear` and `joint`."""
+    del options
+    return averaging(kit, Objective(), one_key if kit.adapter.plain else two_keys)
+
+
+def averaging(kit: Kit, objective: Objective, keys: Keys) -> Method:
+    """FedAvg of an adapter and a linear classifier."""
+    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes), keys)
+    return federate(
+        model, kit.setting, kit.train, kit.terms, objective=objective, aggregation=kit.aggregation
     )
+
+
+def one_key(key: PRNGKeyArray) -> tuple[jax.Array, jax.Array]:
+    """A classifier alone draws from the key itself."""
+    return key, key

@@ -1,99 +1,53 @@
-"""FedNCM (Legate et al. 2023): a training-free classifier of class means of frozen features.
+"""FedNCM (Legate et al. 2023): a training-free classifier of class means of features.
 
-Every client sends the sum of its features and the number of its rows for each class of the task, once; the
-server's means are those of all rows together, whoever holds them.
+Before a task's first round every client sends the sum of its features and the number of its rows for each
+class of the task, once; the server's means are those of all rows together, whoever holds them.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from fcljax.models.heads import class_sums, mask_logits
-from fcljax.models.prototypes import class_means, distance_logits, distances
-from fcljax.types import Backbone, Batch, Broadcast, Method, Phase, Program, Setting, Task, Upload, View
+from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, federate
+from fcljax.learner import Learner, Model, learner
+from fcljax.models.classifiers import Sums, add_batch, add_classes, empty_sums, nearest_mean
+from fcljax.types import Aggregate, Method, Turn
 
 
 @dataclasses.dataclass(frozen=True)
-class FedNCMConfig:
+class FedNCMOptions:
     """Options of FedNCM."""
 
-    classifier: Literal["linear", "nearest"] = (
-        "linear"  # mean features of length 1 as weights, or the nearest mean
-    )
+    # mean features of length 1 as weights, or the nearest mean
+    classifier: Literal["linear", "nearest"] = "linear"
 
 
-FIDELITY: dict[str, dict] = {"intended": {}, "paper": {}, "released": {}}
+def fedncm(options: FedNCMOptions, kit: Kit) -> Method:
+    """FedNCM as a method; nothing trains."""
+    width, setting = kit.network.width, kit.setting
+    model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes, options.classifier))
+    survey = Survey(class_mean_step(setting.task_classes, width), "opening", kit.train.batch_size)
+    return federate(model, setting, None, kit.terms, surveys=(survey,), aggregation=kit.aggregation)
 
 
-class Sums(NamedTuple):
-    """Sums of features and numbers of rows per class."""
+def class_mean_step(classes: int, width: int) -> ServerStep:
+    """Sums of the task's classes [Ct] go up and are added to a `nearest_mean` classifier's; each class is of
+    one task, which is surveyed once."""
 
-    feature: Float[Array, "classes width"]
-    rows: Float[Array, " classes"]
+    def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+        del learner, key
+        sums = add_classes(params.classifier.sums, aggregate.sum["class_sums"], turn.task)
+        return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
 
-
-def fedncm(
-    config: FedNCMConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
-) -> Method:
-    """FedNCM as a method; a client's state is the last task that it has sent its sums for. Epochs and rate do
-    not matter."""
-    del epochs, lr
-    features = lambda frozen, image, query: backbone.encode(frozen, image, None) if query is None else query
-
-    def look(frozen, broadcast, local: Sums, batch, task, key):
-        del broadcast, key
-        return add_batch(local, features(frozen, batch.image, batch.query), batch, task), {}
-
-    def finish(broadcast, local: Sums, sent: Int[Array, ""], task, info):
-        del broadcast, info
-        new = (sent != task.index).astype(jnp.float32)
-        return Upload(sum=Sums(new * local.feature, new * local.rows)), task.index
-
-    def serve(frozen, server: Sums, aggregate, task, key):
-        del frozen, key
-        return add_classes(server, aggregate.sum, task), {}
-
-    def predict(frozen, server: Sums, image, query, task):
-        return mean_logits(features(frozen, image, query), server, task.seen, config.classifier)
-
-    start = lambda broadcast, state, task, info, key: empty_sums(setting.task_classes, backbone.width)
-    return Method(
-        init=lambda key, frozen: empty_sums(setting.classes, backbone.width),
-        init_client=lambda key, server: jnp.int32(-1),
-        broadcast=lambda server, task: Broadcast(()),
-        client=Program(start, (Phase(View(1, batch_size, shuffle=False, augment=False), look),), finish),
-        server=serve,
-        predict=predict,
-        queries=True,
-    )
+    return ServerStep("class_means", step, collects=(class_sum_collect(classes, width),))
 
 
-def empty_sums(classes: int, width: int) -> Sums:
-    """Sums of no rows yet."""
-    return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
+def class_sum_collect(classes: int, width: int) -> Collect:
+    """Sums of features and numbers of rows of the task's classes [Ct]."""
 
+    def look(learner: Learner, seen: Seen, total: Sums) -> Sums:
+        del learner
+        return add_batch(total, seen.output.feature, seen.batch, seen.ctx.task)
 
-def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
-    """A client's sums of the task's classes with the rows of a batch."""
-    more, rows = class_sums(feature, batch.label, task.classes, batch.mask)
-    return Sums(sums.feature + more, sums.rows + rows)
-
-
-def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """The server's sums of all classes with what arrived for those of the task; padding classes are
-    dropped."""
-    place = jnp.where(task.classes >= 0, task.classes, total.rows.shape[0])
-    return Sums(*(old.at[place].add(new, mode="drop") for old, new in zip(total, arrived, strict=True)))
-
-
-def mean_logits(
-    feature: Float[Array, "batch width"], sums: Sums, seen, classifier: str
-) -> Float[Array, "batch classes"]:
-    """Logits of a classifier of class means; classes that are not seen, or that nobody had, never win."""
-    mean, held = class_means(sums.feature, sums.rows)
-    if classifier == "nearest":
-        return distance_logits(distances(feature, mean, "squared"), seen & held)
-    length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(feature @ (mean / length).T, seen & held)
+    return Collect("class_sums", lambda ctx: empty_sums(classes, width), look, channel="sum")

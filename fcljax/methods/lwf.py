@@ -1,5 +1,4 @@
-"""LwF+FL: learning without forgetting (Li and Hoiem 2016) on LoRA and a linear classifier, as in TARGET's
-release (ICCV 2023).
+"""LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV 2023).
 
 A client distils the logits of old classes, on its own images of the current task, from the global model as it
 was when the client first took part in the task. It keeps this teacher, since at later rounds the server only
@@ -11,59 +10,60 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fcljax.methods.finetune import (
-    FinetuneConfig,
-    Recipe,
-    Tuned,
-    logits_of,
-    make_client,
-    make_method,
-    old_classes,
-)
+from fcljax.federate import Kit, Seen, Term, federate
+from fcljax.learner import Learner, Model, learner
+from fcljax.models.classifiers import linear
 from fcljax.models.heads import distillation
-from fcljax.types import Backbone, Method, Setting
+from fcljax.options import option
+from fcljax.types import Ctx, Method
 
 
 @dataclasses.dataclass(frozen=True)
-class LwFConfig(FinetuneConfig):
+class LwFOptions:
     """Options of LwF; the values are those of TARGET's release."""
 
     distill_weight: float = 3.0  # weight of the distillation
-    distill_temperature: float = 2.0  # temperature of student and teacher
+    distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
 
 
 class Teacher(NamedTuple):
     """A client's teacher, and the task that it is for (-1: none yet)."""
 
-    tuned: Tuned
+    part: Model
     task: Int[Array, ""]
 
 
-def lwf(
-    config: LwFConfig, setting: Setting, backbone: Backbone, epochs: int, batch_size: int, lr: float
-) -> Method:
+def lwf(options: LwFOptions, kit: Kit) -> Method:
     """LwF+FL as a method."""
-    recipe = Recipe(config, setting, backbone, epochs, batch_size, lr)
-
-    def distil(frozen, tuned, teacher: Teacher, batch, task, key, logits):
-        del tuned, key
-        target = logits_of(recipe, frozen, teacher.tuned, batch.image)
-        return config.distill_weight * distillation(
-            logits, target, old_classes(task), batch.mask, config.distill_temperature
-        )
-
-    client = make_client(
-        recipe, open_memory=first_model_of_task, term=distil, keep=lambda local, state, task: local.memory
-    )
-    return make_method(recipe, client, init_client=lambda key, server: Teacher(server, jnp.int32(-1)))
+    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
+    terms = (distil(options.distill_weight, options.distill_temperature), *kit.terms)
+    return federate(model, kit.setting, kit.train, terms, aggregation=kit.aggregation)
 
 
-def first_model_of_task(broadcast, state: Teacher, task, info, key) -> Teacher:
+def distil(weight: float, temperature: float) -> Term:
+    """Distillation of old classes' logits from the model that the client first got in the task.
+
+    Args:
+      weight: of the loss.
+      temperature: of student and teacher.
+    """
+
+    def loss(learner: Learner, seen: Seen, teacher: Teacher) -> Float[Array, ""]:
+        ctx, batch = seen.ctx, seen.batch
+        target = learner.forward(ctx.frozen, ctx.held, teacher.part, batch, ctx.task, True).logits
+        return weight * distillation(seen.output.logits, target, ctx.task.old, batch.mask, temperature)
+
+    return Term(
+        "lwf", loss, init=lambda key, part: Teacher(part, jnp.int32(-1)), open=first_model_of_task,
+        keep=lambda ctx, teacher, part, state: teacher,
+    )  # fmt: skip
+
+
+def first_model_of_task(ctx: Ctx, state: Teacher, key: PRNGKeyArray) -> Teacher:
     """The teacher of the current task: a new one if the client's is of an earlier task."""
-    del info, key
-    stale = state.task != task.index
-    return Teacher(
-        jax.tree.map(lambda new, old: jnp.where(stale, new, old), broadcast.wire, state.tuned), task.index
-    )
+    del key
+    stale = state.task != ctx.task.index
+    pick = lambda new, old: jnp.where(stale, new, old)
+    return Teacher(jax.tree.map(pick, ctx.wire.part, state.part), ctx.task.index)

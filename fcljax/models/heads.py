@@ -1,5 +1,4 @@
-"""Classifier heads and the masked losses on them: classes are preallocated, so masks and not shapes say which
-of them compete."""
+"""Classifier heads and masked losses on them: classes are preallocated, masks say which of them compete."""
 
 from typing import Literal, NamedTuple
 
@@ -34,8 +33,11 @@ def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array,
 def mask_logits(
     logits: Float[Array, "*batch classes"], allowed: Bool[Array, "..."]
 ) -> Float[Array, "*batch classes"]:
-    """Logits with the classes that are not allowed at the lowest finite value: they never win and get a
-    gradient of exactly 0. (-inf would do the same but turns into nan where no class is allowed.)"""
+    """Logits with the classes that are not allowed at the lowest finite value.
+
+    They never win and get a gradient of exactly 0. (-inf would do the same but turns into nan where no class
+    is allowed.)
+    """
     return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
@@ -81,9 +83,11 @@ def distillation(
     mask: Bool[Array, " batch"],
     temperature: float = 2.0,
 ) -> Float[Array, ""]:
-    """Knowledge distillation over the allowed classes: the mean over the rows in the mask of the
-    cross-entropy of softmax(student / T) under softmax(teacher / T), without the factor T^2 (the form of LwF
-    in TARGET's release). 0 if no class or no row is left."""
+    """Knowledge distillation over the allowed classes.
+
+    The mean over the rows in the mask of the cross-entropy of softmax(student / T) under softmax(teacher /
+    T), without the factor T^2 (the form of LwF in TARGET's release). 0 if no class or no row is left.
+    """
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
     log_odds = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
     loss = -jnp.sum(jnp.where(allowed, target * log_odds, 0.0), axis=-1)
@@ -91,8 +95,10 @@ def distillation(
 
 
 def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
-    """Cosine similarity of all pairs; a vector shorter than eps counts as 0. The guard is on the input of the
-    root, so gradients at 0 are 0 and not nan."""
+    """Cosine similarity of all pairs; a vector shorter than eps counts as 0.
+
+    The guard is on the input of the root, so gradients at 0 are 0 and not nan.
+    """
     unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))
     return unit(a) @ unit(b).T
 
@@ -103,7 +109,6 @@ def class_sums(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
-    """Sum of features and number of rows for each of `classes`, as a matrix product: scatter-add is not
-    deterministic on GPUs."""
+    """Sums of features and rows per class, as a matrix product: scatter-add is not deterministic on GPUs."""
     member = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
     return member.T @ jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32), jnp.sum(member, axis=0)

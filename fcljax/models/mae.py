@@ -1,9 +1,8 @@
-"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss (He et al. 2022;
-pMAE, arXiv 2411.01916).
+"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss.
 
-The encoder is `apply_vit(config, params, image, Injection(keep=masking.keep), full=True)`, whose tokens are
-the latent that `decode` takes. The decoder predicts all patches; what it says of the visible ones is kept,
-not replaced by the pixels that are known.
+After He et al. 2022 and pMAE (arXiv 2411.01916). The encoder is `apply_vit(config, params, image,
+Injection(keep=masking.keep), full=True)`, whose tokens are the latent that `decode` takes. The decoder
+predicts all patches; what it says of the visible ones is kept, not replaced by the pixels that are known.
 """
 
 import dataclasses
@@ -23,8 +22,7 @@ from fcljax.models.vit import Block, ViTConfig
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Static shape of a decoder; the defaults are those of MAE for a ViT-B/16. `dtype` is the compute type of
-    the matrix products."""
+    """Static shape of a decoder; the defaults are MAE's for a ViT-B/16. `dtype`: of the matrix products."""
 
     image_size: int = 224
     patch: int = 16
@@ -43,8 +41,11 @@ class DecoderConfig:
 
 
 class Masking(NamedTuple):
-    """Which patches an encoder sees. keep: indices of the visible patches, in their random order. restore:
-    for every patch its place in the sequence [visible, masked]. masked: True for patches that are hidden."""
+    """Which patches an encoder sees.
+
+    keep: indices of the visible patches, in their random order. restore: for every patch its place in the
+    sequence [visible, masked]. masked: True for patches that are hidden.
+    """
 
     keep: Int[Array, "batch kept"]
     restore: Int[Array, "batch patches"]
@@ -59,8 +60,7 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
         depends on its key alone.
       batch: samples.
       patches: patches per sample.
-      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay. With 0 all stay, in random
-        order.
+      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay (with 0 all, in random order).
 
     Raises:
       InputError: for a ratio outside [0, 1].
@@ -84,9 +84,10 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
-    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token; else
-    the column index in the first half and the row index in the second, each p as [sin(p w), cos(p w)] with
-    w_i = 10000^(-i / (width / 4)).
+    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token.
+
+    For the others the column index is in the first half and the row index in the second, each p as
+    [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
 
     Raises:
       InputError: if width is not a multiple of 4.
@@ -135,13 +136,14 @@ def decode(
     restore: Int[Array, "batch patches"],
     prompt: Float[Array, "..."] | None = None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Pixels of every patch, [batch, patches, patch * patch * 3], visible patches included, in the range that
-    the decoder learned.
+    """Pixels of every patch, [batch, patches, patch * patch * 3], in the range that the decoder learned.
+
+    Visible patches are included.
 
     Args:
       config: the static shape.
-      params: as from `init_decoder` or `models.pretrained`; an argument, never closed over. `pos` is fixed:
-        no gradient reaches it.
+      params: as from `init_decoder` or `models.weights.pretrained`; an argument, never closed over. `pos` is
+        fixed: no gradient reaches it.
       latent: the encoder's tokens after its final norm, class token first, then the visible patches.
       restore: from the `Masking` with which they were encoded.
       prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch,
@@ -151,8 +153,10 @@ def decode(
 
 
 def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
-    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}. MAE's: xavier-uniform
-    kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions."""
+    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}.
+
+    MAE's: xavier-uniform kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
     keys = jax.random.split(key, len(leaves))
     return structure.unflatten(
@@ -196,9 +200,10 @@ def reconstruction_loss(
     masked: Bool[Array, "batch patches"],
     row: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean squared error over the hidden patches of the whole batch, sum(masked * error) / sum(masked) with
-    error the mean over a patch's pixels; 0 if none is hidden (MAE, section 3, without per-patch normalisation
-    of the pixels).
+    """Mean squared error over the hidden patches of the whole batch; 0 if none is hidden.
+
+    It is sum(masked * error) / sum(masked) with error the mean over a patch's pixels (MAE, section 3, without
+    per-patch normalisation of the pixels).
 
     Args:
       prediction: from `decode`.

@@ -1,5 +1,4 @@
-"""A classifier made of one learned prototype per class: distances, the losses on them and its predictions
-(PILoRA, section 4.2)."""
+"""A classifier of one learned prototype per class: distances, losses, predictions (PILoRA, section 4.2)."""
 
 from typing import Literal
 
@@ -37,8 +36,7 @@ def distances(
 def distance_logits(
     distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]
 ) -> Float[Array, "batch classes"]:
-    """Logits whose highest is the nearest prototype of the allowed classes; the others are at the lowest
-    finite value."""
+    """Logits whose highest is the nearest allowed prototype; other classes have the lowest finite value."""
     return mask_logits(-distance, allowed)
 
 
@@ -50,8 +48,10 @@ def dce_loss(
     hardness: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label] over the
-    allowed classes and the rows in the mask; prototypes of other classes get no gradient."""
+    """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label].
+
+    Over the allowed classes and the rows in the mask; prototypes of other classes get no gradient.
+    """
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
 
@@ -61,8 +61,7 @@ def pl_loss(
     mask: Bool[Array, " batch"],
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Prototype-learning loss (PILoRA eq. 10): the distance to the prototype of the own class, over the rows
-    in the mask."""
+    """Prototype-learning loss (PILoRA eq. 10): over the rows in the mask, distance to the own prototype."""
     own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
     return reduce_rows(own, mask, jnp.sum(mask), reduction)
 
@@ -70,6 +69,5 @@ def pl_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """(mean features, which classes have any) from sums of features and numbers of rows; the mean is 0 for a
-    class without rows."""
+    """(mean features, which classes have any) from sums and numbers of rows; without rows the mean is 0."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

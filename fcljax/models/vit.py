@@ -1,14 +1,13 @@
-"""A pre-norm Vision Transformer in Flax with named intermediates and injection points for parameter-efficient
-adapters.
+"""A pre-norm Vision Transformer in Flax with named intermediates and points where adapters are injected.
 
 The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class
-token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Adapters never touch this code: they hand
-over an `Injection`. The patch embedding is a reshape and a matrix product because convolutions inside loops
-fall off XLA's fast path.
+token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Parameter-efficient adapters never touch
+this code: they hand over an `Injection`. The patch embedding is a reshape and a matrix product because
+convolutions inside loops fall off XLA's fast path.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,14 +16,17 @@ from einops import rearrange
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from fcljax.types import Backbone
+from fcljax.errors import InputError
+from fcljax.types import Features, Network
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """Static shape of a ViT. `dtype` is the compute type of the matrix products; LayerNorm and softmax stay
-    in float32. Without `final_norm` the features are what the last block gives, and the parameters have no
-    `norm`."""
+    """Static shape of a ViT.
+
+    `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32. Without
+    `final_norm` the features are what the last block gives, and the parameters have no `norm`.
+    """
 
     image_size: int = 224
     patch: int = 16
@@ -51,8 +53,7 @@ VITS: dict[str, ViTConfig] = {
 
 
 class Lora(NamedTuple):
-    """Low-rank updates of one block: q += B_q A_q x and v += B_v A_v x, with x the output of norm1. No
-    scaling factor."""
+    """Low-rank updates of one block, unscaled: q += B_q A_q x, v += B_v A_v x, with x the output of norm1."""
 
     a_q: Float[Array, "rank width"]
     b_q: Float[Array, "width rank"]
@@ -61,8 +62,10 @@ class Lora(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Extra keys and values of one block in head space: they bypass norm1 and the qkv projection (DualPrompt,
-    CODA-Prompt, HePCo)."""
+    """Extra keys and values of one block in head space, as in DualPrompt, CODA-Prompt and HePCo.
+
+    They bypass norm1 and the qkv projection.
+    """
 
     key: Float[Array, "batch length heads head_dim"]
     value: Float[Array, "batch length heads head_dim"]
@@ -86,22 +89,12 @@ class Injection(NamedTuple):
     keep: Int[Array, "batch kept"] | None = None
 
 
-class Features(NamedTuple):
-    """cls: class token after the final norm, if there is one. tokens: all tokens likewise, if asked for.
-    taps: named intermediates."""
-
-    cls: Float[Array, "batch width"]
-    tokens: Float[Array, "batch tokens width"] | None
-    taps: dict[str, Array]
-
-
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
     return nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name=name)
 
 
 class Attention(nn.Module):
-    """Multi-head attention of the first `queries` tokens of x over all tokens of x, the prompts and the
-    prefix."""
+    """Multi-head attention of the first `queries` tokens of x over all its tokens, prompts and prefix."""
 
     config: ViTConfig
 
@@ -118,8 +111,7 @@ class Attention(nn.Module):
         if prompt is not None:
             extra = prompt @ kernel[:, c.width :] + bias[c.width :]
             kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
-        # Heads before tokens: the two products are then plain batched matrix products, a third faster on CPU
-        # than with heads inside.
+        # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
@@ -130,8 +122,7 @@ class Attention(nn.Module):
         return nn.Dense(c.width, dtype=c.dtype, name="proj")(rearrange(out, "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
-        """The fused projection's kernel and bias in the compute type, so that q, k and v can be taken for
-        different tokens."""
+        """The fused projection in the compute type, to take q, k and v of different tokens."""
         if self.is_initializing():
             dense(x)
         parameters = dense.variables["params"]
@@ -139,8 +130,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block. Only the first `queries` tokens come out; the others serve as keys and values
-    alone."""
+    """One transformer block. Only the first `queries` tokens come out; others are only keys and values."""
 
     config: ViTConfig
 
@@ -178,8 +168,7 @@ class ViT(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width)), x], axis=1)
         taps = {"embed": x}
         for i in range(c.depth):
-            # Only the class token of the last block is read, so only it needs a query, a projection and an
-            # MLP there.
+            # Of the last block only the class token is read: query, projection and MLP are for it alone.
             queries = 1 if i == c.depth - 1 and not full else None
             x = Block(c, name=f"block_{i:02d}")(
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
@@ -206,19 +195,42 @@ def apply_vit(
 
     Args:
       config: the static shape; `image` must be config.image_size square.
-      params: as from `init_vit` or `models.pretrained`; an argument, never closed over.
+      params: as from `init_vit` or `models.weights.pretrained`; an argument, never closed over.
       image: float images in the range that the checkpoint expects.
       injection: what an adapter adds.
-      full: also return all tokens; otherwise the last block computes the class token alone (the same value,
-        cheaper).
+      full: also return all tokens; else the last block computes the class token alone (same value, cheaper).
     """
     return ViT(config).apply({"params": params}, image, injection, full)
 
 
-def vit_backbone(config: ViTConfig) -> Backbone:
-    """The ViT as methods see it."""
-    encode = lambda frozen, image, injection: apply_vit(config, frozen, image, injection).cls
-    return Backbone(encode, config.width, config.depth, (config.image_size, config.image_size, 3))
+def vit_network(
+    config: ViTConfig,
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    decode: Callable[..., Array] | None = None,
+) -> Network:
+    """The ViT as methods see it; `decode` is the decoder of a masked autoencoder, where there is one."""
+
+    def apply(params, stats, image, injection, train):
+        del train  # no layer of a ViT behaves otherwise in training
+        return apply_vit(config, params, image, injection), stats
+
+    image = (config.image_size, config.image_size, 3)
+    init = lambda key: init_vit(key, config)
+    return Network(init, apply, config.width, config.depth, image, mean, std, decode)
+
+
+def check_blocks(field: str, blocks: int, network: Network) -> None:
+    """Check that a network has the blocks that an adapter is to change.
+
+    Raises:
+      InputError: if it has not.
+    """
+    if not 1 <= blocks <= network.blocks:
+        nearest = min(max(blocks, 1), network.blocks)
+        raise InputError(
+            f"{field}: {blocks} where the network has {network.blocks} blocks; nearest: {nearest}"
+        )
 
 
 def parameter_shapes(config: ViTConfig) -> PyTree:

@@ -12,8 +12,7 @@ from fcljax.types import PyTree
 
 
 class Snapshot(NamedTuple):
-    """Everything that a run is made of after `step` rounds: arrays (server, clients, key) and plain host
-    records."""
+    """What a run is made of after `step` rounds: arrays (server, clients, key) and plain host records."""
 
     step: int
     state: PyTree
@@ -21,9 +20,10 @@ class Snapshot(NamedTuple):
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
-    """A manager of the checkpoints in `folder`. Use it as a context manager: leaving it waits for the last
-    write."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True)
+    """A manager of the checkpoints in `folder`: a context manager that waits for the last write when left."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+    )
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 
@@ -33,10 +33,11 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     Raises:
       InputError: if this write or the one before it failed, which means that the folder is full or read-only.
     """
-    # An explicit copy: on CPU device arrays are shared with the background writer, and the next round donates
-    # them.
+    # A copy: on CPU the background writer shares the device's arrays, which the next round donates.
     state = jax.tree.map(lambda x: np.array(x), jax.device_get(snapshot.state))
-    arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), records=ocp.args.JsonSave(snapshot.records))
+    arguments = ocp.args.Composite(
+        state=ocp.args.StandardSave(state), records=ocp.args.JsonSave(snapshot.records)
+    )
     try:
         manager.save(snapshot.step, args=arguments)
     except Exception as error:
@@ -69,7 +70,9 @@ def latest(manager: ocp.CheckpointManager, template: PyTree) -> Snapshot | None:
     try:
         restored = manager.restore(step, args=arguments)
     except Exception as error:
-        raise InputError(f"resume: checkpoint {step} in {str(manager.directory)!r} cannot be read: {_line(error)}") from error
+        raise InputError(
+            f"resume: checkpoint {step} in {str(manager.directory)!r} cannot be read: {_line(error)}"
+        ) from error
     return Snapshot(step, jax.tree.map(jax.numpy.asarray, restored.state), restored.records)
 
 

@@ -1,5 +1,4 @@
-"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the cache that runs
-query."""
+"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the runs' cache."""
 
 import dataclasses
 import time
@@ -9,13 +8,29 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fcljax.config import InputConfig
 from fcljax.errors import InputError
 from fcljax.files import atomic
-from fcljax.runs.inputs import Inputs, backbone_name, frozen_features, load_inputs, make_splits, save_features, tell
+from fcljax.runs.inputs import (
+    Inputs,
+    backbone_name,
+    frozen_features,
+    load_inputs,
+    make_splits,
+    save_features,
+    tell,
+)
 from fcljax.runs.metrics import nearest_class_mean
+from fcljax.types import Frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +42,10 @@ class EmbedConfig(InputConfig):
 
 
 def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:
-    """Write `features` float32 [N, D], `labels` [N] and `is_test` [N] of both splits, training images first,
-    to one .npz file, with `class_names` and, if asked for, `logits` float32 [N, classes of the head]. Fills
-    the cache of query features.
+    """Write the features of both splits, training images first, to one .npz file.
+
+    It holds `features` float32 [N, D], `labels` [N], `is_test` [N], `class_names` and, if asked for, `logits`
+    float32 [N, classes of the head]. Fills the cache of query features too.
 
     Args:
       cfg: which images and which backbone; `normalise` must be resolved.
@@ -57,9 +73,11 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         features = _features(cfg, inputs, labels, lambda rows: progress.update(bar, advance=rows))
     seconds = time.perf_counter() - start
     arrays = {
-        "features": np.concatenate(features), "labels": np.concatenate(labels),
-        "is_test": np.repeat([False, True], [len(label) for label in labels]), "class_names": np.array(dataset.class_names),
-    }  # fmt: skip
+        "features": np.concatenate(features),
+        "labels": np.concatenate(labels),
+        "is_test": np.repeat([False, True], [len(label) for label in labels]),
+        "class_names": np.array(dataset.class_names),
+    }
     head = inputs.backbone.head
     if cfg.keep_head:
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
@@ -67,22 +85,33 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         np.savez(temporary, **arrays)
     for part, found in zip(("train", "test"), features, strict=True):
         save_features(cfg, inputs, part, found)
+    accuracy = nearest_class_mean(features[0], labels[0], features[1], labels[1])
     return {
-        "backbone": backbone_name(inputs.backbone.config), "features": list(arrays["features"].shape),
-        "training images": len(labels[0]), "test images": len(labels[1]), "images/s": round(sum(map(len, labels)) / seconds, 1),
-        "nearest class mean, test accuracy": round(nearest_class_mean(features[0], labels[0], features[1], labels[1]), 4),
+        "backbone": backbone_name(inputs.backbone.config),
+        "features": list(arrays["features"].shape),
+        "training images": len(labels[0]),
+        "test images": len(labels[1]),
+        "images/s": round(sum(map(len, labels)) / seconds, 1),
+        "nearest class mean, test accuracy": round(accuracy, 4),
         "written to": str(out),
-    }  # fmt: skip
+    }
 
 
-def _features(cfg: EmbedConfig, inputs: Inputs, labels: list[np.ndarray], advance: Callable[[int], None]) -> list[np.ndarray]:
+def _features(
+    cfg: EmbedConfig, inputs: Inputs, labels: list[np.ndarray], advance: Callable[[int], None]
+) -> list[np.ndarray]:
     compute = frozen_features(inputs, cfg.eval_batch_size, advance)
     splits = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
-    return [np.asarray(compute(inputs.backbone.params, split), np.float32) for split in splits]
+    return [np.asarray(compute(Frozen(inputs.backbone.params), split), np.float32) for split in splits]
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(), console=console,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )

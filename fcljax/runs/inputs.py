@@ -14,21 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int64
+from jaxtyping import Array, Float
 from rich.console import Console
 
-from fcljax.config import DealConfig, InputConfig
+from fcljax.config import InputConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
-from fcljax.data.partition import dirichlet, first_share, iid, quantity, shards
 from fcljax.data.files.sources import Dataset, data_folder, load_dataset
-from fcljax.data.store import ClientRows, Split, client_rows
-from fcljax.data.tasks import class_order, make_tasks, relabel
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.features import make_features
 from fcljax.files import atomic
-from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.models.vit import VITS, ViTConfig, apply_vit
-from fcljax.data.streaming import Host
+from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
@@ -52,7 +50,11 @@ def load_inputs(cfg: InputConfig) -> Inputs:
       InputError: for anything in the settings or files that cannot work.
     """
     backbone = load_backbone(
-        None if cfg.backbone == "auto" else cfg.backbone, cfg.checkpoint, cfg.image_size, cfg.dtype, heads=cfg.heads
+        None if cfg.backbone == "auto" else cfg.backbone,
+        cfg.checkpoint,
+        cfg.image_size,
+        cfg.dtype,
+        heads=cfg.heads,
     )
     size = backbone.config.image_size
     dataset = load_dataset(cfg.dataset, **image_options(cfg, size))
@@ -111,66 +113,15 @@ def _take(split: Split, rows: Array) -> Split:
     return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[rows], split))
 
 
-class Deal(NamedTuple):
-    """Who holds what. Labels are positions in the class order."""
-
-    train_label: Int64[np.ndarray, " N"]
-    test_label: Int64[np.ndarray, " M"]
-    # (task, round) -> the task's training rows that each client holds in that round
-    rows: Callable[[int, int], ClientRows]
-
-
-def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
-    """Deal the training rows to clients and tasks.
-
-    The class order and a static population's partition come from one legacy numpy stream, in this order, as
-    in FPPL's release (specification section 6); a partition by task is drawn for the tasks in turn, and the
-    natural class order draws nothing. A static population has the same rows in every round of a task. A
-    redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
-    is drawn when `Deal.rows` is called; PILoRA's release deals like this. There `dirichlet` and `iid` split
-    the whole training set each time, of which the task's rows count.
-
-    Raises:
-      InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what
-        its partition does.
-    """
-    stream = np.random.RandomState(cfg.seed)
-    classes = len(dataset.class_names)
-    order = class_order(classes, stream) if cfg.class_order == "shuffled" else np.arange(classes)
-    label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
-    used = first_share(dataset.y_train, cfg.train_share)
-    whole = cfg.partition in ("dirichlet", "iid")
-
-    def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
-        mine = used if whole else used[tasks[task].current[label[used]]]
-        return [mine[part] for part in _split(dataset.y_train[mine], cfg, rng)]
-
-    if cfg.population == "redrawn":
-        dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
-    else:
-        fixed = [parts(0, stream)] * len(tasks) if whole else [parts(task, stream) for task in range(len(tasks))]
-        dealt = lambda task, round_: fixed[task]
-    rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
-    return Deal(label, relabel(dataset.y_test, order), rows)
-
-
-def _split(labels: np.ndarray, cfg: DealConfig, rng: np.random.RandomState) -> list[np.ndarray]:
-    match cfg.partition:
-        case "iid":
-            return iid(labels, cfg.clients, rng, cfg.min_rows)
-        case "quantity":
-            return quantity(labels, cfg.clients, cfg.alpha, rng)
-        case "shards":
-            return shards(labels, cfg.clients, cfg.alpha, rng)
-        case _:
-            return dirichlet(labels, cfg.clients, cfg.beta, rng, cfg.min_rows)
-
-
 # ---- where the images lie ----------------------------------------------------------------------------------
 
 
 def make_splits(
-    dataset: Dataset, train_label: np.ndarray, test_label: np.ndarray, budget: int | None, eval_batch_size: int
+    dataset: Dataset,
+    train_label: np.ndarray,
+    test_label: np.ndarray,
+    budget: int | None,
+    eval_batch_size: int,
 ) -> tuple[Split | Host, Split | Host]:
     """Training and test split: on the device if both fit into the budget, else the larger one, or both, on
     the host.
@@ -191,7 +142,9 @@ def make_splits(
     one = max(split.image.nbytes // len(split.label) for split in (train, test))
     if budget is not None and room < 8 * eval_batch_size * one:
         least = -(-8 * eval_batch_size * one // 2**20)
-        raise InputError(f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid value: {least}")
+        raise InputError(
+            f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid value: {least}"
+        )
     if train.image.nbytes + test.image.nbytes <= room:
         return _resident(train), _resident(test)
     if test.image.nbytes <= room / 2:  # the training split has two windows, each a quarter of the room
@@ -222,8 +175,10 @@ def frozen_features(
     """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what
     prompt methods query. `advance` is told how many images more are done."""
     config, preprocess = inputs.backbone.config, inputs.preprocess
-    features = lambda params, image: apply_vit(config, params, image).cls
-    return make_features(features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance)
+    features = lambda frozen, image: apply_vit(config, frozen.network, image).cls
+    return make_features(
+        features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance
+    )
 
 
 def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
@@ -245,7 +200,11 @@ def saved_features(cfg: InputConfig, inputs: Inputs, part: str) -> Float[np.ndar
         features = np.load(feature_file(cfg, inputs, part), allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    return features if features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32 else None
+    return (
+        features
+        if features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32
+        else None
+    )
 
 
 def save_features(cfg: InputConfig, inputs: Inputs, part: str, features: Float[np.ndarray, "N D"]) -> None:

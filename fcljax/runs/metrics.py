@@ -37,7 +37,9 @@ def per_class_accuracy(confusion: Integer[np.ndarray, "C C"]) -> Float[np.ndarra
     return _ratio(np.diagonal(confusion), confusion.sum(1))
 
 
-def task_accuracy(confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.ndarray) -> Float[np.ndarray, " t"]:
+def task_accuracy(
+    confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.ndarray
+) -> Float[np.ndarray, " t"]:
     """One row a[t, :t+1] of the accuracy matrix.
 
     Args:
@@ -52,7 +54,9 @@ def task_accuracy(confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.nd
     return _ratio(np.array([right[c].sum() for c in classes]), np.array([rows[c].sum() for c in classes]))
 
 
-def client_accuracy(confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]) -> Float[np.ndarray, " K"]:
+def client_accuracy(
+    confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]
+) -> Float[np.ndarray, " K"]:
     """Accuracy of the global model under each client's own label distribution.
 
     Args:
@@ -70,8 +74,7 @@ def client_accuracy(confusion: Integer[np.ndarray, "C C"], class_counts: Integer
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
-    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over the tasks seen, also when tasks differ in size
-    (VFCL eq. 22)."""
+    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over seen tasks of any size (VFCL eq. 22)."""
     return np.array([_mean(row[: t + 1]) for t, row in enumerate(_lower(matrix))])
 
 
@@ -114,8 +117,7 @@ def backward_transfer(matrix: Matrix) -> float:
 
 
 def summarize(matrix: Matrix) -> dict:
-    """What a run reports about its accuracy matrix, ready for JSON: accuracy, A, A_avg, A_last, forgetting,
-    backward_transfer."""
+    """What a run reports, ready for JSON: accuracy, A, A_avg, A_last, forgetting, backward_transfer."""
     return {
         "accuracy": to_json(matrix),
         "A": average_accuracy(matrix).tolist(),
@@ -133,21 +135,21 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:
-    """The accuracy matrix as square nested lists, with None above the diagonal and wherever a value is
-    missing."""
+    """The accuracy matrix as square nested lists, None above the diagonal and where a value is missing."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in _lower(matrix)]
 
 
 def _lower(matrix: Matrix) -> np.ndarray:
-    """[T, T] float64 with NaN above the diagonal; rows of tasks not trained yet (nothing in them) are cut off
-    the end."""
+    """[T, T] float64 with NaN above the diagonal, without the (empty) last rows of tasks not trained yet."""
     rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
     while rows and np.isnan(rows[-1]).all():
         rows.pop()
     square = np.full((len(rows), len(rows)), np.nan)
     for t, row in enumerate(rows):
         if len(row) < t + 1:
-            raise InputError(f"accuracy: row {t} has {len(row)} values; it needs one for each of the {t + 1} tasks seen")
+            raise InputError(
+                f"accuracy: row {t} has {len(row)} values; it needs one for each of the {t + 1} tasks seen"
+            )
         square[t, : t + 1] = row
     return square
 
@@ -162,7 +164,10 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def nearest_class_mean(
-    train: Float[np.ndarray, "N D"], train_label: Int[np.ndarray, " N"], test: Float[np.ndarray, "M D"], test_label: Int[np.ndarray, " M"]
+    train: Float[np.ndarray, "N D"],
+    train_label: Int[np.ndarray, " N"],
+    test: Float[np.ndarray, "M D"],
+    test_label: Int[np.ndarray, " M"],
 ) -> float:
     """Share of test features that are nearest (Euclidean) to the mean training feature of their own class."""
     classes = np.unique(train_label)

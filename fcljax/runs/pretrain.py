@@ -8,8 +8,7 @@ trained on; patch and width by speed and by the size of the file.
 The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At
 the end 79% of fresh training letters were right (600 classes, all distortions), and 78.5% of GLYPHS by
 nearest class means of 20 images per class (chance: 1%). For the record, measured once after everything was
-fixed: with the class means of the training digits, 97.8% of the test digits of the data set `digits` are
-  right.
+fixed: with the class means of the training digits, 97.8% of the test digits of the set `digits` are right.
 """
 
 import dataclasses
@@ -27,13 +26,20 @@ import optax
 import optax.contrib
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, UInt8
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_glyphs
 from fcljax.errors import InputError
 from fcljax.files import atomic
-from fcljax.runs.metrics import nearest_class_mean
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.runs.metrics import nearest_class_mean
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
@@ -49,15 +55,13 @@ class PretrainConfig:
     out: Path = Path("vit_micro.safetensors")  # where the weights go
     steps: int = 2000  # optimiser steps
     batch_size: int = 128  # fresh images per step
-    # peak learning rate of Muon (the matrices of the blocks), reached after the warm-up, then cosine decay to
-    # 0
+    # peak learning rate of Muon (the matrices of the blocks) after the warm-up, then cosine decay to 0
     lr: float = 0.02
     adam_lr: float = 2e-3  # the same for Adam (everything else)
     warmup: float = 0.05  # share of the steps in which the learning rates rise from 0
     ramp: float = 0.4  # share of the steps in which distortions rise from slight to full
     smoothing: float = 0.1  # label smoothing
-    # factor of the cosines between class tokens and class weights, which are the logits
-    temperature: float = 16.0
+    temperature: float = 16.0  # factor of the cosines of class tokens and class weights: the logits
     classes: int = len(PRETRAIN)  # how many characters of the alphabet to learn
     validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
     seed: int = 0  # of initial weights and images
@@ -78,19 +82,20 @@ def _check(config: PretrainConfig) -> None:
         raise InputError(f"classes: must be between 2 and {len(PRETRAIN)}, not {config.classes}")
     if config.seed < 0:
         raise InputError(f"seed: must be at least 0, not {config.seed}")
-    for field, low, high in (("lr", 0, 1), ("adam_lr", 0, 1), ("warmup", 0, 1), ("ramp", 0, 1), ("smoothing", 0, 1)):
-        if not low <= getattr(config, field) <= high:
-            raise InputError(f"{field}: must be between {low} and {high}, not {getattr(config, field)}")
+    for field in ("lr", "adam_lr", "warmup", "ramp", "smoothing"):
+        if not 0 <= getattr(config, field) <= 1:
+            raise InputError(f"{field}: must be between 0 and 1, not {getattr(config, field)}")
     out = Path(config.out)
     if out.suffix != ".safetensors":
-        raise InputError(f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}")
+        raise InputError(
+            f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}"
+        )
     if not out.absolute().parent.is_dir():
         raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
 
 
 def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
-    """Gray levels 0..255 to three equal channels in -1..1 (mean 0.5 and standard deviation 0.5 of x /
-    255)."""
+    """Gray levels 0..255 to three equal channels in -1..1 (of x / 255, mean and standard deviation 0.5)."""
     return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
 
 
@@ -100,28 +105,31 @@ def features(
     """Class tokens of gray images, in batches."""
     apply = jax.jit(lambda params, x: apply_vit(config, params, normalise(x)).cls)
     padded = np.concatenate([gray, np.zeros((-len(gray) % batch, *gray.shape[1:]), np.uint8)])
-    return np.concatenate([np.asarray(apply(params, padded[i : i + batch])) for i in range(0, len(padded), batch)])[: len(gray)]
+    tokens = [np.asarray(apply(params, padded[i : i + batch])) for i in range(0, len(padded), batch)]
+    return np.concatenate(tokens)[: len(gray)]
 
 
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
-    """Nearest-class-mean accuracy on GLYPHS, `per_class` images of each for the means and as many for the
-    test."""
+    """Nearest-class-mean accuracy on GLYPHS: `per_class` images of each for means and as many to test."""
     x, y, x_test, y_test = glyphs(per_class, per_class, _VALIDATION_SEED, config.image_size)
-    return nearest_class_mean(features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test)
+    return nearest_class_mean(
+        features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test
+    )
 
 
 def _muon_on_blocks(params: PyTree) -> PyTree:
     def choose(path, x):
-        return optax.contrib.MuonDimensionNumbers() if x.ndim == 2 and "block_" in jax.tree_util.keystr(path) else None
+        matrix = x.ndim == 2 and "block_" in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers() if matrix else None
 
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
 def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS after 500 steps of 64 images, AdamW
-    2.5%."""
+    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS in 500 steps of 64, AdamW 2.5%."""
     warmup = round(config.steps * config.warmup)
-    schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1))
+    steps = max(config.steps, warmup + 1)
+    schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
     muon = optax.contrib.muon(
         schedule(config.lr),
         adam_learning_rate=schedule(config.adam_lr),
@@ -133,14 +141,15 @@ def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
 
 
 def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) -> Array:
-    """Cosines with one weight vector per class: a linear head that, like nearest class means, only sees
-    directions."""
+    """Cosines with a weight vector per class: a linear head that, like class means, only sees directions."""
     unit = lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
     return temperature * unit(apply_vit(vit, params["vit"], image).cls) @ unit(params["head"]).T
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _step(config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, label: Array) -> tuple[State, Array]:
+def _step(
+    config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, label: Array
+) -> tuple[State, Array]:
     """One update; also the loss and the accuracy."""
 
     def objective(params):
@@ -154,8 +163,7 @@ def _step(config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, lab
 
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
-    """Initial position embeddings: sines and cosines of the coordinates. Small random ones would drown in the
-    patches."""
+    """Initial position embeddings: sines and cosines (small random ones would drown in the patches)."""
     y, x = jnp.meshgrid(*2 * [jnp.linspace(-1, 1, vit.grid)], indexing="ij")
     frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
     waves = [wave(frequency * axis.reshape(-1, 1)) for axis in (x, y) for wave in (jnp.sin, jnp.cos)]
@@ -175,7 +183,10 @@ def eased(style: Style, strength: float) -> Style:
     Training that starts easy learns at once: with AdamW and all distortions from the start, 800 steps of 64
     images left the network at 2.5% on GLYPHS, near chance.
     """
-    factor = {name: getattr(style, name) * strength for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")}
+    factor = {
+        name: getattr(style, name) * strength
+        for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")
+    }
     factor |= {name: getattr(style, name) * strength for name in ("noise", "dark_on_light")}
     least = lambda low, high: high - (high - low) * (0.4 + 0.6 * strength)
     resolution = (round(least(*style.resolution)), style.resolution[1])
@@ -198,7 +209,14 @@ def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np
 
 def _bar() -> Progress:
     text = TextColumn("loss {task.fields[loss]:.3f}  accuracy {task.fields[accuracy]:.3f}")
-    return Progress(TextColumn("pretrain"), BarColumn(), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(
+        TextColumn("pretrain"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        text,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
 
 
 def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
@@ -218,7 +236,9 @@ def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
 def _command(config: PretrainConfig) -> str:
     """The command line that repeats this run; `out` does not matter to it."""
     changed = [
-        field for field in dataclasses.fields(config) if field.name != "out" and getattr(config, field.name) != field.default
+        field
+        for field in dataclasses.fields(config)
+        if field.name != "out" and getattr(config, field.name) != field.default
     ]
     options = [f" --{field.name.replace('_', '-')} {getattr(config, field.name)}" for field in changed]
     return "fcljax pretrain" + "".join(options)
@@ -226,7 +246,8 @@ def _command(config: PretrainConfig) -> str:
 
 def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
     return {
-        "source": f"fcljax: supervised on {config.classes} letters and symbols rendered from the fonts of matplotlib; no digits",
+        "source": f"fcljax: supervised on {config.classes} letters and symbols rendered from the fonts of "
+        "matplotlib; no digits",
         "command": _command(config),
         "steps": str(config.steps),
         "seed": str(config.seed),
@@ -238,12 +259,15 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
 
 
 def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
-    """A safetensors file of float16 tensors. The library's writer shuffles the metadata: equal runs would
-    differ."""
+    """A safetensors file of float16 tensors (the library's writer shuffles the metadata of equal runs)."""
     header, data = {"__metadata__": metadata}, b""
     for name, value in sorted(flatten_dict(params, sep=".").items()):
         raw = np.asarray(value, "<f2").tobytes()
-        header[name] = {"dtype": "F16", "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": "F16",
+            "shape": list(value.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
@@ -251,12 +275,14 @@ def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
 
 
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
-    """Train the micro ViT on the PRETRAIN alphabet and write its weights (float16 safetensors, dotted names),
-    atomically.
+    """Train the micro ViT on the PRETRAIN alphabet and write its weights, atomically.
 
-    Returns: out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and
-    validation: nearest-class-mean accuracy of the weights as stored on GLYPHS, letters that were not trained
-    on. The same config gives the same bytes on the same kind of machine.
+    They are float16 safetensors with dotted names. The same config gives the same bytes on the same kind of
+    machine.
+
+    Returns:
+      out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and validation:
+        nearest-class-mean accuracy of the weights as stored on GLYPHS, letters that were not trained on.
 
     Raises:
       InputError: an option is out of range.

@@ -1,6 +1,8 @@
-"""Figures, tables and files of finished runs. Figures use matplotlib's objects and Agg, never pyplot, so
-nothing global is touched; every file is written to a temporary name in its folder and then renamed, so a
-reader never meets half a file."""
+"""Figures, tables and files of finished runs.
+
+Figures use matplotlib's objects and Agg, never pyplot, so nothing global is touched; every file is written to
+a temporary name in its folder and then renamed, so a reader never meets half a file.
+"""
 
 import json
 import math
@@ -21,8 +23,7 @@ from fcljax.errors import InputError
 from fcljax.files import atomic, write_text
 from fcljax.runs.metrics import over_seeds
 
-# Okabe and Ito's palette, which stays distinct under the common colour blindnesses; its yellow is left out,
-# as too faint on white
+# Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
@@ -32,18 +33,27 @@ MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads bet
 
 SETTING = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 SUMMARY_FIELDS = {
-    "method": (), "dataset": (), "backbone": (), "seed": (), "fidelity": (), "accuracy": (), "A": (), "A_avg": (), "A_last": (),
+    "method": (),
+    "dataset": (),
+    "backbone": (),
+    "seed": (),
+    "fidelity": (),
+    "accuracy": (),
+    "A": (),
+    "A_avg": (),
+    "A_last": (),
     "forgetting": ("paper", "released", "diagonal"),
     "communication": ("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"),
     "trainable_params": (),
     "time": ("compile_s", "client_s", "server_s", "eval_s"),
-    "client_images_per_s": (), "slot_efficiency": (), "traces": (),
-}  # fmt: skip
+    "client_images_per_s": (),
+    "slot_efficiency": (),
+    "traces": (),
+}
 
 
 def write_json(path: str | Path, obj: Any) -> None:
-    """Write `obj` as strict JSON: NaN and infinities become null, arrays lists, named tuples and mappings
-    objects.
+    """Write `obj` as strict JSON: NaN and infinity are null, arrays lists, named tuples and mappings objects.
 
     Raises:
       TypeError: a value that JSON has no form for; an existing file is then left as it is.
@@ -75,8 +85,7 @@ def load_summary(run_dir: str | Path) -> dict[str, Any]:
 
 
 def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") -> Table:
-    """One row per run, and one more with mean +- population standard deviation for runs that differ in their
-    seed only.
+    """A row per run, and one with mean +- population standard deviation for runs that differ by seed only.
 
     Args:
       summaries: as `load_summary` returns them.
@@ -86,7 +95,9 @@ def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") ->
     columns = [field for field in SETTING if field not in shared]
     caption = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
     table = Table(
-        title=caption, caption="accuracy A and forgetting F in %, upload in scalars per client and round, images/s in training"
+        title=caption,
+        caption="accuracy A and forgetting F in %, upload in scalars per client and round, "
+        "images/s in training",
     )
     table.add_column("method", overflow="fold")
     for name in columns:
@@ -95,7 +106,9 @@ def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") ->
         table.add_column(name, justify="right")
     for group in _groups(summaries):
         for run in group:
-            table.add_row(*_cells([run], columns, forgetting), end_section=run is group[-1] and len(group) == 1)
+            table.add_row(
+                *_cells([run], columns, forgetting), end_section=run is group[-1] and len(group) == 1
+            )
         if len(group) > 1:
             table.add_row(*_cells(group, columns, forgetting), style="bold", end_section=True)
     return table
@@ -123,7 +136,8 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
     curves = [np.array([run["A"] for run in group], float) for group in groups]
     names = _names(groups)
     spread = {name: curve.std(0) for name, curve in zip(names, curves, strict=True) if len(curve) > 1}
-    return table, accuracy_curve(out, {name: curve.mean(0) for name, curve in zip(names, curves, strict=True)}, spread)
+    middle = {name: curve.mean(0) for name, curve in zip(names, curves, strict=True)}
+    return table, accuracy_curve(out, middle, spread)
 
 
 def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any] | None = None) -> Path:
@@ -159,8 +173,10 @@ def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any
 
 
 def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
-    """The accuracy matrix [T, T] (fractions; NaN or None above the diagonal) as a heat map PNG, with numbers
-    up to 12 tasks."""
+    """The accuracy matrix [T, T] as a heat map PNG, with numbers up to 12 tasks.
+
+    It holds fractions, and NaN or None above the diagonal.
+    """
     percent = 100 * np.array(matrix, dtype=float)
     tasks = len(percent)
     side = min(max(3.6, 0.62 * tasks + 1.4), 9.0)
@@ -180,16 +196,16 @@ def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
     return _save(path, figure)
 
 
-def class_holdings(path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Path:
-    """Who holds which class, as a PNG: bubbles with area proportional to rows for up to 40 classes, else a
-    heat map.
+def class_holdings(
+    path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None
+) -> Path:
+    """Who holds which class, as a PNG: bubbles with areas as the rows, beyond 40 classes a heat map.
 
     Args:
       path: file to write.
       counts: rows of each client and class.
       tasks: the class ids of each task, in order; columns follow it and a line parts the tasks; negative ids
-        are padding.
-        None: classes in their own order.
+        are padding. None: classes in their own order.
     """
     tasks = [np.asarray(task) for task in (tasks if tasks is not None else [range(counts.shape[1])])]
     tasks = [task[task >= 0] for task in tasks]
@@ -214,7 +230,9 @@ def class_holdings(path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequ
     return _save(path, figure)
 
 
-def contact_sheet(path: str | Path, images: Sequence[UInt8[np.ndarray, "_ H W 3"]], names: Sequence[str]) -> Path:
+def contact_sheet(
+    path: str | Path, images: Sequence[UInt8[np.ndarray, "_ H W 3"]], names: Sequence[str]
+) -> Path:
     """A row of images for each class, with its name.
 
     Args:
@@ -253,7 +271,9 @@ def _cells_map(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
     # small holdings stay visible beside large ones
     norm = PowerNorm(0.5, vmin=0, vmax=max(float(counts.max()), 1.0))
     blues = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a holding of one row is not white
-    image = axes.imshow(np.ma.masked_equal(counts, 0), cmap=blues, norm=norm, aspect="auto", interpolation="nearest")
+    image = axes.imshow(
+        np.ma.masked_equal(counts, 0), cmap=blues, norm=norm, aspect="auto", interpolation="nearest"
+    )
     figure.colorbar(image, label="Rows held (white: none)", fraction=0.03, pad=0.01)
 
 
@@ -306,8 +326,11 @@ def _missing(summary: Any) -> list[str]:
 
 
 def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs that differ in their seed only, together, in the order of first appearance. A seed that comes
-    twice means that the runs differ in something the summary does not show, so such runs stay apart."""
+    """Runs that differ in their seed only, together, in the order of first appearance.
+
+    A seed that comes twice means that the runs differ in something the summary does not show, so such runs
+    stay apart.
+    """
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for run in summaries:
         key = (_label(run), *(run[name] for name in SETTING), len(run["A"]))
@@ -320,12 +343,14 @@ def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _names(groups: list[list[dict[str, Any]]]) -> list[str]:
-    """One distinct name per curve: the method, and of dataset, backbone, fidelity and seed whatever differs
-    between the runs."""
+    """One distinct name per curve: the method, and what differs of dataset, backbone, fidelity and seed."""
     first = [group[0] for group in groups]
     differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
     names = [" / ".join((_label(run), *(_short(run[name]) for name in differing))) for run in first]
-    names = [f"{name} ({len(group)} seeds)" if len(group) > 1 else name for name, group in zip(names, groups, strict=True)]
+    names = [
+        f"{name} ({len(group)} seeds)" if len(group) > 1 else name
+        for name, group in zip(names, groups, strict=True)
+    ]
     for label in (lambda i: f"seed {first[i]['seed']}", lambda i: f"run {i + 1}"):
         names = [f"{name}, {label(i)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
     return names

@@ -6,28 +6,29 @@ from typing import Any
 
 import numpy as np
 
-from fcljax.runs import report
 from fcljax.config import DealConfig
-from fcljax.data.partition import count_matrix
 from fcljax.data.files.sources import load_dataset
+from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.runs.inputs import deal, image_options
+from fcljax.runs import report
+from fcljax.runs.inputs import image_options
+from fcljax.scenario import deal
 
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
 @dataclasses.dataclass(frozen=True)
 class ShowConfig(DealConfig):
-    """Options of `fcljax data show`, beside those of the data and of the partition that it shares with
-    `fcljax run`."""
+    """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
 
     out: str | None = None  # folder for the two PNG files; default: the current one
 
 
 def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
-    """Draw images of the first classes to images.png and the client-by-class chart of the chosen partition to
-    classes.png: of a redrawn population, the first round of each task.
+    """Draw images of the first classes, and the client-by-class chart of the chosen partition.
+
+    They go to images.png and classes.png; of a redrawn population the first round of each task is drawn.
 
     Returns:
       Rows (property, value) of a table.
@@ -43,19 +44,29 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
     classes = len(dataset.class_names)
     dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
     held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
-    counts = sum(count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes) for rows, offset in held)
+    counts = sum(
+        count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes) for rows, offset in held
+    )
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
     report.contact_sheet(files[0], sheet, [dataset.class_names[label] for label in chosen])
     report.class_holdings(files[1], counts, [task.classes for task in tasks])
-    rows = counts.sum(1)
+    redrawn = ", again in every round; below: the first of each task"
     return [
-        ("data set", dataset.name), ("classes", classes), ("training images", len(dataset.y_train)),
-        ("test images", len(dataset.y_test)), ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
-        ("training images per class", f"{np.bincount(dataset.y_train).min()} to {np.bincount(dataset.y_train).max()}"),
-        ("dealt", cfg.partition + (", again in every round; below: the first of each task" if cfg.population == "redrawn" else "")),
-        ("training images per client", f"{rows.min()} to {rows.max()}"),
-        ("classes per client", f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()}"),
-        ("images", str(files[0])), ("who holds what", str(files[1])),
-    ]  # fmt: skip
+        ("data set", dataset.name),
+        ("classes", classes),
+        ("training images", len(dataset.y_train)),
+        ("test images", len(dataset.y_test)),
+        ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
+        ("training images per class", _range(np.bincount(dataset.y_train))),
+        ("dealt", cfg.partition + (redrawn if cfg.population == "redrawn" else "")),
+        ("training images per client", _range(counts.sum(1))),
+        ("classes per client", _range((counts > 0).sum(1))),
+        ("images", str(files[0])),
+        ("who holds what", str(files[1])),
+    ]
+
+
+def _range(numbers: np.ndarray) -> str:
+    return f"{numbers.min()} to {numbers.max()}"

@@ -1,8 +1,7 @@
-"""Makes the files that tests/test_golden.py compares with: small random networks of the libraries that
-published weights come from.
+"""Makes the files that tests/test_golden.py compares with: small random networks of other libraries.
 
-Run it where torch, timm and transformers are installed (made with torch 2.13, timm 1.0.31, transformers
-5.23):
+Those are the libraries that published weights come from. Run it where torch, timm and transformers are
+installed (made with torch 2.13, timm 1.0.31, transformers 5.23):
 
     python tests/golden/make_golden.py [folder]
 
@@ -10,7 +9,7 @@ Every format is one file of weights, in the names and layouts of its source. Che
 pickles at the source are stored as safetensors under the flattened names of their nested dictionaries, so
 that the tests need no torch. `expected.npz` holds the images, and for each file what the source library made
 of them: cls (class token after the final norm), logits, and for autoencoders the noise that drew the mask,
-  the predicted pixels and the loss. The weights are drawn large enough for attention to be far from uniform.
+the predicted pixels and the loss. The weights are drawn large enough for attention to be far from uniform.
 
 transformers adds 1e-12 to the variance in layer norms, all others 1e-6: taking one for the other moves the
 outputs below by at most 6e-6.
@@ -37,19 +36,39 @@ TIMM = {
     "num_heads": HEADS,
     "mlp_ratio": MLP / WIDTH,
 }
-HF = {"image_size": SIDE, "patch_size": PATCH, "hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS,
-      "intermediate_size": MLP, "num_labels": CLASSES}  # fmt: skip
-HF_DECODER = {"decoder_hidden_size": DECODER, "decoder_num_hidden_layers": DEPTH, "decoder_num_attention_heads": HEADS,
-              "decoder_intermediate_size": DECODER * MLP // WIDTH}  # fmt: skip
+HF = {
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": MLP,
+    "num_labels": CLASSES,
+}
+HF_DECODER = {
+    "decoder_hidden_size": DECODER,
+    "decoder_num_hidden_layers": DEPTH,
+    "decoder_num_attention_heads": HEADS,
+    "decoder_intermediate_size": DECODER * MLP // WIDTH,
+}
 GOOGLE_NORMS = {"norm1": "LayerNorm_0", "norm2": "LayerNorm_2"}
 # of an autoencoder, from the names in files of transformers; queries, keys and values are fused first
 FACEBOOK_NAMES = (
-    ("vit.embeddings.position_embeddings", "pos_embed"), ("vit.embeddings.cls_token", "cls_token"),
-    ("vit.embeddings.patch_embeddings.projection", "patch_embed.proj"), ("vit.layernorm", "norm"), ("vit.encoder.layer.", "blocks."),
-    ("decoder.decoder_layers.", "decoder_blocks."), ("decoder.decoder_", "decoder_"), ("decoder.mask_token", "mask_token"),
-    ("layernorm_before", "norm1"), ("layernorm_after", "norm2"), ("attention.output.dense", "attn.proj"),
-    ("attention.attention.qkv", "attn.qkv"), ("intermediate.dense", "mlp.fc1"), ("output.dense", "mlp.fc2"),
-)  # fmt: skip
+    ("vit.embeddings.position_embeddings", "pos_embed"),
+    ("vit.embeddings.cls_token", "cls_token"),
+    ("vit.embeddings.patch_embeddings.projection", "patch_embed.proj"),
+    ("vit.layernorm", "norm"),
+    ("vit.encoder.layer.", "blocks."),
+    ("decoder.decoder_layers.", "decoder_blocks."),
+    ("decoder.decoder_", "decoder_"),
+    ("decoder.mask_token", "mask_token"),
+    ("layernorm_before", "norm1"),
+    ("layernorm_after", "norm2"),
+    ("attention.output.dense", "attn.proj"),
+    ("attention.attention.qkv", "attn.qkv"),
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+)
 
 Tensors = dict[str, np.ndarray]
 
@@ -115,8 +134,7 @@ def timm_model(seed: int, classes: int) -> VisionTransformer:
 
 
 def projection_head(seed: int, layers: tuple[str, ...]) -> Tensors:
-    """What a self-supervised method puts behind its backbone: an MLP, and weight-normed layers without
-    bias."""
+    """What self-supervision puts behind its backbone: an MLP, and weight-normed layers without bias."""
     shapes = {"mlp.0.weight": (16, WIDTH), "mlp.0.bias": (16,), "mlp.2.weight": (16, 16), "mlp.2.bias": (16,)}
     shapes |= {"mlp.4.weight": (8, 16), "mlp.4.bias": (8,)}
     for layer in layers:
@@ -126,8 +144,7 @@ def projection_head(seed: int, layers: tuple[str, ...]) -> Tensors:
 
 
 def self_supervised(seed: int, heads: tuple[str, ...], rest: Tensors) -> tuple[Tensors, Tensors]:
-    """A training checkpoint of DINO or iBOT: the student in a wrapper for several devices, the teacher
-    without."""
+    """A training checkpoint of DINO or iBOT: the student wrapped for several devices, the teacher not."""
     teacher, student = timm_model(seed, 0), timm_model(seed + 1, 0)
     tensors = dict(rest)
     for i, (prefix, model) in enumerate({"teacher": teacher, "student.module": student}.items()):
@@ -138,12 +155,16 @@ def self_supervised(seed: int, heads: tuple[str, ...], rest: Tensors) -> tuple[T
 
 
 def google(seed: int, folder: Path) -> tuple[Tensors, Tensors]:
-    """Arrays as in the releases of google-research/vision_transformer; timm's own reader turns them into a
-    model."""
+    """Arrays as google-research/vision_transformer releases them; timm's own reader makes them a model."""
     size = WIDTH // HEADS
-    shapes = {"cls": (1, 1, WIDTH), "embedding/kernel": (PATCH, PATCH, 3, WIDTH), "embedding/bias": (WIDTH,),
-              "Transformer/posembed_input/pos_embedding": (1, 1 + (SIDE // PATCH) ** 2, WIDTH),
-              "head/kernel": (WIDTH, CLASSES), "head/bias": (CLASSES,)}  # fmt: skip
+    shapes = {
+        "cls": (1, 1, WIDTH),
+        "embedding/kernel": (PATCH, PATCH, 3, WIDTH),
+        "embedding/bias": (WIDTH,),
+        "Transformer/posembed_input/pos_embedding": (1, 1 + (SIDE // PATCH) ** 2, WIDTH),
+        "head/kernel": (WIDTH, CLASSES),
+        "head/bias": (CLASSES,),
+    }
     shapes |= {f"Transformer/encoder_norm/{leaf}": (WIDTH,) for leaf in ("scale", "bias")}
     for block in (f"Transformer/encoderblock_{i}" for i in range(DEPTH)):
         shapes |= {
@@ -183,9 +204,11 @@ def google_array(name: str, shape: tuple[int, ...], draw: np.random.Generator) -
 
 
 def saved(model: transformers.PreTrainedModel) -> Tensors:
-    """What transformers writes to a file. Version 5 renames modules in memory but keeps the old names in
-    files; for the decoder of an autoencoder it misses that, and the names that published files have are put
-    back here."""
+    """What transformers writes to a file.
+
+    Version 5 renames modules in memory but keeps the old names in files; for the decoder of an autoencoder it
+    misses that, and the names that published files have are put back here.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = safetensors.numpy.load_file(Path(folder) / "model.safetensors")
@@ -210,8 +233,10 @@ def huggingface(seed: int) -> tuple[Tensors, Tensors]:
 
 @torch.no_grad()
 def huggingface_features(seed: int) -> tuple[Tensors, Tensors]:
-    """A network without classes: no prefix, and a pooler on top that nobody reads. In the names that version
-    5 has in memory, which a state dict carries that is saved by other means."""
+    """A network without classes: no prefix, and a pooler on top that nobody reads.
+
+    In the names that version 5 has in memory, which a state dict carries that is saved by other means.
+    """
     model = randomise(transformers.ViTModel(transformers.ViTConfig(**HF)), seed)
     return state(model), {"cls": model(torch_pixels()).last_hidden_state[:, 0].numpy()}
 
@@ -229,8 +254,7 @@ def positions(width: int) -> torch.Tensor:
 
 @torch.no_grad()
 def autoencoder(seed: int, eps: float) -> tuple[Tensors, Tensors]:
-    """In the names of transformers, with its default of 1e-12 for eps or with the 1e-6 of the code that the
-    names below are from."""
+    """In the names of transformers. eps: its default of 1e-12, or the 1e-6 of the code of the names below."""
     config = transformers.ViTMAEConfig(**HF, **HF_DECODER, mask_ratio=0.75, layer_norm_eps=eps)
     model = randomise(transformers.ViTMAEForPreTraining(config), seed)
     model.vit.embeddings.position_embeddings.copy_(positions(WIDTH))
@@ -275,8 +299,11 @@ def formats(folder: Path) -> dict[str, tuple[Tensors, Tensors]]:
     """Weights and outputs by file name."""
     timm, deit = timm_model(1, CLASSES), timm_model(2, CLASSES)
     center = {"dino_loss.center": np.zeros((1, 12), np.float32)}
-    ibot_rest = {"ibot_loss.center": np.zeros((1, 12), np.float32), "ibot_loss.center2": np.zeros((1, 1, 12), np.float32),
-                 "student.module.backbone.masked_embed": np.ones((1, WIDTH), np.float32)}  # fmt: skip
+    ibot_rest = {
+        "ibot_loss.center": np.zeros((1, 12), np.float32),
+        "ibot_loss.center2": np.zeros((1, 1, 12), np.float32),
+        "student.module.backbone.masked_embed": np.ones((1, WIDTH), np.float32),
+    }
     mae, mae_out = autoencoder(30, 1e-6)
     pmae_tensors, pmae_out = autoencoder(40, 1e-6)
     return {

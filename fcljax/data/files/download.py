@@ -1,5 +1,4 @@
-"""Official archives of published data sets: downloaded, checked and unpacked into the layouts that `listings`
-finds.
+"""Official archives of published data sets: downloaded, checked, unpacked into the layouts `listings` finds.
 
 An archive is resumed where its download broke off, has to have the size and the sha256 that are known of it,
 and is unpacked beside its place, which a set takes in one piece or not at all. Only regular files of the part
@@ -197,8 +196,7 @@ def fetch(
     console: Console | None = None,
     timeout: float = 60.0,
 ) -> None:
-    """Download the archives of a data set and unpack them below `folder`, unless another process has done so
-    in the meantime.
+    """Download the archives of a data set and unpack them below `folder`, unless another process has done so.
 
     All archives are there and checked before the first is unpacked, and removed when the set has taken its
     place. What has come of an archive when its download ends early stays in `folder` as ARCHIVE.part, and the
@@ -224,7 +222,8 @@ def fetch(
         raise InputError(f"dataset: cannot download {name!r}: {error}; try again, or {instead}") from error
     except OSError as error:
         raise InputError(
-            f"data_dir: cannot write {name!r} to {str(folder)!r} ({error.strerror or error}); choose another with data_dir or FCLJAX_DATA"
+            f"data_dir: cannot write {name!r} to {str(folder)!r} ({error.strerror or error}); "
+            "choose another with data_dir or FCLJAX_DATA"
         ) from error
 
 
@@ -267,8 +266,7 @@ def _readable(size: int) -> str:
 
 
 def _part(folder: Path, archive: Archive) -> Path:
-    # The checksum tells it from what may be left of another version, the folder from a real.zip of something
-    # else.
+    # The checksum tells it from what is left of another version, the folder from a real.zip of another set.
     return folder / f"{archive.place.parts[0]}-{archive.file}.{archive.sha256[:8]}.part"
 
 
@@ -281,8 +279,8 @@ def _check_space(name: str, archives: Sequence[Archive], parts: Sequence[Path], 
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(
-            f"data_dir: {str(folder)!r} has {_readable(free)} left, the archives of {name!r} and what is in them need "
-            f"{_readable(need)}; choose another with data_dir or FCLJAX_DATA"
+            f"data_dir: {str(folder)!r} has {_readable(free)} left, the archives of {name!r} and what is in "
+            f"them need {_readable(need)}; choose another with data_dir or FCLJAX_DATA"
         )
 
 
@@ -358,7 +356,8 @@ def _read(archive: Archive, response: Any, done: int) -> bytes:
 
 
 def _broken_off(archive: Archive, done: int, reason: str) -> str:
-    return f"{archive.file} broke off after {_readable(done)} of {_readable(archive.bytes)} ({reason}), the rest can follow"
+    share = f"{_readable(done)} of {_readable(archive.bytes)}"
+    return f"{archive.file} broke off after {share} ({reason}), the rest can follow"
 
 
 @contextlib.contextmanager
@@ -386,7 +385,8 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         length = response.headers.get("Content-Length", "")
         if length.isdigit() and int(length) != archive.bytes - begin:
             raise _Failed(
-                f"{archive.file} has {begin + int(length):,} bytes on the server, the official file {archive.bytes:,}"
+                f"{archive.file} has {begin + int(length):,} bytes on the server, "
+                f"the official file {archive.bytes:,}"
             )
         yield response
 
@@ -454,10 +454,8 @@ def _extract(archive: Archive, raw: IO[bytes], folder: Path, advance: Callable[[
 def _zipped(raw: IO[bytes]) -> Iterator[_Member]:
     with zipfile.ZipFile(raw) as packed:
         for info in packed.infolist():
-            regular = stat.S_IFMT(info.external_attr >> 16) in (
-                0,
-                stat.S_IFREG,
-            )  # 0: by a system without such types
+            # 0: by a system without such types
+            regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
             yield _Member(info.filename, info.file_size, info.is_dir(), regular, partial(packed.open, info))
 
 

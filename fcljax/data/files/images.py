@@ -27,27 +27,10 @@ T = TypeVar("T")
 
 MAX_PIXELS = 40_000_000  # an image of as many or more is refused
 
-_FORMATS = (
-    "JPEG",
-    "PNG",
-    "GIF",
-    "BMP",
-    "WEBP",
-)  # by content; some of Pillow's others start programs or print by themselves
-_MODES = {
-    "1",
-    "L",
-    "LA",
-    "P",
-    "PA",
-    "RGB",
-    "RGBA",
-    "RGBX",
-    "CMYK",
-    "YCbCr",
-    "HSV",
-    "LAB",
-}  # 8 bits or less a channel
+# by content; some of Pillow's others start programs or print by themselves
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
+# 8 bits or less a channel
+_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
 _KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _SLIVER = 20  # long side / short side from which the long side is never resized as a whole
 
@@ -62,10 +45,10 @@ class Decoded(NamedTuple):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings from Pillow inside the block: what matters is refused, and the rest is about metadata that
-    nobody reads.
+    """No warnings from Pillow inside the block.
 
-    Filters belong to the process, not to a thread: wrap the loop, not the decoding of one image.
+    What matters is refused, and the rest is about metadata that nobody reads. Filters belong to the process,
+    not to a thread: wrap the loop, not the decoding of one image.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")
@@ -87,8 +70,7 @@ def squeeze(
 
 
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """The short side resized to `side`, then the central square: torchvision's Resize(side) and
-    CenterCrop(side) on PIL images.
+    """The short side resized to `side`, then the central square: torchvision's Resize, CenterCrop (on PIL).
 
     Of slivers (more than 20:1) only the square is ever computed, which can differ from that by the last bit
     of a kernel's weight: a long side of millions of pixels would fill the memory.
@@ -117,8 +99,9 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
 
 
 def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
-    """The pixels in RGB, after `fit`; as they are without it. Transparency is dropped, orientation tags are
-    not heeded.
+    """The pixels in RGB, after `fit`; as they are without it.
+
+    Transparency is dropped, orientation tags are not heeded.
 
     Raises:
       InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more,
@@ -154,9 +137,8 @@ def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) ->
             raise InputError(
                 f"dataset: {name!r} is not a readable image (no JPEG, PNG, GIF, BMP or WebP)"
             ) from error
-        except (
-            Exception
-        ) as error:  # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
+        # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
+        except Exception as error:
             raise InputError(f"dataset: {name!r} is not a readable image ({one_line(error)})") from error
 
 
@@ -166,7 +148,8 @@ def _check_header(image: Image.Image, name: str) -> None:
         raise InputError(f"dataset: {name!r} is too small, {size}; the file must be corrupt")
     if image.width * image.height >= MAX_PIXELS:
         raise InputError(
-            f"dataset: {name!r} is too large, {size}; images must have less than {MAX_PIXELS // 10**6} megapixels"
+            f"dataset: {name!r} is too large, {size}; "
+            f"images must have less than {MAX_PIXELS // 10**6} megapixels"
         )
     if image.mode not in _MODES:
         raise InputError(

@@ -1,9 +1,9 @@
-"""Named data sets: what images with which labels are in which split, found in official folder layouts or in
-tensorflow-datasets data.
+"""Named data sets: what images with which labels are in which split.
 
-Nothing is decoded here. A data set is looked for in three steps, each dearer than the one before: `find` sees
-whether a layout is there, `Raw.scan` goes through its files (names, sizes, times) and knows their
-fingerprint, and `Scan.listing` says what is what.
+They are found in official folder layouts or in tensorflow-datasets data, and nothing is decoded here. A data
+set is looked for in three steps, each dearer than the one before: `find` sees whether a layout is there,
+`Raw.scan` goes through its files (names, sizes, times) and knows their fingerprint, and `Scan.listing` says
+what is what.
 
 Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files
 sorted, shuffled by Python's Random(0); the first int(0.8 n) train, the rest test.
@@ -78,9 +78,7 @@ class Named(NamedTuple):
     find: Callable[[Path, "Choice"], Raw | None]  # in a folder that may hold the official files
     images: int | None  # of the official release, both splits
     tfds: tuple[str, ...] = ()  # its builders in tensorflow-datasets
-    tfds_listing: Callable[[Sequence[Path]], Listing] | None = (
-        None  # from the folders that these have prepared
-    )
+    tfds_listing: Callable[[Sequence[Path]], Listing] | None = None  # from the folders that they prepared
     augment: bool = True  # whether random crops and flips keep the class
 
 
@@ -99,10 +97,10 @@ class _Table(NamedTuple):
 
 
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
-    """Raw data of the named set below the data folder: official files first, then what tensorflow-datasets
-    has prepared.
+    """Raw data of the named set below the data folder.
 
-    Files are looked for in `folder` and in `folder`/name.
+    Official files come first, then what tensorflow-datasets has prepared. Files are looked for in `folder`
+    and in `folder`/name.
 
     Raises:
       InputError: for a layout that is there but incomplete.
@@ -125,7 +123,8 @@ def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
 def how_to_get(name: str, folder: Path) -> str:
     """What to put where or to run, for a data set that is not there."""
     if name in OFFICIAL:
-        return f"{what_to_put(name, folder)}, or have it downloaded ({volume(OFFICIAL[name])}): fcljax data prepare {name}"
+        download = f"or have it downloaded ({volume(OFFICIAL[name])}): fcljax data prepare {name}"
+        return f"{what_to_put(name, folder)}, {download}"
     return f"{what_to_put(name, folder)}, then run: fcljax data prepare {name}"
 
 
@@ -149,13 +148,15 @@ def class_list(path: str | Path) -> tuple[str, ...]:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"class_list: {str(path)!r} cannot be read ({one_line(error)}); expected a text file, a class per line"
+            f"class_list: {str(path)!r} cannot be read ({one_line(error)}); "
+            "expected a text file, a class per line"
         ) from error
     names = tuple(line.split()[0] for line in lines if line.strip())
     twice = [name for index, name in enumerate(names) if name in names[:index]]
     if twice or not names:
         raise InputError(
-            f"class_list: {str(path)!r} names {f'{twice[0]!r} twice' if twice else 'no class'}; expected a class per line"
+            f"class_list: {str(path)!r} names {f'{twice[0]!r} twice' if twice else 'no class'}; "
+            "expected a class per line"
         )
     return names
 
@@ -169,7 +170,8 @@ def folder_of_classes(root: Path) -> Raw:
     for split in ("train", "test"):
         if not (root / split).is_dir():
             raise InputError(
-                f"dataset: no such folder: {str(root / split)!r}; expected train/CLASS/*.png|jpg|jpeg and test/CLASS/..."
+                f"dataset: no such folder: {str(root / split)!r}; "
+                "expected train/CLASS/*.png|jpg|jpeg and test/CLASS/..."
             )
     return Raw("files", root, partial(_train_and_test, root))
 
@@ -186,7 +188,8 @@ def same_classes(where: str, train: list, test: list) -> list:
     ):
         if extra:
             raise InputError(
-                f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; both need every class"
+                f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; "
+                "both need every class"
             )
     return train
 
@@ -235,7 +238,8 @@ def _tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> dict
     classes = _folders(root / inside) if classes is None else classes
     if not classes:
         raise InputError(
-            f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png|jpg|jpeg"
+            f"dataset: {str(root / inside)!r} has no class folders; "
+            f"expected {inside or '.'}/CLASS/*.png|jpg|jpeg"
         )
     return {label: _images(root, f"{inside}/{label}" if inside else label) for label in classes}
 
@@ -359,7 +363,8 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
         if wnid not in test:
             problem = "has no line" if wnid is None else f"is of unknown class {wnid!r}"
             raise InputError(
-                f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; unpack the archive again"
+                f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; "
+                "unpack the archive again"
             )
         test[wnid].append(file)
     return _scan_files(root, _words(root, wnids), _table(wnids, train), _table(wnids, test))
@@ -409,7 +414,8 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
     if choice is None:
         if len(wnids) != 1000:
             raise InputError(
-                f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; name yours with class_list"
+                f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
+                "name yours with class_list"
             )
         choice = tuple(
             wnids[index] for index in np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
@@ -502,13 +508,15 @@ def _cifar_batch(
     content = np.frombuffer(_content(path), np.uint8)
     if len(content) == 0 or len(content) % (label_bytes + 3072):
         raise InputError(
-            f"dataset: {str(path)!r} has {len(content)} bytes, no multiple of {label_bytes + 3072}; it is truncated"
+            f"dataset: {str(path)!r} has {len(content)} bytes, no multiple of {label_bytes + 3072}; "
+            "it is truncated"
         )
     content = content.reshape(-1, label_bytes + 3072)
     labels = content[:, label_bytes - 1].astype(np.int64)  # of CIFAR-100's two the fine one is last
     if labels.max() >= classes:
         raise InputError(
-            f"dataset: {str(path)!r} holds label {labels.max()}, but there are names for {classes} classes; it is damaged"
+            f"dataset: {str(path)!r} holds label {labels.max()}, but there are names for {classes} classes; "
+            "it is damaged"
         )
     return content[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
@@ -539,7 +547,8 @@ def _idx_split(images: Path, labels: Path) -> Split:
     x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
     if len(x) != len(y):
         raise InputError(
-            f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; they must match"
+            f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; "
+            "they must match"
         )
     if len(y) == 0 or y.max() >= len(_FASHION):
         raise InputError(
@@ -565,9 +574,8 @@ def read_idx(path: Path, dimensions: int) -> UInt8[np.ndarray, "..."]:
                 raise ValueError(f"its header promises an array of {shape}")
             content = stream.read(count + 1)
             if len(content) != count:
-                raise ValueError(
-                    f"{'more' if len(content) > count else 'less'} content than the {shape} that its header promises"
-                )
+                more = "more" if len(content) > count else "less"
+                raise ValueError(f"{more} content than the {shape} that its header promises")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"dataset: {str(path)!r} is damaged or no idx file ({one_line(error)})") from error
     return np.frombuffer(content, np.uint8).reshape(shape)
@@ -615,9 +623,8 @@ def _tfds_listing(listing: Callable[[Sequence[Path]], Listing], versions: Sequen
         raise InputError(
             f"dataset: {str(versions[0])!r} is not in array_record files; prepare it with that file_format"
         ) from error
-    except (
-        Exception
-    ) as error:  # a damaged folder can raise anything in the library, and it is the folder's fault
+    # a damaged folder can raise anything in the library, and it is the folder's fault
+    except Exception as error:
         raise InputError(
             f"dataset: {str(versions[0])!r} cannot be read by tensorflow-datasets ({one_line(error)})"
         ) from error
@@ -630,9 +637,8 @@ def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     for version in versions:
         builder = tfds.builder_from_directory(version)
         features = features or builder.info.features
-        raw = {
-            name: tfds.decode.SkipDecoding() for name in builder.info.features
-        }  # images as files, for our own decoder
+        # images as files, for our own decoder
+        raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
         for split in splits:
             sources.append(builder.as_data_source(split, decoders=raw))
             names.append(f"{version}, {split}")
@@ -693,8 +699,10 @@ def _tfds_official(versions: Sequence[Path], *, field: str | None = None) -> Lis
 
 
 def _tfds_pooled(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
-    """All images of all splits, split at random. `field` holds a path that ends in CLASS/FILE; without it the
-    label says the class."""
+    """All images of all splits, split at random.
+
+    `field` holds a path that ends in CLASS/FILE; without it the label says the class.
+    """
     records = _records(versions, splits)
     names, tree = records.features["label"].names, {}
     for row in _fields(records, ["label", *([field] if field else [])]):
@@ -714,7 +722,10 @@ def _tfds_omniglot(versions: Sequence[Path]) -> Listing:
 
 
 _IMAGENET_PUT = "imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG"
-_SUBSET = "ImageNet classes: those of class_list, else numpy's RandomState(1993) picks, as code of iCaRL, PODNet and BiC does"
+_SUBSET = (
+    "ImageNet classes: those of class_list, else numpy's RandomState(1993) picks, "
+    "as code of iCaRL, PODNet and BiC does"
+)
 _R_TFDS = partial(_tfds_pooled, splits=("test",), field="file_name")
 
 NAMED = {
@@ -749,7 +760,8 @@ NAMED = {
         partial(_tfds_official, field="id"),
     ),
     "imagenet_r": Named(
-        "ImageNet-R: 30,000 renditions of 200 ImageNet classes; in the 24,000 + 6,000 split of PILOT if it is there, else random 80/20",
+        "ImageNet-R: 30,000 renditions of 200 ImageNet classes; "
+        "in the 24,000 + 6,000 split of PILOT if it is there, else random 80/20",
         "imagenet-r/{train,test}/WNID/* (the split of PILOT) or imagenet-r/WNID/* (official)",
         _imagenet_r,
         30_000,
@@ -765,7 +777,8 @@ NAMED = {
         _R_TFDS,
     ),
     "cub200": Named(
-        "CUB-200-2011: 11,788 photos of 200 birds; in the 9,430 + 2,358 split of PILOT if it is there, else random 80/20",
+        "CUB-200-2011: 11,788 photos of 200 birds; "
+        "in the 9,430 + 2,358 split of PILOT if it is there, else random 80/20",
         "cub/{train,test}/CLASS/* (the split of PILOT) or CUB_200_2011/images/CLASS/* (official)",
         _cub200,
         11_788,
@@ -781,7 +794,8 @@ NAMED = {
         partial(_tfds_pooled, splits=("train", "test")),
     ),
     "tiny_imagenet": Named(
-        "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; its validation split is the test split",
+        "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "
+        "its validation split is the test split",
         "tiny-imagenet-200/ (train/WNID/images/*, val/images/*, val/val_annotations.txt)",
         _tiny_imagenet,
         110_000,
@@ -789,7 +803,8 @@ NAMED = {
     "imagenet100": Named(f"100 {_SUBSET}", _IMAGENET_PUT, partial(_imagenet, count=100), None),
     "imagenet200": Named(f"200 {_SUBSET}", _IMAGENET_PUT, partial(_imagenet, count=200), None),
     "omniglot": Named(
-        "Omniglot: 1,623 handwritten characters, 20 drawings each, 105x105; the last 5 of each character are for testing",
+        "Omniglot: 1,623 handwritten characters, 20 drawings each, 105x105; "
+        "the last 5 of each character are for testing",
         "images_background/ALPHABET/CHARACTER/*.png and images_evaluation/ALPHABET/CHARACTER/*.png",
         _omniglot,
         32_460,

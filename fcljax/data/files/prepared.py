@@ -44,9 +44,7 @@ class Split(NamedTuple):
     labels: Int64[np.ndarray, " N"]
     names: Sequence[str]  # [N] for messages: the path, or where else the image is
     fetch: Callable[[Sequence[int]], list[Picture]]  # rows to what to decode
-    size: tuple[int, int] | None = (
-        None  # height and width in pixels of every image, where that is known beforehand
-    )
+    size: tuple[int, int] | None = None  # height and width of every image, where known beforehand
 
 
 class Listing(NamedTuple):
@@ -84,8 +82,7 @@ class PreparedInfo(NamedTuple):
 
 
 def place(root: Path, label: str, name: str, fingerprint: str, geometry: Geometry) -> Path:
-    """Where the prepared data set of these facts lies, if it exists. `label` is for people; all else goes
-    into the key."""
+    """Where prepared data of these facts lie, if any. `label` is for people; all else goes into the key."""
     facts = json.dumps([FORMAT, name, fingerprint, list(geometry)])
     return root / f"{label}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -100,11 +97,11 @@ def build(
     force: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Decode everything into `target`, unless another process has done so in the meantime. Memory does not
-    grow with the data set.
+    """Decode everything into `target`, unless another process has done so in the meantime.
 
-    Images that all have one size, with a short side of at most `geometry.test`, are stored as they are;
-    others are brought to `geometry.train` and `geometry.test`, see `images.fits`.
+    Memory does not grow with the data set. Images that all have one size, with a short side of at most
+    `geometry.test`, are stored as they are; others are brought to `geometry.train` and `geometry.test`, see
+    `images.fits`.
 
     Args:
       facts: what the manifest shall say about the source.
@@ -126,8 +123,8 @@ def build(
                 _move(folder, target, force)
     except OSError as error:
         raise InputError(
-            f"data_dir: cannot write prepared data to {str(target.parent)!r} ({error.strerror or error}); choose another with "
-            "data_dir or FCLJAX_DATA"
+            f"data_dir: cannot write prepared data to {str(target.parent)!r} ({error.strerror or error}); "
+            "choose another with data_dir or FCLJAX_DATA"
         ) from error
 
 
@@ -159,7 +156,8 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"dataset: prepared data {str(target)!r} is damaged ({reason}); rebuild it with: fcljax data prepare {name} --force"
+            f"dataset: prepared data {str(target)!r} is damaged ({reason}); "
+            f"rebuild it with: fcljax data prepare {name} --force"
         ) from error
 
 
@@ -218,8 +216,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def alone(target: Path, console: Console) -> Iterator[None]:
-    """One process works on `target`, the others wait for it. The system lifts the lock when its holder
-    dies."""
+    """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
     with open(target.parent / f".{target.name}.lock", "w") as handle:
         _lock(handle, target, console)
         yield
@@ -301,7 +298,8 @@ def _write(
     if skipped:
         say(
             console,
-            f"{facts['name']}: skipped {len(skipped)} unreadable images, listed in manifest.json; {skipped[0]['reason']}",
+            f"{facts['name']}: skipped {len(skipped)} unreadable images, listed in manifest.json; "
+            f"{skipped[0]['reason']}",
         )
 
 
@@ -321,7 +319,8 @@ def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> Non
         if len(missing):
             label = listing.class_names[missing[0]]
             raise InputError(
-                f"dataset: {str(listing.where)!r}: class {label!r} has {lack} {split} images; every class needs some"
+                f"dataset: {str(listing.where)!r}: class {label!r} has {lack} {split} images; "
+                "every class needs some"
             )
 
 
@@ -333,8 +332,8 @@ def _check_space(folder: Path, listing: Listing, shapes: Sequence[tuple[int, int
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(
-            f"data_dir: {str(folder.parent)!r} has {free / 1e9:.1f} GB left, the prepared images need {need / 1e9:.1f} GB; "
-            "choose another with data_dir or FCLJAX_DATA"
+            f"data_dir: {str(folder.parent)!r} has {free / 1e9:.1f} GB left, "
+            f"the prepared images need {need / 1e9:.1f} GB; choose another with data_dir or FCLJAX_DATA"
         )
 
 
@@ -403,9 +402,8 @@ def _write_split(
         good = [result for result in results if isinstance(result, Decoded)]
         skipped += [result for result in results if not isinstance(result, Decoded)]
         pixels = np.stack([result.pixels for result in good]) if good else np.empty((0, *shape, 3), np.uint8)
-        np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = (
-            pixels  # mapped anew, so that it does not fill up memory
-        )
+        # mapped anew, so that it does not fill up memory
+        np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = pixels
         sums.update(pixels.data)
         kept += [row + index for index, result in enumerate(results) if isinstance(result, Decoded)]
         sizes += [(result.height, result.width) for result in good]
@@ -422,9 +420,8 @@ def _write_split(
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> None:
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    if hasattr(
-        os, "posix_fallocate"
-    ):  # a full disk is an error here; later, on a mapped page, it would kill the process
+    # a full disk is an error here; later, on a mapped page, it would kill the process
+    if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as handle:
             try:
                 os.posix_fallocate(handle.fileno(), 0, path.stat().st_size)

@@ -1,5 +1,4 @@
-"""Data sets by name: two that are built in, published ones from official files or tensorflow-datasets, and
-the user's own.
+"""Data sets by name: two built in, published ones from official files or tensorflow-datasets, the user's own.
 
 Images of files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and
 built-in sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wrong
@@ -26,7 +25,8 @@ from fcljax.errors import InputError, nearest
 
 _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
-    "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; made on the spot",
+    "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
+    "made on the spot",
     "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file; x uint8 [N, H, W, 3] or [N, H, W]",
 }
 DATASETS = {
@@ -41,12 +41,11 @@ _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
 
 class Dataset(NamedTuple):
-    """Labelled images, all of one size within a split. Labels are original ones: 0..C-1, before any class
-    order.
+    """Labelled images, all of one size within a split.
 
-    The arrays may be memory-mapped. `size_train` and `size_test` hold the height and width that each image
-    had before it was squeezed into its square (`augment.Geometry`); None where the pixels are square.
-    `digest` names the pixels of both splits.
+    Labels are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train`
+    and `size_test` hold the height and width that each image had before it was squeezed into its square
+    (`augment.Geometry`); None where the pixels are square. `digest` names the pixels of both splits.
     """
 
     name: str
@@ -145,8 +144,7 @@ def prepare(
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """The folder of raw and prepared data: `data_dir`, else the environment's FCLJAX_DATA, else
-    ~/.cache/fcljax."""
+    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax."""
     return Path(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax").expanduser()
 
 
@@ -238,8 +236,8 @@ def _from_cache(
     data = prepared.open_prepared(target, name, full)
     if data.skipped and not options.skip_corrupt:
         raise InputError(
-            f"dataset: {name!r} was prepared without {len(data.skipped)} unreadable images (first: {data.skipped[0]}); "
-            "set skip_corrupt to use it so, or replace them"
+            f"dataset: {name!r} was prepared without {len(data.skipped)} unreadable images "
+            f"(first: {data.skipped[0]}); set skip_corrupt to use it so, or replace them"
         )
     return data
 
@@ -361,7 +359,8 @@ def _npz(name: str, path: Path) -> Dataset:
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if len(x) != len(y):
             raise InputError(
-                f"dataset: {str(path)!r}: x_{split} has {len(x)} rows but y_{split} has {len(y)}; they must match"
+                f"dataset: {str(path)!r}: x_{split} has {len(x)} rows but y_{split} has {len(y)}; "
+                "they must match"
             )
     if x_train.shape[1:] != x_test.shape[1:]:
         sides = f"x_train are {_sides(x_train)} but of x_test {_sides(x_test)}"
@@ -378,7 +377,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             for member in archive.namelist():
                 if download.leads_out(member):
                     raise InputError(
-                        f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; save it again"
+                        f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; "
+                        "save it again"
                     )
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
@@ -390,9 +390,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             return {key: np.asarray(arrays[key]) for key in keys}
     except InputError:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
+    # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
+    except Exception as error:
         if "Object arrays" in str(error):
             raise InputError(
                 f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"
@@ -421,7 +420,8 @@ def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarra
 def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarray, " N"]:
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise InputError(
-            f"dataset: {str(path)!r}: {key} is {labels.dtype} of shape {labels.shape}; expected integers of shape [N]"
+            f"dataset: {str(path)!r}: {key} is {labels.dtype} of shape {labels.shape}; "
+            "expected integers of shape [N]"
         )
     wrong = labels[(labels < 0) | (labels > np.iinfo(np.int64).max)]
     if len(wrong):

@@ -1,5 +1,4 @@
-"""Files of weights of any kind as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, and files of
-the Hugging Face hub.
+"""Files of weights as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, the Hugging Face hub's.
 
 Nothing that a file says is executed. safetensors and npz hold no code; a torch file is a pickle, so its
 opcodes are read first, without running them, and then torch's weights-only loader does the rest, if torch is
@@ -57,7 +56,8 @@ _TYPES = {
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
-    r"|torch\.(\w*Storage|Size|device|dtype|Tensor|bool|b?float\w*|double|half|u?int\w*|short|long|complex\w*)"
+    r"|torch\.(\w*Storage|Size|device|dtype|Tensor)"
+    r"|torch\.(bool|b?float\w*|double|half|u?int\w*|short|long|complex\w*)"
     r"|torch\.storage\.\w+Storage|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout"
     r"|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\._tensor\._rebuild_from_type_v2"
 )
@@ -74,10 +74,12 @@ _DAMAGE += (
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. tensors: arrays by dotted name, some of them views of the file. metadata: what a
-    safetensors file says of itself. digest: the file's sha256. source: the file's name without folders, or
-    its place on the hub. config, preprocessor: the config.json and preprocessor_config.json beside it, or
-    {}."""
+    """What a file holds.
+
+    tensors: arrays by dotted name, some of them views of the file. metadata: what a safetensors file says of
+    itself. digest: the file's sha256. source: the file's name without folders, or its place on the hub.
+    config, preprocessor: the config.json and preprocessor_config.json beside it, or {}.
+    """
 
     tensors: dict[str, np.ndarray]
     metadata: dict[str, str]
@@ -133,16 +135,16 @@ def sha256(path: Path) -> str:
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """The dotted names that a pickle would import, found by reading its opcodes, not by running them. "?"
-    stands for a name that is put together in a way which opcodes alone do not show.
+    """The dotted names that a pickle would import, found by reading its opcodes, not by running them.
+
+    "?" stands for a name that is put together in a way which opcodes alone do not show.
 
     Raises:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    strings: list[
-        str | None
-    ] = []  # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
+    # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
+    strings: list[str | None] = []
     memo: dict[int, str | None] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         kind = opcode.name
@@ -206,15 +208,13 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
         _check_members(path, archive)
-    # Our own handle, since np.load leaves its open when the archive is damaged, and takes a bare .npy under
-    # this name.
+    # Our own handle: np.load leaves its open when the archive is damaged, and takes a bare .npy of this name.
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         return {name: _array(file, name) for name in file.files}
 
 
 def _array(file: Any, name: str) -> np.ndarray:
-    """One array. Its header is compared with its size first: numpy would allocate whatever a header
-    claims."""
+    """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
     member = name if name in file.zip.namelist() else f"{name}.npy"
     with file.zip.open(member) as stream:
         version = np.lib.format.read_magic(stream)
@@ -238,7 +238,8 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
     size = sum(member.file_size for member in members)
     if size > ZIP_LIMIT:
         raise InputError(
-            f"checkpoint: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is {ZIP_LIMIT >> 30} GiB"
+            f"checkpoint: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; "
+            f"the limit is {ZIP_LIMIT >> 30} GiB"
         )
 
 
@@ -247,7 +248,8 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
     for name in _zip_imports(path) if zipped else _legacy_imports(path):
         if not _HARMLESS.fullmatch(name):
             raise InputError(
-                f"checkpoint: {str(path)!r} would run {name} when unpickled, so it is not loaded; save its state dict alone"
+                f"checkpoint: {str(path)!r} would run {name} when unpickled, so it is not loaded; "
+                "save its state dict alone"
             )
     if importlib.util.find_spec("torch") is None:
         raise InputError(
@@ -264,7 +266,8 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
         why = " ".join(str(error).split())
         why = (why.partition("WeightsUnpickler error: ")[2] or why)[:160]
         raise InputError(
-            f"checkpoint: torch's weights-only loader refuses {str(path)!r}, so it is not loaded; save its state dict alone: {why}"
+            f"checkpoint: torch's weights-only loader refuses {str(path)!r}, so it is not loaded; "
+            f"save its state dict alone: {why}"
         ) from None
 
 
@@ -282,8 +285,7 @@ def _zip_imports(path: Path) -> list[str]:
 
 
 def _legacy_imports(path: Path) -> list[str]:
-    """Files of before torch 1.6: pickles of a magic number, a version, the system, the content and the
-    storages' names, then bytes."""
+    """Files before torch 1.6: pickles of magic number, version, system, content, storages' names; bytes."""
     with path.open("rb") as stream:
         numbers = [
             argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name.startswith("LONG")
@@ -298,8 +300,7 @@ def _legacy_imports(path: Path) -> list[str]:
 
 
 def _plumbing() -> list[Any]:
-    """What the weights-only loader may build beside tensors: the settings and learning rates in checkpoints
-    of DINO, iBOT and MAE."""
+    """What the loader may build beside tensors: settings and learning rates of DINO, iBOT and MAE."""
     import _codecs
 
     scalar = np._core.multiarray.scalar
@@ -313,8 +314,7 @@ def _plumbing() -> list[Any]:
 
 
 def _flatten(prefix: str, content: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of nested dicts with dotted names; all else is no weight. Optimisers number their tensors, and
-    those are left out."""
+    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
     if isinstance(content, dict):
         for key, value in content.items():
             if isinstance(key, str) and key != "optimizer":
@@ -335,7 +335,8 @@ def _read_hub(spec: str) -> Checkpoint:
     found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", spec)
     if not found:
         raise InputError(
-            f"checkpoint: {spec!r} is not hf:OWNER/NAME, hf:OWNER/NAME@REVISION or hf:OWNER/NAME@REVISION:FILE"
+            f"checkpoint: {spec!r} is not hf:OWNER/NAME, hf:OWNER/NAME@REVISION "
+            "or hf:OWNER/NAME@REVISION:FILE"
         )
     repository, revision, name = found.groups()
     if name and PurePosixPath(name).suffix not in SUFFIXES:
@@ -360,7 +361,8 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     """A file of the hub in the library's cache, verified; None if there is no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
-            f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', or give the path of a file"
+            f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', "
+            "or give the path of a file"
         )
     import huggingface_hub
     from huggingface_hub import constants
@@ -391,7 +393,8 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(path) != blob.name:
         _remove(_cached(cache, repository) - before | {path, blob})
         raise InputError(
-            f"checkpoint: {name!r} of {spec!r} differs from the hub's checksum {blob.name}; it was removed, try again"
+            f"checkpoint: {name!r} of {spec!r} differs from the hub's checksum {blob.name}; "
+            "it was removed, try again"
         )
     return path
 

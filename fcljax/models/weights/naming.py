@@ -1,5 +1,4 @@
-"""Whose names a set of tensors carries, the architecture that their shapes tell, and the way to our own names
-and layouts.
+"""Whose names tensors carry, the architecture that their shapes tell, the way to our own names and layouts.
 
 A network is a stack: something that embeds, a learned token, positions, blocks, a norm and something that
 comes out. That holds for the encoder (patches, class token, head) and for the decoder of a masked autoencoder
@@ -25,8 +24,10 @@ Tensors = dict[str, np.ndarray]
 
 
 class Naming(NamedTuple):
-    """How one kind of file names a stack. Names of modules lack the leaf (kernel or scale, and bias); token
-    and pos are whole names."""
+    """How one kind of file names a stack.
+
+    Names of modules lack the leaf (kernel or scale, and bias); token and pos are whole names.
+    """
 
     mapping: str
     layout: Literal["ours", "torch", "google"]
@@ -47,11 +48,11 @@ class Facts(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network under our names and in our layouts, float32 numpy arrays, some of them views. The config's
-    image size is the file's.
+    """A network under our names and in our layouts, float32 numpy arrays, some of them views.
 
-    fused: whether q, k and v were one tensor. part: "teacher", "student" or None. torch_training: whether the
-    file looks as DINO, iBOT, MAE and DeiT write theirs, which normalise pixels by ImageNet's constants.
+    config: its image size is the file's. fused: whether q, k and v were one tensor. part: "teacher",
+    "student" or None. torch_training: whether the file looks as DINO, iBOT, MAE and DeiT write theirs, which
+    normalise pixels by ImageNet's constants.
     """
 
     config: ViTConfig
@@ -135,7 +136,8 @@ _ROLES = {"teacher", "student"}
 _IGNORED = {
     "teacher": r"teacher\..*",
     "student": r"student\..*",
-    "optimizer and schedule": r"(optimizer|scaler|fp16_scaler|loss_scaler|lr_scheduler|scheduler|epoch|args)(\..*)?",
+    "optimizer and schedule": r"(optimizer|scaler|fp16_scaler|loss_scaler|lr_scheduler|scheduler|epoch|args)"
+    r"(\..*)?",
     "centers of the loss": r"(dino|ibot)_loss\..*",
     "projection head": r"head\.(mlp|last_).*|head2\..*",
     "averaged copy": r"model_ema\..*",
@@ -147,8 +149,10 @@ _IGNORED = {
 
 
 class _Found(NamedTuple):
-    """tensors: by names without wrappers, without what is ignored. wrappers: those of the network. ignored:
-    keys of _IGNORED."""
+    """A network's tensors under a naming, by names without wrappers and without what is ignored.
+
+    wrappers: those of the network. ignored: keys of _IGNORED.
+    """
 
     naming: Naming
     tensors: Tensors
@@ -157,8 +161,7 @@ class _Found(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, None without
-    such a module."""
+    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, if any do."""
 
     inputs: int
     width: int
@@ -172,8 +175,11 @@ class _Stack(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """How one tensor of ours comes about: these of theirs, each of this shape, its axes reversed as torch has
-    them or not, then reshaped to `ours` and joined on the last axis."""
+    """How one tensor of ours comes about from theirs.
+
+    Each of `names` has the shape `theirs`; its axes are reversed as torch has them or not, then it is
+    reshaped to `ours`, and all are joined on the last axis.
+    """
 
     names: tuple[str, ...]
     theirs: tuple[int, ...]
@@ -295,7 +301,8 @@ def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
         places = ", ".join(repr(prefix) for prefix in known or at)
         problem = "several networks, under" if known else "a network under a wrapper of another kind:"
         raise InputError(
-            f"checkpoint: it holds {problem} {places}; give a file of one network, bare or under {', '.join(sorted(_WRAPPERS))}"
+            f"checkpoint: it holds {problem} {places}; "
+            f"give a file of one network, bare or under {', '.join(sorted(_WRAPPERS))}"
         )
     return next(iter(known.items()))
 
@@ -321,11 +328,13 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
         for key in tensors
     ):
         raise InputError(
-            "checkpoint: a distilled network has a second token beside the class token, which is not modelled here"
+            "checkpoint: a distilled network has a second token beside the class token, "
+            "which is not modelled here"
         )
     if any(key.startswith("fc_norm") for key in tensors):
         raise InputError(
-            "checkpoint: fc_norm says that the features are means over patches, and the class token was not trained for them"
+            "checkpoint: fc_norm says that the features are means over patches, "
+            "and the class token was not trained for them"
         )
     if naming.token not in tensors:
         raise InputError(
@@ -372,12 +381,12 @@ def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
     huge = config.width in (1280, 1408, 1664)  # from "huge" on, ViTs have 16 heads of more than 64 channels
     if config.width % 64 and not huge:
         raise InputError(
-            f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; give heads"
+            f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; "
+            "give heads"
         )
     heads = 16 if huge else config.width // 64
-    return heads, [
-        f"{heads} attention heads are assumed, {config.width // heads} channels each: the checkpoint does not tell them"
-    ]
+    assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
+    return heads, [f"{assumed}: the checkpoint does not tell them"]
 
 
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
@@ -392,7 +401,8 @@ def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
         channels, square = None, (0, 0)
     if channels != 3 or square[0] != square[1] or not math.prod(shape):
         raise InputError(
-            f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: it has shape {shape}"
+            f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: "
+            f"it has shape {shape}"
         )
     return square[0], shape[0 if naming.layout == "torch" else -1]
 
@@ -403,7 +413,8 @@ def _grid(naming: Naming, tensors: Tensors) -> int:
     grid = math.isqrt(max(tokens - 1, 1))
     if tokens != 1 + grid**2:
         raise InputError(
-            f"checkpoint: {tokens} position embeddings are not those of a class token and a square grid of patches"
+            f"checkpoint: {tokens} position embeddings are not those of a class token "
+            "and a square grid of patches"
         )
     return grid
 
@@ -430,8 +441,7 @@ def _outputs(naming: Naming, tensors: Tensors) -> int | None:
 
 
 def _extent(tensors: Tensors, name: str, axis: int, default):
-    """Length of an axis, or the default if there is no such tensor or axis: the check that follows says so
-    better."""
+    """Length of an axis, or the default if there is none, which the check that follows says better."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else default
 

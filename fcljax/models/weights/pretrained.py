@@ -1,8 +1,7 @@
-"""Pretrained backbones: from a file of any kind that researchers have to a network in our layout, and to a
-file of our own.
+"""Pretrained backbones: from any kind of file that researchers have to a network and a file in our layout.
 
-`checkpoints` reads files, `naming` knows the names; here the image size, the compute type and the pixel
-constants are settled.
+`checkpoints` reads files, `naming` knows the names; the image size, the compute type and the pixel constants
+are settled here.
 """
 
 import dataclasses
@@ -67,17 +66,14 @@ class ConvertOptions:
     """Options of `fcljax convert`."""
 
     heads: int | None = None  # attention heads; default: as the file says, else width / 64
-    decoder_heads: int | None = (
-        None  # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
-    )
+    # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
+    decoder_heads: int | None = None
     keep_head: bool = False  # keep the classification head, if there is one
     part: Literal["teacher", "student"] = "teacher"  # which network to take from a checkpoint that holds both
-    image_size: int | None = (
-        None  # side in pixels; position embeddings are interpolated; default: the network's own
-    )
-    normalise: Literal["half", "unit", "imagenet"] | None = (
-        None  # pixel constants; default: as the file says or its kind suggests
-    )
+    # side in pixels; position embeddings are interpolated; default: the network's own
+    image_size: int | None = None
+    # pixel constants; default: as the file says or its kind suggests
+    normalise: Literal["half", "unit", "imagenet"] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
 
 
@@ -126,8 +122,8 @@ def load_backbone(
     if checkpoint is None:
         if name not in PACKAGED:
             raise InputError(
-                f"checkpoint: {name} needs a file of weights ({', '.join(checkpoints.SUFFIXES)}) or hf:OWNER/NAME; "
-                f"only {', '.join(PACKAGED)} has its own"
+                f"checkpoint: {name} needs a file of weights ({', '.join(checkpoints.SUFFIXES)}) "
+                f"or hf:OWNER/NAME; only {', '.join(PACKAGED)} has its own"
             )
         checkpoint = str(resources.files("fcljax") / "assets" / PACKAGED[name])
     source, network, mean, std, notes = _load(
@@ -151,8 +147,9 @@ def load_backbone(
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
-    """Write any checkpoint as a file of our own, which keeps what is known of it: architecture, heads, pixel
-    constants, provenance.
+    """Write any checkpoint as a file of our own.
+
+    It keeps what is known of the checkpoint: architecture, heads, pixel constants, provenance.
 
     Args:
       source: as `load_backbone`'s checkpoint.
@@ -205,8 +202,7 @@ def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtyp
 
 
 def interpolate_positions(position: Float[Array, "tokens width"], grid: int) -> Float[Array, "tokens2 width"]:
-    """Position embeddings for grid x grid patches: bicubic (a = -0.5, antialiased) over the patch grid; the
-    class token's stays."""
+    """Positions for grid x grid patches: bicubic (a = -0.5, antialiased); the class token's stays."""
     cls, patches = position[:1], position[1:]
     side = round(patches.shape[0] ** 0.5)
     if side == grid:
@@ -239,7 +235,8 @@ def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
     if image_size is not None and (image_size % vit.patch or image_size < vit.patch):
         fitting = max(vit.patch, round(image_size / vit.patch) * vit.patch)
         raise InputError(
-            f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; nearest: {fitting}"
+            f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; "
+            f"nearest: {fitting}"
         )
 
 
@@ -254,7 +251,8 @@ def _told(file: checkpoints.Checkpoint) -> naming.Facts:
     config = file.config
     if config.get("hidden_act", "gelu") != "gelu":
         raise InputError(
-            f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, and the network here has 'gelu'"
+            f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, "
+            "and the network here has 'gelu'"
         )
     heads = ours.get("heads", config.get("num_attention_heads"))
     return naming.Facts(
@@ -264,8 +262,7 @@ def _told(file: checkpoints.Checkpoint) -> naming.Facts:
 
 
 def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
-    """The network with its own LayerNorms' epsilon. Hugging Face's ViTs have 1e-12 where nothing is said, all
-    others 1e-6."""
+    """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else 1e-6
     epsilon = _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual))
     if not isinstance(epsilon, float) or not 0 < epsilon <= 1e-3:
@@ -344,8 +341,7 @@ def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int) -> PyTree
 def _constants(
     file: checkpoints.Checkpoint, network: naming.Network, normalise: str | None
 ) -> tuple[Colour, Colour, list[str]]:
-    """Mean and standard deviation of pixels: what the user says, what the file says, or what its kind
-    suggests."""
+    """Mean and standard deviation of pixels: as the user or the file says, or as its kind suggests."""
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
     if "mean" in file.metadata and "std" in file.metadata:
@@ -359,13 +355,8 @@ def _constants(
     )
     kind = "imagenet" if network.torch_training or named else "half"
     mean, std = NORMALISE[kind]
-    return (
-        mean,
-        std,
-        [
-            f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind}): the checkpoint does not tell them"
-        ],
-    )
+    assumed = f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind})"
+    return mean, std, [f"{assumed}: the checkpoint does not tell them"]
 
 
 def _colour(file: checkpoints.Checkpoint, what: str, value: Any) -> Colour:

@@ -1,11 +1,11 @@
-"""A low-rank pair per task in the first blocks of a ViT, and the rules by which pairs of several tasks act as
-one (PILoRA, section 4.1).
+"""A low-rank pair per task in a ViT's first blocks, and rules by which pairs of several tasks act as one.
 
-The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of one task has
-leaves [blocks, ...]. A task is an index that may be traced: slots of earlier tasks are constants, slots of
-later ones count as 0. Knows nothing of federation.
+PILoRA, section 4.1. The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the
+pair of one task has leaves [blocks, ...]. A task is an index that may be traced: slots of earlier tasks are
+constants, slots of later ones count as 0. Knows nothing of federation.
 """
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -14,7 +14,10 @@ from einops import rearrange
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from fcljax.models.vit import Injection, Lora
+from fcljax.learner import Adapter
+from fcljax.models.vit import Injection, Lora, check_blocks
+from fcljax.options import option
+from fcljax.types import Network, Setting, Task
 
 LoraInit = Literal["kaiming_uniform", "gaussian"]
 LoraRule = Literal["sum", "current", "products", "first"]
@@ -23,8 +26,9 @@ LoraRule = Literal["sum", "current", "products", "first"]
 def init_pairs(
     key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform"
 ) -> Lora:
-    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper), which states no
-    deviation: that of the uniform.
+    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper).
+
+    The paper states no deviation: that of the uniform.
 
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
@@ -52,8 +56,7 @@ def put_pair(pairs: Lora | tuple[()], task: ArrayLike, pair: Lora | tuple[()]) -
 
 
 def summed(pairs: Lora, current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
-    """The pair that acts for tasks 0..task, with slot `task` taken from `current`; only `current` gets a
-    gradient.
+    """The pair that acts for tasks 0..task; slot `task` is `current`, which alone gets a gradient.
 
     Args:
       pairs: leaves [tasks, blocks, ...]; not read by the rule "current".
@@ -81,10 +84,10 @@ def lora_injection(pair: Lora) -> Injection:
 
 
 def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
-    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs. Exactly 0
-    in the first task.
+    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs.
 
-    `pairs` are constants and only their A are read, so clients need not hold the B for it.
+    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not hold the
+    B for it.
     """
     past = jnp.arange(pairs.a_q.shape[0]) < task
     return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
@@ -110,3 +113,61 @@ def _overlap(
     # in full precision, since the loss drives these products to 0
     product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
     return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))
+
+
+# ---- the adapter -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraOptions:
+    """Options of the adapter `lora`. Fields with default None take the value of the fidelity preset."""
+
+    lora_rank: int = 4  # r
+    lora_blocks: int = 1  # the first blocks of the network
+    lora_lr: float = option(1e-5, positive=True)  # learning rate of the pairs
+    lora_pairs: Literal["task", "one"] = "task"  # a pair for each task, or one that goes on training
+    local_lora: Literal["sum", "current", "products"] | None = None  # pairs in the client's network
+    global_lora: Literal["sum", "first", "products"] | None = None  # pairs in the network that is evaluated
+    lora_init: LoraInit | None = None  # of A; B starts at 0
+
+
+_USUAL = dict(local_lora="sum", global_lora="sum", lora_init="kaiming_uniform")
+FIDELITY = {"intended": _USUAL, "paper": _USUAL, "released": _USUAL}
+
+
+def lora(options: LoraOptions, setting: Setting, network: Network) -> Adapter:
+    """Low-rank updates of queries and values: one pair for the whole stream, or one per task (PILoRA, 4.1).
+
+    Args:
+      options: resolved, no None.
+      setting: the stream's sizes.
+      network: a ViT.
+
+    Raises:
+      InputError: for more blocks with pairs than the network has.
+    """
+    check_blocks("lora_blocks", options.lora_blocks, network)
+    one = options.lora_pairs == "one"
+    slot = (lambda task: 0) if one else (lambda task: task.index)
+
+    def init(key: PRNGKeyArray, frozen) -> Lora:
+        del frozen
+        tasks = 1 if one else setting.tasks
+        blocks, rank = options.lora_blocks, options.lora_rank
+        return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
+
+    def held(params: Lora) -> Lora | tuple[()]:
+        """Of earlier pairs only A is read where the current pair acts alone: by the orthogonality loss."""
+        if one:
+            return ()
+        return params._replace(b_q=None, b_v=None) if options.local_lora == "current" else params
+
+    def inject(held: Lora | tuple[()], part: Lora, query: Array | None, task: Task, train: bool) -> Injection:
+        del query
+        rule = "current" if one else options.local_lora if train else options.global_lora
+        return lora_injection(summed(held, part, slot(task), rule))
+
+    return Adapter(
+        init, part=lambda params, task: pair_of(params, slot(task)), held=held, inject=inject,
+        put=lambda params, task, part: put_pair(params, slot(task), part), rate=options.lora_lr,
+    )  # fmt: skip

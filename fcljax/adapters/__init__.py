@@ -1,0 +1,40 @@
+"""The adapters by name: what a method may train inside a network. One table, written out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fcljax.adapters import full, linear, lora, prompts
+from fcljax.learner import Adapter
+from fcljax.types import Network, Setting
+
+
+class AdapterEntry(NamedTuple):
+    """How the command line makes an adapter.
+
+    options: frozen dataclass of the adapter's own settings; None values are filled from the method's
+      fidelity preset, else from `fidelity`.
+    build(options, setting, network) -> Adapter
+    """
+
+    summary: str
+    options: type
+    build: Callable[[Any, Setting, Network], Adapter]
+    fidelity: dict[str, dict[str, Any]]
+
+
+_NONE: dict[str, dict[str, Any]] = {"intended": {}, "paper": {}, "released": {}}
+
+ADAPTERS: dict[str, AdapterEntry] = {
+    "linear": AdapterEntry(
+        "nothing inside the network: only the classifier trains", linear.LinearOptions, linear.linear, _NONE
+    ),
+    "lora": AdapterEntry(
+        "low-rank updates of queries and values, one pair or one per task (PILoRA)",
+        lora.LoraOptions, lora.lora, lora.FIDELITY,
+    ),
+    "prompts": AdapterEntry(
+        "a prompt per task, fused for every image by a gate (FPPL)",
+        prompts.PromptOptions, prompts.prompts, prompts.FIDELITY,
+    ),
+    "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE),
+}  # fmt: skip

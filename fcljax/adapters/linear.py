@@ -1,0 +1,17 @@
+"""No adapter: the network stays frozen and only the classifier on its features trains (linear probing)."""
+
+import dataclasses
+
+from fcljax.learner import Adapter
+from fcljax.types import Network, Setting
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOptions:
+    """The adapter `linear` has no options."""
+
+
+def linear(options: LinearOptions, setting: Setting, network: Network) -> Adapter:
+    """Nothing trains inside the network; its features are cached wherever images are deterministic."""
+    del options, setting, network
+    return Adapter(init=lambda key, frozen: ())

@@ -1,0 +1,561 @@
+"""A method from parts: a learner, what its clients add to their loss and report, and what the server does.
+
+The only training step, optimiser and metrics of the package stand here. Parts are named tuples of pure
+functions that close over options alone; `federate` puts them together to a `Method`, which the engine plays.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.errors import InputError
+from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss
+from fcljax.types import (
+    Aggregate,
+    Batch,
+    Broadcast,
+    Ctx,
+    Method,
+    Metrics,
+    Network,
+    Phase,
+    Program,
+    Round,
+    Setting,
+    Task,
+    Turn,
+    Upload,
+    View,
+    Weighted,
+    When,
+)
+
+# ---- the parts ---------------------------------------------------------------------------------------------
+
+
+class Train(NamedTuple):
+    """How clients train: E epochs over their rows, with an optimiser that is new every round.
+
+    optimiser: the direction of a step; the learning rate is applied to it afterwards
+    factor(round, rounds) -> what the rates of this round are multiplied with
+    """
+
+    epochs: int
+    batch_size: int
+    lr: float
+    optimiser: optax.GradientTransformation = optax.scale_by_adam()
+    factor: Callable[[Array, int], Array] | None = None
+
+
+class Seen(NamedTuple):
+    """A step as terms and collects see it: `part` is what the output was computed with."""
+
+    ctx: Ctx
+    part: Model
+    output: Output
+    batch: Batch
+    key: PRNGKeyArray
+
+
+class Slots(NamedTuple):
+    """Parameters that a term trains and sends besides the learner's, as those of an Adapter."""
+
+    init: Callable[[PRNGKeyArray], PyTree]
+    part: Callable[[PyTree, Task], PyTree]
+    put: Callable[[PyTree, Task, PyTree], PyTree]
+
+
+class Term(NamedTuple):
+    """A client's extra loss with a memory of its own; every field but the name may be left out.
+
+    loss(learner, seen, memory) -> scalar, added to the client's loss at every step
+    init(key, part) -> what the client keeps from round to round
+    open(ctx, state, key) -> memory, when a client starts
+    look(learner, seen, memory) -> memory, in a pass under `view` after training
+    keep(ctx, memory, part, state) -> state, when a client finishes
+    limit(ctx, part) -> part, after every step
+    recall(ctx, memory, key) -> places [recalls] in `rows(state)` [M] of past rows that join a batch; -1: none
+    slots: parameters of its own
+    reads: what it must find in the broadcast, by the name of the server step that sends it
+    """
+
+    name: str
+    loss: Callable[[Learner, Seen, PyTree], Array] | None = None
+    init: Callable[[PRNGKeyArray, Model], PyTree] = lambda key, part: ()
+    open: Callable[[Ctx, PyTree, PRNGKeyArray], PyTree] = lambda ctx, state, key: ()
+    look: Callable[[Learner, Seen, PyTree], PyTree] | None = None
+    keep: Callable[[Ctx, PyTree, Model, PyTree], PyTree] = lambda ctx, memory, part, state: state
+    limit: Callable[[Ctx, Model], Model] | None = None
+    recall: Callable[[Ctx, PyTree, PRNGKeyArray], Int[Array, " recalls"]] | None = None
+    rows: Callable[[PyTree], Int[Array, " M"]] | None = None
+    recalls: int = 0
+    view: View | None = None
+    slots: Slots | None = None
+    reads: tuple[str, ...] = ()
+
+
+class Collect(NamedTuple):
+    """What a client reports besides its part, once it has trained.
+
+    view: of the pass in which `look` sees the client's rows; None: at every step of training, before it
+    init(ctx) -> what is summed up
+    look(learner, seen, total) -> total
+    close(ctx, total) -> what is sent
+    channel: "gather", one per client; "sum", added up
+    """
+
+    name: str
+    init: Callable[[Ctx], PyTree]
+    look: Callable[[Learner, Seen, PyTree], PyTree]
+    close: Callable[[Ctx, PyTree], PyTree] = lambda ctx, total: total
+    view: View | None = None
+    channel: str = "gather"
+
+
+class ServerStep(NamedTuple):
+    """What the server does with the merged parameters.
+
+    step(turn, learner, params, state, aggregate, key) -> (params, state, metrics): `aggregate.gather` and
+      `aggregate.sum` hold what the collects report, by their names
+    init() -> its state
+    sends(task, state) -> what goes down with the parameters, under its name; None: nothing
+    collects: what clients must report
+    takes: "adapter" or "classifier", parts that are gathered and not averaged: the step merges them
+    sees_parts: do clients' parts reach the step one by one, as aggregate.gather["part"], besides their mean?
+    follows_rule: does it merge what it gathers by the run's aggregation rule?
+    """
+
+    name: str
+    step: Callable[..., tuple[Model, PyTree, Metrics]]
+    init: Callable[[], PyTree] = lambda: ()
+    sends: Callable[[Task, PyTree], PyTree] | None = None
+    collects: tuple[Collect, ...] = ()
+    takes: tuple[str, ...] = ()
+    sees_parts: bool = False
+    follows_rule: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Does it read clients' reports one by one, or sums of them?"""
+        return bool(self.collects or self.takes or self.sees_parts)
+
+
+class Survey(NamedTuple):
+    """A round in which every client with rows reports and nobody trains."""
+
+    step: ServerStep
+    when: When
+    batch_size: int
+
+
+class Wire(NamedTuple):
+    """Down, every round: the part that trains, and what server steps send, by their names."""
+
+    part: Model
+    sent: dict[str, PyTree]
+
+
+class ServerState(NamedTuple):
+    """The global model, what each server step keeps, then each survey's, and the aggregation's own."""
+
+    params: Model
+    steps: tuple[PyTree, ...]
+    merging: PyTree
+
+
+class Local(NamedTuple):
+    """A client at work: parameters, optimiser, a memory per term, and what is collected, by name."""
+
+    part: Model
+    optimiser: PyTree
+    memory: tuple[PyTree, ...]
+    collected: dict[str, PyTree]
+
+
+MEAN = make_aggregation(AggregationOptions())
+CROSS_ENTROPY = Objective()
+
+
+class Kit(NamedTuple):
+    """What a run gives to a method besides the method's own options: sizes, the chosen adapter, how clients
+    train and how uploads are merged, and terms that any method may carry."""
+
+    setting: Setting
+    network: Network
+    adapter: Adapter
+    train: Train
+    aggregation: Aggregation = MEAN
+    terms: tuple[Term, ...] = ()
+
+
+# ---- the method --------------------------------------------------------------------------------------------
+
+
+def federate(
+    learner: Learner,
+    setting: Setting,
+    train: Train | None,
+    terms: tuple[Term, ...] = (),
+    steps: tuple[ServerStep, ...] = (),
+    surveys: tuple[Survey, ...] = (),
+    objective: Objective = CROSS_ENTROPY,
+    aggregation: Aggregation = MEAN,
+    predicts: str = "seen",
+) -> Method:
+    """A method from its parts.
+
+    Args:
+      learner: network, adapter and classifier.
+      setting: the stream's sizes.
+      train: how clients train; None: they only take part in surveys.
+      terms: added to the clients' loss, in this order.
+      steps: what the server does after merging, in this order.
+      surveys: rounds before or after a task's in which clients report.
+      objective: the clients' own loss.
+      aggregation: how uploads are merged.
+      predicts: "seen", classes not seen yet never win; "all": they compete.
+
+    Raises:
+      InputError: for an aggregation rule that a step cannot follow, or a term that reads what nobody sends.
+    """
+    check_parts(terms, steps, surveys, aggregation)
+    parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation)
+
+    def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
+        logits = learner.predict(turn.frozen, server.params, batch, turn.task)
+        lowest = jnp.finfo(logits.dtype).min
+        return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
+
+    main = (Round(_program(parts), _server(parts)),) if train else ()
+    return Method(
+        init=lambda key, frozen: _init(parts, key, frozen),
+        broadcast=lambda turn, server: _broadcast(parts, turn, server),
+        rounds=main + tuple(_survey_round(parts, i) for i in range(len(surveys))),
+        predict=predict,
+        init_client=lambda key, server: _init_client(parts, key, server),
+        begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
+        queries=learner.queries,
+        trainable=lambda turn, server: _trainable(parts, turn, server),
+        aggregation=aggregation.name,
+    )
+
+
+class _Parts(NamedTuple):
+    """Everything static that the functions below close over."""
+
+    learner: Learner
+    setting: Setting
+    train: Train | None
+    terms: tuple[Term, ...]
+    steps: tuple[ServerStep, ...]
+    surveys: tuple[Survey, ...]
+    objective: Objective
+    aggregation: Aggregation
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Parts of the model that steps merge by themselves."""
+        return tuple(name for step in self.steps for name in step.takes)
+
+    @property
+    def collects(self) -> tuple[Collect, ...]:
+        """What clients report after training; steps that ask for the same name share it."""
+        return tuple({each.name: each for step in self.steps for each in step.collects}.values())
+
+
+def check_parts(
+    terms: tuple[Term, ...], steps: tuple[ServerStep, ...], surveys: tuple[Survey, ...],
+    aggregation: Aggregation,
+) -> None:  # fmt: skip
+    """Check that the parts fit together.
+
+    Raises:
+      InputError: naming the part that does not, and why.
+    """
+    sent = {step.name for step in steps if step.sends}
+    for term in terms:
+        for name in term.reads:
+            if name not in sent:
+                raise InputError(f"terms: {term.name} reads {name!r}, which no server step sends")
+    if sum(term.recall is not None for term in terms) > 1:
+        raise InputError("terms: only one of them can recall past rows")
+    plain = aggregation.pre is None and aggregation.reduce is None and aggregation.post is None
+    for step in (*steps, *(survey.step for survey in surveys)):
+        if step.gathers and not plain and (aggregation.noise or not step.follows_rule):
+            raise InputError(
+                f"aggregator: {aggregation.name!r} cannot be honoured, because {step.name} merges what clients "
+                f"send by a rule of its own; nearest: 'mean'"
+            )
+
+
+def _first_task(setting: Setting) -> Task:
+    """The stream's first task, from which client states get their shapes."""
+    ids = np.arange(setting.classes, dtype=np.int32)
+    mine = ids < setting.task_classes
+    return Task(np.int32(0), ids[: setting.task_classes], mine, mine)
+
+
+def _part(parts: _Parts, params: Model, task: Task) -> Model:
+    """What trains and travels now, of the learner and of the terms."""
+    extra = tuple(
+        term.slots.part(own, task) if term.slots else ()
+        for term, own in zip(parts.terms, params.extra, strict=True)
+    )
+    return parts.learner.part(params, task)._replace(extra=extra)
+
+
+def _put(parts: _Parts, params: Model, task: Task, part: Model) -> Model:
+    """The parameters with the merged part in its place; what a step takes over stays as it was."""
+    mine = _part(parts, params, task)
+    part = part._replace(**{name: getattr(mine, name) for name in parts.taken})
+    extra = tuple(
+        term.slots.put(own, task, new) if term.slots else ()
+        for term, own, new in zip(parts.terms, params.extra, part.extra, strict=True)
+    )
+    return parts.learner.put(params, task, part)._replace(extra=extra)
+
+
+def _averaged(parts: _Parts, part: Model) -> Model:
+    """What of a part is merged coordinate by coordinate: all but what a step takes over."""
+    return part._replace(**dict.fromkeys(parts.taken, ()))
+
+
+def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
+    params = parts.learner.init(key, frozen)
+    extra = tuple(
+        term.slots.init(jax.random.fold_in(key, 1000 + i)) if term.slots else ()
+        for i, term in enumerate(parts.terms)
+    )
+    params = params._replace(extra=extra)
+    own = tuple(step.init() for step in (*parts.steps, *(survey.step for survey in parts.surveys)))
+    part = _part(parts, params, _first_task(parts.setting))
+    return ServerState(params, own, parts.aggregation.init(_averaged(parts, part)))
+
+
+def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
+    part = _part(parts, server.params, _first_task(parts.setting))
+    return tuple(term.init(key, part) for term in parts.terms)
+
+
+def _begin_task(parts: _Parts, turn: Turn, server: ServerState) -> ServerState:
+    """Adapters open a task; a server optimiser starts anew, since other parameters train now."""
+    params = parts.learner.open_task(server.params, turn.task)
+    part = _part(parts, params, turn.task)
+    return server._replace(params=params, merging=parts.aggregation.init(_averaged(parts, part)))
+
+
+def _broadcast(parts: _Parts, turn: Turn, server: ServerState) -> Broadcast:
+    """Down: the part of the task and what steps send. Clients hold what came before."""
+    kept = zip(parts.steps, server.steps[: len(parts.steps)], strict=True)
+    sent = {step.name: step.sends(turn.task, state) for step, state in kept if step.sends}
+    return Broadcast(Wire(_part(parts, server.params, turn.task), sent), parts.learner.held(server.params))
+
+
+def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
+    if parts.train is None:
+        return {}
+    part = _part(parts, server.params, turn.task)
+    extra = {term.name: own for term, own in zip(parts.terms, part.extra, strict=True) if term.slots}
+    adapter = parts.learner.adapter.trained(part.adapter, turn.task)
+    return {"adapter": adapter, "classifier": part.classifier, **extra}
+
+
+# ---- the client --------------------------------------------------------------------------------------------
+
+
+def _program(parts: _Parts) -> Program:
+    """What participants do in a round: train, look again, send."""
+    train, terms = parts.train, parts.terms
+
+    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
+        memory = tuple(
+            term.open(ctx, own, key if i == 0 else jax.random.fold_in(key, i))
+            for i, (term, own) in enumerate(zip(terms, state, strict=True))
+        )
+        part = ctx.wire.part
+        return Local(part, train.optimiser.init(part), memory, {c.name: c.init(ctx) for c in parts.collects})
+
+    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
+        kept = zip(terms, local.memory, state, strict=True)
+        state = tuple(term.keep(ctx, memory, local.part, own) for term, memory, own in kept)
+        return _upload(parts, local.part, sent, ctx.info.rows), state
+
+    recall = next((i for i, term in enumerate(terms) if term.recall), None)
+    memory = None if recall is None else lambda state: terms[recall].rows(state[recall])
+    phases = (_train_phase(parts, recall), *_look_phases(parts))
+    receive = _receive(parts) if parts.aggregation.pre else None
+    return Program(start, phases, finish, receive, memory)
+
+
+def _train_phase(parts: _Parts, recall: int | None) -> Phase:
+    view = View(parts.train.epochs, parts.train.batch_size)
+    step = lambda ctx, local, batch, key: train_step(parts, ctx, local, batch, key)
+    if recall is None:
+        return Phase(view, step)
+    term = parts.terms[recall]
+    rows = lambda ctx, local, key: term.recall(ctx, local.memory[recall], key)
+    return Phase(view._replace(recall=term.recalls), step, rows)
+
+
+def train_step(
+    parts: _Parts, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
+) -> tuple[Local, Metrics]:
+    """The one training step: the objective plus all terms, and a step of the optimiser."""
+    learner, objective, train = parts.learner, parts.objective, parts.train
+
+    def loss_of(part: Model):
+        output = learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True)
+        loss = objective_loss(objective, output, batch, ctx.task)
+        for term, memory in zip(parts.terms, local.memory, strict=True):
+            if term.loss:
+                loss = loss + term.loss(learner, Seen(ctx, part, output, batch, key), memory)
+        return loss, output
+
+    (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
+    direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
+    part = _descend(parts, ctx, local.part, direction)
+    seen = Seen(ctx, local.part, output, batch, key)
+    during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
+    rows = jnp.sum(batch.mask).astype(jnp.float32)
+    total = loss if objective.reduction == "sum" else loss * rows
+    right = hits(objective, output, batch, ctx.task)
+    metrics = {"loss": Weighted(total, rows), "train_accuracy": Weighted(right, rows)}
+    return Local(part, optimiser, local.memory, local.collected | during), metrics
+
+
+def _descend(parts: _Parts, ctx: Ctx, part: Model, direction: Model) -> Model:
+    """part - rate * direction, with the adapter's own rate if it has one, under the terms' limits."""
+    train, rate = parts.train, parts.learner.adapter.rate
+    factor = train.factor(ctx.info.round, parts.setting.rounds) if train.factor else 1.0
+    rates = Model(train.lr if rate is None else rate, train.lr, train.lr)
+    move = lambda own, by, rate: jax.tree.map(lambda x, u: x - rate * factor * u, own, by)
+    part = Model(*map(move, part, direction, rates))
+    for term in parts.terms:
+        part = term.limit(ctx, part) if term.limit else part
+    return part
+
+
+def _look_phases(parts: _Parts) -> tuple[Phase, ...]:
+    """Passes after training, one for all terms and collects that look at rows in the same way."""
+    looking = [(term.view, i, None) for i, term in enumerate(parts.terms) if term.look]
+    looking += [(c.view, None, c) for c in parts.collects if c.view]
+    views = dict.fromkeys(view for view, _, _ in looking)
+
+    def phase(view: View) -> Phase:
+        terms = [i for own, i, _ in looking if own == view and i is not None]
+        collects = [c for own, _, c in looking if own == view and c is not None]
+        return Phase(view, lambda *args: _look(parts, terms, collects, *args))
+
+    return tuple(phase(view) for view in views)
+
+
+def _look(
+    parts: _Parts, terms: list[int], collects: list[Collect], ctx: Ctx, local: Local, batch: Batch,
+    key: PRNGKeyArray,
+) -> tuple[Local, Metrics]:  # fmt: skip
+    learner = parts.learner
+    output = learner.forward(ctx.frozen, ctx.held, local.part, batch, ctx.task, True)
+    seen = Seen(ctx, local.part, output, batch, key)
+    memory = tuple(
+        parts.terms[i].look(learner, seen, own) if i in terms else own for i, own in enumerate(local.memory)
+    )
+    more = {c.name: c.look(learner, seen, local.collected[c.name]) for c in collects}
+    return local._replace(memory=memory, collected=local.collected | more), {}
+
+
+def _upload(parts: _Parts, part: Model, sent: dict[str, PyTree], rows: ArrayLike) -> Upload:
+    """Up: the part, as a whole or divided into what is averaged and what is gathered, and the reports."""
+    channel = lambda name: {c.name: sent[c.name] for c in parts.collects if c.channel == name}
+    mean, gather = _averaged(parts, part), channel("gather")
+    gather |= {name: getattr(part, name) for name in parts.taken}
+    if any(step.sees_parts for step in parts.steps):
+        gather["part"] = part
+    if parts.aggregation.reduce:  # the rule needs all of them at once
+        gather["mean"], mean = mean, ()
+    return Upload(mean, channel("sum"), gather, rows)
+
+
+def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload]:
+    """What the aggregation does to one upload as it arrives."""
+
+    def receive(ctx: Ctx, upload: Upload) -> Upload:
+        reference, weight = _averaged(parts, ctx.wire.part), jnp.asarray(upload.weight, jnp.float32)
+        gathered = parts.aggregation.reduce is not None
+        mean, weight = parts.aggregation.pre(
+            upload.gather["mean"] if gathered else upload.mean, reference, weight
+        )
+        if gathered:
+            return upload._replace(gather=upload.gather | {"mean": mean}, weight=weight)
+        return upload._replace(mean=mean, weight=weight)
+
+    return receive
+
+
+# ---- the server --------------------------------------------------------------------------------------------
+
+
+def _server(parts: _Parts) -> Callable[..., tuple[ServerState, Metrics]]:
+    """Merge, put the part in its place, then the steps in their order."""
+
+    def server(turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+        mean, merging = _merge(parts, turn, state, aggregate, key)
+        params, own, metrics = _put(parts, state.params, turn.task, mean), list(state.steps), {}
+        for i, step in enumerate(parts.steps):
+            step_key = key if i == 0 else jax.random.fold_in(key, i)
+            params, own[i], more = step.step(turn, parts.learner, params, own[i], aggregate, step_key)
+            metrics |= {f"{step.name}_{name}": value for name, value in more.items()}
+        return ServerState(params, tuple(own), merging), metrics
+
+    return server
+
+
+def _merge(
+    parts: _Parts, turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray
+) -> tuple[Model, PyTree]:
+    """The clients' parts as one, under the aggregation rule."""
+    rule, valid = parts.aggregation, aggregate.valid
+    reference, mean = _averaged(parts, turn.previous.wire.part), aggregate.mean
+    if rule.reduce:
+        stacked = aggregate.gather["mean"]
+        mean = rule.reduce(stacked, reference, aggregate.weight, valid, jax.random.fold_in(key, 1000))
+    if rule.post is None:
+        return mean, state.merging
+    return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, 1001))
+
+
+def _survey_round(parts: _Parts, index: int) -> Round:
+    """A round of reports: every client with rows looks at them under the current model."""
+    survey = parts.surveys[index]
+    collects, place = survey.step.collects, len(parts.steps) + index
+    views = dict.fromkeys(c.view or View(1, survey.batch_size, False, False) for c in collects)
+
+    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
+        del state, key
+        return Local(ctx.wire.part, (), ((),) * len(parts.terms), {c.name: c.init(ctx) for c in collects})
+
+    def phase(view: View) -> Phase:
+        mine = [c for c in collects if (c.view or View(1, survey.batch_size, False, False)) == view]
+        return Phase(view, lambda *args: _look(parts, [], mine, *args))
+
+    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        sent = {c.name: c.close(ctx, local.collected[c.name]) for c in collects}
+        channel = lambda name: {c.name: sent[c.name] for c in collects if c.channel == name}
+        return Upload(sum=channel("sum"), gather=channel("gather"), weight=ctx.info.rows), state
+
+    def server(turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+        own = state.steps[place]
+        params, own, metrics = survey.step.step(turn, parts.learner, state.params, own, aggregate, key)
+        steps = (*state.steps[:place], own, *state.steps[place + 1 :])
+        named = {f"{survey.step.name}_{name}": value for name, value in metrics.items()}
+        return state._replace(params=params, steps=steps), named
+
+    program = Program(start, tuple(map(phase, views)), finish)
+    return Round(program, server, who="everyone", when=survey.when)

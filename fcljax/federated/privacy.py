@@ -1,0 +1,43 @@
+"""What central noise on clipped uploads guarantees: (epsilon, delta) by an accountant, on the host. The noise
+itself is `aggregation.add_noise`.
+"""
+
+from fcljax.errors import InputError
+
+
+def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: float) -> float:
+    """The epsilon of (epsilon, delta) differential privacy of one client's data after `rounds` noisy means.
+
+    Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv 1908.10530;
+    Google's dp-accounting), for data sets that differ by one whole client. Simulations draw a fixed number of
+    clients without replacement, and divide by the number that arrived: taking that for Poisson sampling is
+    the usual approximation (McMahan et al. 2018), not a proof.
+
+    Args:
+      noise_multiplier: standard deviation of the noise on the sum of uploads, in units of clip_norm.
+      participation: share of the clients that take part in a round, in (0, 1].
+      rounds: noisy means in the whole run, over all tasks; 0 gives epsilon 0.
+      delta: in (0, 1), well below 1 / clients.
+
+    Raises:
+      InputError: a value out of range, or dp-accounting is not installed.
+    """
+    _check("noise_multiplier", noise_multiplier, noise_multiplier > 0, "positive; 1 is usual")
+    _check("participation", participation, 0 < participation <= 1, "above 0 and at most 1; nearest: 1")
+    _check("rounds", rounds, rounds >= 0, "at least 0; nearest: 0")
+    _check("delta", delta, 0 < delta < 1, "above 0 and below 1; 1e-05 is usual")
+    try:
+        import dp_accounting as dp
+    except ImportError:
+        raise InputError(
+            "epsilon: needs the package dp-accounting; install it with: pip install -e '.[privacy]'"
+        ) from None
+    if rounds == 0:
+        return 0.0
+    one = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
+    return float(dp.rdp.RdpAccountant().compose(dp.SelfComposedDpEvent(one, rounds)).get_epsilon(delta))
+
+
+def _check(field: str, value: float | int, good: bool, words: str) -> None:
+    if not good:
+        raise InputError(f"{field}: {value} given; must be {words}")

@@ -1,0 +1,191 @@
+"""From settings to everything that a run needs: the method, its engine, the data and who holds them."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from fcljax import config
+from fcljax.adapters import ADAPTERS
+from fcljax.config import RunConfig, TrainConfig
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host
+from fcljax.errors import InputError
+from fcljax.federate import Kit, Train
+from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.federated.check import Example
+from fcljax.federated.engine import Engine, Lanes, default_lanes, make_engine
+from fcljax.federated.faults import corrupt
+from fcljax.federated.schedule import capacities
+from fcljax.methods import find_method
+from fcljax.models.mae import decode
+from fcljax.models.vit import vit_network
+from fcljax.models.weights.pretrained import Pretrained
+from fcljax.runs.inputs import (
+    Inputs,
+    fetch,
+    frozen_features,
+    load_inputs,
+    make_splits,
+    read_clean,
+    saved_features,
+)
+from fcljax.scenario import Scenario, make_scenario
+from fcljax.terms import norm_bound, prox
+from fcljax.types import Frozen, Method, Network, Setting
+
+CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
+
+
+class Experiment(NamedTuple):
+    """Everything that a run needs and that does not change while it goes on."""
+
+    method: Method
+    engine: Engine
+    frozen: Frozen
+    train: Split | Host
+    test: Split | Host
+    scenario: Scenario
+    inputs: Inputs
+    setting: Setting
+    key: jax.Array
+
+    def read(self, split: Split, rows: Array) -> Array:
+        """These rows as network input, under the clean view."""
+        return read_clean(self.inputs.preprocess, split, rows)
+
+
+def build(method_name: str, cfg: RunConfig) -> Experiment:
+    """Load data and backbone, deal the rows to clients and tasks, make the method and its engine.
+
+    Args:
+      method_name: of the package, or from outside (`methods.find_method`).
+      cfg: resolved settings.
+
+    Raises:
+      InputError: for anything in the settings or files that cannot work.
+    """
+    inputs, entry = load_inputs(cfg), find_method(method_name)
+    scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, entry.joint)
+    tasks = scenario.tasks
+    setting = Setting(len(tasks[0].seen), len(tasks), len(tasks[0].classes), cfg.clients, cfg.rounds)
+    method = make_method(method_name, cfg, setting, network_of(inputs.backbone))
+    labels = (scenario.train_label, scenario.test_label)
+    train, test = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
+    if isinstance(train, Host) and cfg.devices > 1:
+        raise InputError(
+            f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger "
+            f"data_budget"
+        )
+    frozen = frozen_of(inputs.backbone)
+    engine = _engine(method, cfg, inputs, scenario, Example(frozen, train, tasks[0]))
+    return Experiment(
+        method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
+    )
+
+
+def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Network) -> Method:
+    """The method that the settings describe, hostile clients included.
+
+    Raises:
+      InputError: for options that it cannot honour.
+    """
+    entry = find_method(method_name)
+    adapter_entry = ADAPTERS[cfg.adapter]
+    adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), setting, network)
+    aggregation = make_aggregation(config.part(AggregationOptions, cfg))
+    terms = (prox(cfg.prox_weight),) if cfg.prox_weight else ()
+    terms += (norm_bound(cfg.norm_bound),) if cfg.norm_bound is not None else ()
+    kit = Kit(setting, network, adapter, make_train(cfg), aggregation, terms)
+    options = entry.options_with.get(cfg.adapter, entry.options)
+    method = entry.build(config.part(options, cfg), kit)
+    if method.aggregation != aggregation.name:
+        raise InputError(
+            f"aggregator: {aggregation.name!r} is not honoured by {method_name}, which merges by "
+            f"{method.aggregation!r}"
+        )
+    return corrupt(method, cfg.attack or "sign_flip", cfg.hostile) if cfg.hostile else method
+
+
+def make_train(cfg: TrainConfig) -> Train:
+    """How clients train: Adam's or gradient descent's direction, with weight decay added to the gradient."""
+    direction = optax.scale_by_adam()
+    if cfg.optimiser == "sgd":
+        direction = optax.trace(cfg.momentum) if cfg.momentum else optax.identity()
+    if cfg.weight_decay:
+        direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
+    return Train(cfg.epochs, cfg.batch_size, cfg.lr, direction)
+
+
+def network_of(backbone: Pretrained) -> Network:
+    """The network of a file of weights as methods see it, with its decoder if it has one."""
+    decoder = partial(decode, backbone.decoder[0]) if backbone.decoder else None
+    return vit_network(backbone.config, backbone.mean, backbone.std, decoder)
+
+
+def frozen_of(backbone: Pretrained) -> Frozen:
+    """The parameters of a file of weights, none of which train."""
+    return Frozen(backbone.params, backbone.decoder[1] if backbone.decoder else ())
+
+
+def _engine(method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example) -> Engine:
+    lanes, mesh = _lanes(cfg)
+    every = [roster for of_task in scenario.rosters for roster in of_task]
+    room = capacities(method, every, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
+    read = partial(fetch, inputs.preprocess, inputs.augments)
+    return make_engine(method, read, lanes, room, example, mesh=mesh)
+
+
+def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
+    """The lanes, and the devices that share them: the defaults that were measured for the backend where
+    nothing is asked for."""
+    available = jax.device_count()
+    if cfg.devices > available:
+        raise InputError(f"devices: {cfg.devices} asked for; nearest valid value: {available}")
+    default = default_lanes(jax.default_backend(), -(-cfg.clients // cfg.devices))
+    lanes = Lanes(cfg.lanes or default.count * cfg.devices, cfg.lane_mode or default.mode)
+    if lanes.count % cfg.devices:
+        fitting = -(-lanes.count // cfg.devices) * cfg.devices
+        raise InputError(
+            f"lanes: {lanes.count} lanes cannot be split over {cfg.devices} devices; nearest valid value: "
+            f"{fitting}"
+        )
+    if cfg.devices == 1:
+        return lanes, None
+    devices, auto = jax.devices()[: cfg.devices], (jax.sharding.AxisType.Auto,)
+    return lanes, jax.make_mesh((cfg.devices,), ("clients",), axis_types=auto, devices=devices)
+
+
+def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
+    """The experiment with query features cached wherever the input is deterministic.
+
+    That is the test split always, and the training split if some phase reads it without augmentation. Features
+    that `fcljax embed` left are taken as they are. The time is booked where the features are used: `section`
+    is entered as "eval" and "client".
+    """
+    if not exp.method.queries:
+        return exp
+    compute = frozen_features(exp.inputs, cfg.eval_batch_size)
+
+    def cached(split: Split | Host, part: str) -> Split | Host:
+        features = saved_features(cfg, exp.inputs, part)
+        features = jax.block_until_ready(compute(exp.frozen, split)) if features is None else features
+        if isinstance(split, Host):
+            return split._replace(tree=split.tree._replace(query=np.asarray(features)))
+        return split._replace(query=jnp.asarray(features))
+
+    with section("eval"):
+        exp = exp._replace(test=cached(exp.test, "test"))
+    phases = [phase for each in exp.method.rounds for phase in each.program.phases]
+    clean = [not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases]
+    if not any(clean):
+        return exp
+    with section("client"):
+        return exp._replace(train=cached(exp.train, "train"))

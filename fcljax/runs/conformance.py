@@ -1,0 +1,280 @@
+"""What every method must hold, as statements that `fcljax check` tries on any of them.
+
+A tiny random ViT, five classes in two tasks, four clients of which one has no rows in the first task: small
+enough for seconds, large enough for partial batches, padding classes and absent clients.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from fcljax.config import RunConfig
+from fcljax.data.store import Split
+from fcljax.data.tasks import make_tasks
+from fcljax.federated.check import Example
+from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
+from fcljax.federated.schedule import Roster, capacities, plan_round
+from fcljax.federated.sweep import Accumulator
+from fcljax.models.vit import ViTConfig, init_vit, vit_network
+from fcljax.runs import checkpoint
+from fcljax.runs.build import make_method
+from fcljax.types import Frozen, Method, Setting, Turn
+
+TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
+TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
+SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
+SIZES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
+KEY = jax.random.key(0)
+LANES = Lanes(2, "vmap")
+
+
+class Statement(NamedTuple):
+    """One statement: what it says, whether it holds, and what was found."""
+
+    name: str
+    holds: bool
+    found: str
+
+
+class Federation(NamedTuple):
+    """A method on the tiny data, with its engine and where it starts."""
+
+    method: Method
+    engine: Engine
+    frozen: Frozen
+    data: Split
+    rosters: list[Roster]
+    server: PyTree
+    states: PyTree
+
+
+class State(NamedTuple):
+    """What goes from round to round."""
+
+    server: PyTree
+    clients: PyTree
+
+
+def check(method_name: str, cfg: RunConfig) -> list[Statement]:
+    """Try every statement on a method.
+
+    Args:
+      method_name: of the package, or from outside.
+      cfg: resolved settings, of which the method's, the adapter's and the training's count.
+
+    Raises:
+      InputError: for a method that does not keep to the protocol.
+    """
+    method = make_method(method_name, cfg, SETTING, vit_network(TINY))
+    made = federation(method)
+    history = play(made, made.engine)
+    return [
+        stays_finite(made, history),
+        lanes_do_not_matter(made, history),
+        others_do_not_matter(made, history),
+        padding_is_inert(made, history),
+        order_does_not_matter(made),
+        resumes(made, history),
+        traced_once(made),
+    ]
+
+
+# ---- the tiny federation -----------------------------------------------------------------------------------
+
+
+def federation(method: Method) -> Federation:
+    """The method on 60 random images."""
+    label, rng = np.arange(60) % SETTING.classes, np.random.default_rng(0)
+    image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
+    data = Split(image, jnp.asarray(label, jnp.int32))
+    rosters = [_roster(label, task, sizes) for task, sizes in zip(TASKS, SIZES, strict=True)]
+    frozen = Frozen(init_vit(jax.random.key(1), TINY))
+    server = jax.jit(method.init)(jax.random.key(2), frozen)
+    engine = _engine(method, LANES, frozen, data, rosters)
+    states = init_clients(method, server, SETTING.clients, KEY)
+    return Federation(method, engine, frozen, data, rosters, server, states)
+
+
+def read(data: Split, rows, keys, augment: bool):
+    """The rows as they are: there is nothing to augment, and nothing is cached."""
+    del keys, augment
+    return data.image[rows], data.label[rows], None
+
+
+def _roster(label: np.ndarray, task, sizes: tuple[int, ...], order=range(SETTING.clients)) -> Roster:
+    """Clients with so many rows of the task, in `order`; row 0 of the task belongs to nobody."""
+    mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
+    owned = np.split(mine, np.cumsum(sizes)[:-1])
+    owned = [owned[i] for i in order]
+    counts = [np.bincount(label[rows], minlength=SETTING.classes) for rows in owned]
+    offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
+    return Roster(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+
+
+def _engine(method: Method, lanes: Lanes, frozen: Frozen, data: Split, rosters: list[Roster]) -> Engine:
+    room = capacities(method, rosters, lanes.count, slots=128)
+    return make_engine(method, read, lanes, room, Example(frozen, data, TASKS[0]))
+
+
+def play(
+    made: Federation, engine: Engine, data: Split | None = None, start: int = 0, state=None
+) -> list[State]:
+    """The states after every round of the tasks from `start` on, with what comes before and after a task."""
+    data, history = made.data if data is None else data, []
+    server, clients = state or (made.server, jax.tree.map(jnp.copy, made.states))
+    begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
+    for task, roster in list(zip(TASKS, made.rosters, strict=True))[start:]:
+        turn = Turn(made.frozen, task, np.int32(0), np.bool_(False))
+        server, everyone = begin(turn, server, KEY), np.flatnonzero(roster.count)
+        for r in range(SETTING.rounds):
+            last = r == SETTING.rounds - 1
+            for when in ("opening",) * (r == 0) + ("round",) + ("closing",) * last:
+                server, clients, _ = run_round(
+                    engine, made.frozen, server, clients, data, roster, everyone, task, r, jax.random.key(3),
+                    when=when, last=last,
+                )  # fmt: skip
+            server = end(turn, server, KEY) if last else server
+            history.append(State(server, jax.tree.map(jnp.copy, clients)))
+    return history
+
+
+def receive(
+    made: Federation, engine: Engine, index: int, state: State, roster: Roster, ids: list[int], task=TASKS[1]
+) -> tuple[Accumulator, PyTree]:
+    """What the server gets from clients `ids` in one of the method's rounds, and everybody's new states."""
+    player = engine.players[index]
+    chunks, _ = plan_round(
+        player.round.program, roster, np.array(ids), 0, engine.lanes.count, player.capacity
+    )
+    turn = Turn(made.frozen, task, np.int32(0), np.bool_(False))
+    broadcast, states = engine.broadcast(turn, state.server), jax.tree.map(jnp.copy, state.clients)
+    return play_chunks(player, engine.lanes, chunks, made.frozen, broadcast, states, made.data, task, KEY)
+
+
+# ---- the statements ----------------------------------------------------------------------------------------
+
+
+def stays_finite(made: Federation, history: list[State]) -> Statement:
+    """Everything stays finite and the server moves."""
+    floats = [x for x in jax.tree.leaves(history[-1]) if jnp.issubdtype(x.dtype, jnp.floating)]
+    finite = all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
+    moved = _difference(made.server, history[-1].server) > 0
+    found = "it does" if finite and moved else "NaN or infinite numbers" if not finite else "nothing moves"
+    return Statement("everything stays finite, and the server's state moves", finite and moved, found)
+
+
+def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
+    """One lane in a loop receives what two vmapped lanes do, up to rounding."""
+    single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.rosters)
+    worst = 0.0
+    for index in range(len(made.method.rounds)):
+        pair = [
+            receive(made, engine, index, history[1], made.rosters[1], [0, 2, 3])[0]
+            for engine in (made.engine, single)
+        ]
+        worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(3)))
+    return Statement(
+        "uploads do not depend on lanes", worst < 1e-3, f"largest relative difference {worst:.1e}"
+    )
+
+
+def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
+    """What a client sends and keeps is the same bits, whoever else takes part."""
+    worst = 0.0
+    for index in range(len(made.method.rounds)):
+        call = lambda ids, i=index: receive(made, made.engine, i, history[1], made.rosters[1], ids)
+        together, after = call([0, 2, 3])
+        for rank, client in enumerate([0, 2, 3]):
+            alone, its = call([client])
+            worst = max(worst, _difference(_row(alone.gather, 0), _row(together.gather, rank)))
+            worst = max(worst, _difference(_row(its, client), _row(after, client)))
+    return Statement(
+        "what a client sends and keeps does not depend on who else takes part", worst == 0,
+        f"largest difference {worst:.1e}",
+    )  # fmt: skip
+
+
+def padding_is_inert(made: Federation, history: list[State]) -> Statement:
+    """Rows that nobody holds, which padding reads, may be NaN."""
+    held = np.isin(np.arange(60), np.concatenate([roster.rows for roster in made.rosters]))
+    image = jnp.where(held[:, None, None, None], made.data.image, jnp.nan)
+    poisoned = play(made, made.engine, made.data._replace(image=image))
+    worst = _difference(poisoned[-1], history[-1])
+    return Statement(
+        "padding is inert: poisoned with NaN, nothing changes", worst == 0, f"difference {worst:.1e}"
+    )
+
+
+def order_does_not_matter(made: Federation) -> Statement:
+    """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
+    label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
+    renamed = _roster(label, TASKS[0], SIZES[0], order)
+    begin = jax.jit(made.method.begin_task)
+    turn = Turn(made.frozen, TASKS[0], np.int32(0), np.bool_(False))
+    state = State(begin(turn, made.server, KEY), made.states)
+    for index in range(len(made.method.rounds)):
+        pair = [
+            receive(made, made.engine, index, state, roster, np.flatnonzero(roster.count), TASKS[0])[0]
+            for roster in (made.rosters[0], renamed)
+        ]
+        worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
+    return Statement(
+        "permuting clients does not change what is added up", worst < 1e-3,
+        f"largest relative difference {worst:.1e}",
+    )  # fmt: skip
+
+
+def resumes(made: Federation, history: list[State]) -> Statement:
+    """A run that goes on from a checkpoint on disk, in a new engine, gives the same bits."""
+    with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
+        checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
+        checkpoint.finish(manager)
+        state = checkpoint.latest(manager, history[1]).state
+    again = play(made, made.engine, start=1, state=state)
+    worst = _difference(again[-1], history[-1])
+    return Statement("a resumed run equals the uninterrupted one", worst == 0, f"difference {worst:.1e}")
+
+
+def traced_once(made: Federation) -> Statement:
+    """After all of the above, every function of the engine was traced once."""
+    most = max(made.engine.traces.items(), key=lambda item: item[1])
+    return Statement("all rounds of all tasks share one trace", most[1] == 1, f"{most[0]}: {most[1]} traces")
+
+
+# ---- pytrees -----------------------------------------------------------------------------------------------
+
+
+def _sent(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:
+    return received.mean, received.sum, received.gather
+
+
+def _row(tree: PyTree, index: int) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _largest(tree: PyTree, function: Callable) -> float:
+    values = [float(jnp.max(jnp.abs(function(x)), initial=0.0)) for x in jax.tree.leaves(tree)]
+    return max(values, default=0.0)
+
+
+def _difference(a: PyTree, b: PyTree) -> float:
+    """The largest absolute difference; NaN on one side alone is infinite, on both no difference."""
+
+    def apart(x, y):
+        x, y = (jnp.asarray(v).astype(jnp.float32) for v in (x, y))
+        gap = jnp.where((x == y) | (jnp.isnan(x) & jnp.isnan(y)), 0.0, jnp.abs(x - y))
+        return jnp.where(jnp.isnan(gap), jnp.inf, gap)
+
+    return _largest(jax.tree.map(apart, a, b), lambda x: x)
+
+
+def _relative(a: PyTree, b: PyTree) -> float:
+    """The largest difference over the largest number."""
+    scale = _largest(b, lambda x: jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32))
+    return _difference(a, b) / max(scale, 1e-6)

@@ -1,0 +1,125 @@
+"""What a run remembers on the host: a line per round, totals, and where its time went. Plain JSON values."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fcljax.federated.engine import RoundReport
+
+
+@dataclasses.dataclass
+class Records:
+    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. `uploads` counts
+    the clients that took part in each of the method's rounds."""
+
+    rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    accuracy: list[list[float]] = dataclasses.field(default_factory=list)
+    confusion: list[list[int]] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    uploads: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, **counts: float | int) -> None:
+        """Add to the totals."""
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+    def count(self, done: RoundReport) -> None:
+        """Add what a round did to the totals."""
+        self.uploads = [
+            a + b for a, b in zip(self.uploads or [0] * len(done.uploads), done.uploads, strict=True)
+        ]
+        self.add(
+            rejected=done.rejected, refused=done.refused, client_images=done.rows,
+            trained_images=done.first_phase_rows, useful_steps=done.useful_steps, paid_steps=done.paid_steps,
+        )  # fmt: skip
+
+
+def record(records: Records, t: int, r: int, done: RoundReport, row: list[float] | None) -> dict[str, Any]:
+    """Add one round to the history; `row` holds accuracies per task where the round was evaluated."""
+    line = {"task": t, "round": r, **done.metrics, "participants": done.participants}
+    line |= {"rejected": done.rejected, "refused": done.refused, "slot_efficiency": done.slot_efficiency}
+    if row is not None:
+        line["accuracy"] = row
+        line["A"] = float(np.mean(row))
+    number = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
+    line = {name: number(value) for name, value in line.items()}
+    records.rounds.append(line)
+    records.count(done)
+    return line
+
+
+def json_line(line: dict[str, Any]) -> str:
+    """A line of metrics.jsonl."""
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+class Clock:
+    """Seconds per section, with compilation apart.
+
+    JAX reports how long it traced and compiled while a section was open.
+    """
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds, self.compiling = seconds, 0.0
+
+    def __enter__(self) -> "Clock":
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, seconds: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.compiling += seconds
+
+    @contextlib.contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
+        start, compiled = time.perf_counter(), self.compiling
+        yield
+        compiled = self.compiling - compiled
+        spent = max(0.0, time.perf_counter() - start - compiled)
+        self.seconds[section] = self.seconds.get(section, 0.0) + spent
+        self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
+
+
+def progress_bar(console: Console) -> Progress:
+    """Task, round, loss, accuracy and the time left."""
+    return Progress(
+        TextColumn("task {task.fields[t]} round {task.fields[r]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def shown(records: Records) -> dict[str, str]:
+    """What the progress bar says of the last round."""
+    last = records.rounds[-1] if records.rounds else {}
+    accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
+    return {
+        "t": str(last.get("task", 0) + 1),
+        "r": str(last.get("round", -1) + 1),
+        "loss": f"{last['loss']:.3f}" if last.get("loss") is not None else "-",
+        "accuracy": f"{100 * accuracy:.1f}%" if accuracy is not None else "-",
+    }

@@ -1,0 +1,157 @@
+"""The results of a run: what summary.json says, what a user must be told, and the run's figures."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from fcljax.config import RunConfig
+from fcljax.federated import communication, privacy
+from fcljax.federated.communication import Traffic
+from fcljax.runs import metrics, report
+from fcljax.runs.build import Experiment
+from fcljax.runs.inputs import backbone_name
+from fcljax.runs.records import Records
+from fcljax.types import Broadcast, ClientInfo, Ctx, Round, Turn, Upload
+
+NO_TRAFFIC = Traffic(0, 0, 0, 0)
+
+
+class Wires(NamedTuple):
+    """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast, a
+    client's state, and the named parts that it trains."""
+
+    uploads: tuple[Upload, ...]
+    broadcast: Broadcast
+    state: PyTree
+    trainable: dict[str, PyTree]
+
+
+def wire_shapes(exp: Experiment) -> Wires:
+    """The shapes, found without computing anything."""
+    method, task = exp.method, exp.scenario.tasks[0]
+    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(exp.setting.classes, np.int32), np.int32(0))
+
+    def upload(each: Round, ctx: Ctx, state: PyTree, key: jax.Array) -> Upload:
+        local = each.program.start(ctx, state, key)
+        return each.program.finish(ctx, local, state)[0]
+
+    def everything(key, frozen):
+        server = method.init(key, frozen)
+        turn = Turn(frozen, task, np.int32(0), np.bool_(False))
+        broadcast, state = method.broadcast(turn, server), method.init_client(key, server)
+        ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info)
+        uploads = tuple(upload(each, ctx, state, key) for each in method.rounds)
+        named = method.trainable(turn, server) if method.trainable else {"upload": uploads[0].mean}
+        return Wires(uploads, broadcast, state, named)
+
+    return jax.eval_shape(everything, exp.key, exp.frozen)
+
+
+def traffic_by_round(exp: Experiment, wires: Wires) -> list[Traffic]:
+    """What one client sends and gets in each of the method's rounds. Where nothing is merged nothing is sent."""
+    pairs = zip(exp.method.rounds, wires.uploads, strict=True)
+    return [communication.traffic(upload if each.server else None, wires.broadcast) for each, upload in pairs]
+
+
+def summarize(
+    exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
+) -> dict[str, Any]:
+    """What summary.json holds. Communication is counted from the real pytrees; times are seconds. A client of a
+    redrawn population has the classes of all its rounds: client_accuracy weighs them by the rows that it was
+    dealt in the mean round."""
+    wires = wire_shapes(exp)
+    seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
+    counts, confusion = records.counts, np.asarray(records.confusion)
+    by_part = {name: communication.scalars(tree) for name, tree in wires.trainable.items()}
+    kept = {"scalars": communication.scalars(wires.state), "bytes": communication.num_bytes(wires.state)}
+    return {
+        "method": method_name,
+        "dataset": cfg.dataset,
+        "backbone": backbone_name(exp.inputs.backbone.config),
+        "seed": cfg.seed,
+        "fidelity": cfg.fidelity,
+        **metrics.summarize(records.accuracy),
+        "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
+        "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
+        "personal_accuracy": personal,
+        **_communication(exp, wires, records),
+        "extra_storage": communication.extra_storage(wires.broadcast),
+        "client_state": kept,
+        "trainable_params": sum(by_part.values()),
+        "trainable_params_by_part": by_part,
+        "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
+        "client_images_per_s": _rate(counts["client_images"], seconds["client"]),
+        "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]),
+        "eval_images_per_s": _rate(counts["evaluated_images"], seconds["eval"]),
+        "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
+        "lanes": exp.engine.lanes._asdict(),
+        "rejected_uploads": int(counts["rejected"]),
+        "refused_results": int(counts["refused"]),
+        "privacy": _privacy(cfg, len(exp.scenario.tasks) * cfg.rounds),
+        "traces": max(exp.engine.traces.values(), default=0),
+        "config": dataclasses.asdict(cfg),
+    }
+
+
+def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str, Any]:
+    """Per client and round, of the rounds of every task and of the others by their name, and in all."""
+    by_round = traffic_by_round(exp, wires)
+    usual, extra = NO_TRAFFIC, {}
+    for each, traffic in zip(exp.method.rounds, by_round, strict=True):
+        if each.when == "round":
+            usual = Traffic(*map(sum, zip(usual, traffic, strict=True)))
+        else:
+            extra[each.when] = traffic._asdict()
+    totals = [communication.total(*pair) for pair in zip(by_round, records.uploads, strict=True)]
+    return {
+        "communication": usual._asdict(),
+        "communication_extra": extra,
+        "communication_total": {name: sum(each[name] for each in totals) for name in Traffic._fields},
+    }
+
+
+def _privacy(cfg: RunConfig, rounds: int) -> dict[str, float] | None:
+    """What central differential privacy gives after all rounds; None without noise, or if no delta is named."""
+    if cfg.noise_multiplier is None or cfg.dp_delta is None:
+        return None
+    spent = privacy.epsilon(cfg.noise_multiplier, cfg.participation, rounds, cfg.dp_delta)
+    return {"epsilon": spent, "delta": cfg.dp_delta, "noise_multiplier": cfg.noise_multiplier}
+
+
+def warnings_of(records: Records) -> list[str]:
+    """What a user must know of a finished run, in lines: uploads that were left out, and rounds whose result
+    was not kept."""
+    lines, counts = [], records.counts
+    if counts["rejected"]:
+        rounds = sum(line["rejected"] > 0 for line in records.rounds)
+        lines.append(
+            f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} rounds: "
+            f"NaN, infinite or of negative weight"
+        )
+    if counts["refused"]:
+        first = next((line for line in records.rounds if line["refused"]), None)
+        where = f", first in task {first['task'] + 1}, round {first['round'] + 1}" if first else ""
+        lines.append(
+            f"warning: {counts['refused']} times what came out of a round was not finite and the server kept "
+            f"what it had{where}"
+        )
+    return lines
+
+
+def _rate(amount: float | int, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else float("nan")
+
+
+def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
+    """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in
+    the mean round)."""
+    name = f"{summary['method']} on {summary['dataset']}"
+    redrawn, held = summary["config"]["population"] == "redrawn", exp.scenario.holdings
+    report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
+    report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
+    holdings = held / exp.setting.rounds if redrawn else held
+    report.class_holdings(folder / "classes.png", holdings, [task.classes for task in exp.scenario.tasks])

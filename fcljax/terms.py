@@ -1,0 +1,37 @@
+"""Terms that any method may add to its clients' work: keeping them near the model that they were sent."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from fcljax.federate import Seen, Term
+from fcljax.learner import Learner, Model
+from fcljax.types import Ctx
+
+
+def prox(weight: float) -> Term:
+    """FedProx: mu / 2 ||w - w_t||^2, with w_t what was broadcast (Li et al. 2020, eq. 2).
+
+    Args:
+      weight: mu.
+    """
+
+    def loss(learner: Learner, seen: Seen, memory: tuple) -> Array:
+        del learner, memory
+        change = jax.tree.map(jnp.subtract, seen.part, seen.ctx.wire.part)
+        return weight / 2 * optax.tree.norm(change, squared=True)
+
+    return Term("prox", loss)
+
+
+def norm_bound(radius: float) -> Term:
+    """After every step the client's parameters are projected onto the ball of this L2 radius around what was
+    broadcast, all of them together (projected gradient descent; Sun et al. 2019, section 4)."""
+
+    def limit(ctx: Ctx, part: Model) -> Model:
+        change = jax.tree.map(jnp.subtract, part, ctx.wire.part)
+        scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
+        return jax.tree.map(lambda start, by: start + scale * by, ctx.wire.part, change)
+
+    return Term("norm_bound", limit=limit)
