@@ -20,7 +20,7 @@ USAGE = """usage: fcljax COMMAND ...
 
   fcljax run METHOD [options]    train and evaluate a method; `fcljax run METHOD --help` lists its options
   fcljax run ./FILE.py [options] the same for a method of your own; also MODULE:NAME
-  fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? In a minute, on tiny data
+  fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? On tiny data
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
   fcljax compare RUN_DIR...      a table and a figure over finished runs
   fcljax data list               data sets, and whether they are here
@@ -81,7 +81,8 @@ def dispatch(arguments: list[str]) -> int:
       InputError: for an unknown command or anything wrong that the command finds.
     """
     commands = {
-        "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain
+        "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
+        "embed": embed, "pretrain": pretrain,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -350,8 +351,9 @@ def _data_prepare(arguments: list[str]) -> int:
     info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
     _print_rows(
         [
-            ("training images", info.counts[0]), ("test images", info.counts[1]), ("bytes", f"{info.bytes:,}"),
-            ("skipped", len(info.skipped)), ("sha256", info.digest), ("folder", info.folder or "made in memory by every run"),
+            ("training images", info.counts[0]), ("test images", info.counts[1]),
+            ("bytes", f"{info.bytes:,}"), ("skipped", len(info.skipped)), ("sha256", info.digest),
+            ("folder", info.folder or "made in memory by every run"),
         ]
     )  # fmt: skip
     return 0

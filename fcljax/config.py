@@ -227,7 +227,7 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
     if config.hostile >= config.clients:
         raise InputError(
-            f"hostile: {config.hostile} of {config.clients} clients; nearest valid value: {config.clients - 1}"
+            f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
         )
     if config.attack is not None and not config.hostile:
         raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: hostile 1")

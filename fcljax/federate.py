@@ -226,6 +226,8 @@ def federate(
       InputError: for an aggregation rule that a step cannot follow, or a term that reads what nobody sends.
     """
     check_parts(terms, steps, surveys, aggregation)
+    if terms and train is None:
+        raise InputError(f"terms: {terms[0].name} acts on training, and nothing trains here; leave it out")
     parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation)
 
     def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
@@ -288,10 +290,12 @@ def check_parts(
         raise InputError("terms: only one of them can recall past rows")
     plain = aggregation.pre is None and aggregation.reduce is None and aggregation.post is None
     for step in (*steps, *(survey.step for survey in surveys)):
-        if step.gathers and not plain and (aggregation.noise or not step.follows_rule):
+        # clipping and server optimisers act on what is averaged, so not on what a step takes over
+        partly = step.takes and (aggregation.post or (aggregation.pre and aggregation.name != "uniform"))
+        if step.gathers and not plain and (aggregation.noise or not step.follows_rule or partly):
             raise InputError(
-                f"aggregator: {aggregation.name!r} cannot be honoured, because {step.name} merges what clients "
-                f"send by a rule of its own; nearest: 'mean'"
+                f"aggregator: {aggregation.name!r} cannot be honoured, because {step.name} merges what "
+                f"clients send by a rule of its own; nearest: 'mean'"
             )
 
 
@@ -299,7 +303,7 @@ def _first_task(setting: Setting) -> Task:
     """The stream's first task, from which client states get their shapes."""
     ids = np.arange(setting.classes, dtype=np.int32)
     mine = ids < setting.task_classes
-    return Task(np.int32(0), ids[: setting.task_classes], mine, mine)
+    return Task.of_numpy(np.int32(0), ids[: setting.task_classes], mine, mine)
 
 
 def _part(parts: _Parts, params: Model, task: Task) -> Model:

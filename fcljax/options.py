@@ -5,9 +5,11 @@ The rule for fields that say nothing: whole numbers are at least 1, other number
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from fcljax.errors import InputError
+
+Value = TypeVar("Value")
 
 
 def option(
@@ -22,6 +24,17 @@ def option(
       positive: 0 is no value either.
     """
     return dataclasses.field(default=default, metadata={"least": least, "most": most, "positive": positive})
+
+
+def resolved(value: Value | None) -> Value:
+    """The value of an option whose None stands for a fidelity preset's.
+
+    Raises:
+      InputError: if it is None still.
+    """
+    if value is None:
+        raise InputError("options: one that the fidelity preset decides is None; `config.resolve` fills it in")
+    return value
 
 
 def check_ranges(options: Any) -> None:

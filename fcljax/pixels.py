@@ -1,4 +1,4 @@
-"""The pixel ranges that networks are trained with: constants that files of weights and input pipelines share."""
+"""The pixel ranges that networks are trained with, which files of weights and pipelines share."""
 
 # Mean and standard deviation per channel, of pixels scaled to [0, 1].
 NORMALISE = {

@@ -9,6 +9,7 @@ all tasks. Most methods are made of parts (`federate.py`); the engine plays any 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
@@ -75,7 +76,7 @@ class Network(NamedTuple):
 
 class Task(NamedTuple):
     """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns
-    a contiguous range."""
+    a contiguous range. The host makes it of numpy arrays, and jit turns them into jax's."""
 
     index: Int[Array, ""]
     classes: Int[Array, " Ct"]  # the task's class ids; -1 pads tasks smaller than the largest one
@@ -87,6 +88,14 @@ class Task(NamedTuple):
         """Classes of earlier tasks."""
         return self.seen & ~self.current
 
+    @classmethod
+    def of_numpy(
+        cls, index: np.ndarray | np.int32, classes: np.ndarray, current: np.ndarray, seen: np.ndarray
+    ) -> "Task":
+        """A task made on the host."""
+        # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
+        return cls(index, classes, current, seen)
+
 
 class ClientInfo(NamedTuple):
     """What is known of one client in one round: its id, its number of rows (in all and per class), and the
@@ -96,6 +105,13 @@ class ClientInfo(NamedTuple):
     rows: Int[Array, ""]
     class_rows: Int[Array, " C"]
     round: Int[Array, ""]
+
+    @classmethod
+    def example(cls, classes: int) -> "ClientInfo":
+        """Made on the host, of a client with one row, of which shapes and types count."""
+        zero, one = np.int32(0), np.int32(1)
+        # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
+        return cls(zero, one, np.zeros(classes, np.int32), zero)
 
 
 class Batch(NamedTuple):
@@ -130,6 +146,12 @@ class Turn(NamedTuple):
     round: Int[Array, ""]
     last: Bool[Array, ""]  # is this the last round of the task?
     previous: PyTree = ()
+
+    @classmethod
+    def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> "Turn":
+        """A turn made on the host, of numbers."""
+        # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
+        return cls(frozen, task, np.int32(round_), np.bool_(last))
 
 
 class Broadcast(NamedTuple):

@@ -407,7 +407,8 @@ def one_round(aggregation: agg.Aggregation, uploads, reference, weight, seed: in
 
 def test_no_options_are_the_streamed_weighted_mean_and_nothing_else():
     plain = made()
-    assert plain[0] == "mean" and plain[2:] == (None, None, None) and plain.init({"x": jnp.ones(2)}) == ()
+    assert plain.name == "mean" and plain.init({"x": jnp.ones(2)}) == ()
+    assert (plain.pre, plain.reduce, plain.post, plain.noise) == (None, None, None, False)
 
 
 @pytest.mark.parametrize(
@@ -564,6 +565,7 @@ def test_noise_comes_before_the_server_optimiser():
 def test_the_name_says_what_is_on():
     assert made(aggregator="median").name == "median"
     assert made(clip_norm=1.0, noise_multiplier=1.0).name == "mean, clip_norm, noise_multiplier"
+    assert made(clip_norm=1.0, noise_multiplier=1.0).noise and not made(clip_norm=1.0).noise
     assert made(aggregator="krum", server_optimiser="adam").name == "krum, server adam"
 
 

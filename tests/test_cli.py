@@ -17,10 +17,14 @@ import small_runs
 import yaml
 
 from fcljax import __version__, cli, config
+from fcljax.adapters import ADAPTERS
 from fcljax.data.files.sources import DATASETS
+from fcljax.errors import InputError
 from fcljax.methods import METHODS
-from fcljax.models.vit import VITS, init_vit
+from fcljax.models.vit import VITS, ViTConfig, init_vit, vit_network
 from fcljax.models.weights.pretrained import save_native
+from fcljax.runs.build import make_method
+from fcljax.types import Setting
 
 OUT = "new-run"
 
@@ -55,13 +59,16 @@ def program(*arguments, code, **options):
     """(stdout, stderr) of `python -m fcljax ARGUMENTS`."""
     environment = os.environ | {"PYTHONPATH": str(small_runs.ROOT)}
     done = subprocess.run(
-        [sys.executable, *(code or ["-m", "fcljax"]), *arguments], capture_output=True, text=True, timeout=300,
+        [sys.executable, *(code or ["-m", "fcljax"]), *arguments],
+        capture_output=True, text=True, timeout=300,
         **({"env": environment} | options),
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
 # ---- mistakes on the command line --------------------------------------------------------------------------
+
+COMMANDS = ("run", "check", "list", "compare", "pretrain")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +81,25 @@ def program(*arguments, code, **options):
         (["run", "fpl"], ["method", "'fpl'", "'fppl'"]),
         (["run", "linear", "--taks", "3"], ["'--taks'", "'--tasks'"]),
         (["run", "linear", "--wo-pool"], ["'--wo-pool'"]),
+        (["run", "linear", "--adapter", "lra"], ["adapter", "'lra'", "'lora'"]),
+        (["run", "linear", "--lora-rank", "2"], ["lora_rank", "'lora'", "'linear'"]),
+        (["run", "ewc", "--adapter", "prompts", "--lora-rank", "2"], ["lora_rank", "'lora'", "'prompts'"]),
+        (["run", "pilora", "--adapter", "linear", "--l1-weight", "1"], ["l1_weight", "'lora'", "'linear'"]),
+        (["run", "fedncm", "--adapter", "lora"], ["adapter", "fedncm", "'lora'", "nothing trains"]),
+        (["run", "pilora", "--aggregator", "median"], ["aggregator", "'median'", "reweight", "'mean'"]),
+        (["run", "fedncm", "--aggregator", "krum"], ["aggregator", "'krum'", "'mean'"]),
+        (["run", "fedclm", "--clip-norm", "1"], ["clip_norm", "class_means", "'mean'"]),
+        (["run", "fppl", "--clip-norm", "1", "--noise-multiplier", "1"], ["noise_multiplier", "debias"]),
+        (["run", "linear", "--noise-multiplier", "1"], ["noise_multiplier", "clip_norm"]),
+        (["run", "linear", "--trim", "0.2"], ["trim", "trimmed_mean", "'mean'"]),
+        (["run", "linear", "--server-step", "0.2"], ["server_step", "server_optimiser"]),
+        (["run", "linear", "--momentum", "0.9"], ["momentum", "sgd", "'adam'"]),
+        (["run", "linear", "--hostile", "5"], ["hostile", "5 clients", "nearest: 4"]),
+        (["run", "linear", "--attack", "nan"], ["attack", "'nan'", "hostile"]),
+        (["run", "linear", "--dp-delta", "1e-5"], ["dp_delta", "noise_multiplier"]),
+        (["run", "fedncm", "--prox-weight", "1"], ["prox", "nothing trains"]),
+        (["check"], ["method", "fppl"]),
+        (["check", "fpl"], ["'fpl'", "'fppl'"]),
         (["run", "linear", "--tasks"], ["tasks", "needs a value"]),
         (["run", "linear", "3"], ["'3'", "--"]),
         (["run", "linear", "--tasks", "three"], ["tasks", "'three'", "whole number"]),
@@ -116,7 +142,7 @@ def program(*arguments, code, **options):
         (["pretrain", "--stps", "3"], ["'--stps'", "'--steps'"]),
         (["pretrain", "--steps", "0"], ["steps", "0"]),
     ],
-    ids=lambda value: " ".join(value) if value and value[0] in ("run", "list", "compare", "pretrain") else None,
+    ids=lambda value: " ".join(value) if value and value[0] in COMMANDS else None,
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_says_what_would_be_valid(arguments, words, capsys):
     line = mistake(capsys, *arguments)
@@ -293,7 +319,31 @@ def test_help_of_a_method_names_every_option(method, capsys):
 def test_list_names_methods_data_sets_and_backbones(capsys):
     assert cli.main(["list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in (*METHODS, *DATASETS, *VITS))
+    assert all(name in text for name in (*METHODS, *ADAPTERS, *DATASETS, *VITS))
+    assert "fedncm + lora" in text and "pilora + --aggregator" in text
+
+
+def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
+    """Adapters and aggregation rules, for every method: made, not run."""
+    network = vit_network(ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32))
+    setting = Setting(classes=5, tasks=2, task_classes=3, clients=4)
+
+    def works(name, **options):
+        try:
+            resolved = config.resolve(name, config.from_mapping(name, options, "test"))
+            make_method(name, resolved, setting, network)
+        except InputError:
+            return False
+        return True
+
+    for name, entry in METHODS.items():
+        for adapter in ADAPTERS:
+            assert works(name, adapter=adapter) == (adapter not in entry.excludes), (name, adapter)
+        for rule in ("uniform", "median", "krum", "centred_clipping"):
+            assert works(name, aggregator=rule) == (not entry.merges), (name, rule)
+        assert works(name, server_optimiser="adam") == (not entry.merges), name
+    assert works("pilora", aggregator="median", wo_reweight=True)
+    assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 
 
 def test_compare_prints_both_runs_and_draws_them(linear_run, tmp_path_factory, capsys):
@@ -310,7 +360,7 @@ def test_compare_prints_both_runs_and_draws_them(linear_run, tmp_path_factory, c
 
 def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_counts():
     given = cli.parse(
-        {"run": config.RunConfig},
+        {"run": config.RunConfig()},
         ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"],
         "",
         "",
@@ -319,10 +369,10 @@ def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_co
 
 
 def test_switches_are_turned_on_and_off():
-    options = METHODS["fppl"].options
+    options = METHODS["fppl"].options()
     assert cli.parse({"fppl": options}, ["--wo-pool"], "", "") == {"wo_pool": True}
     assert cli.parse({"fppl": options}, ["--wo-pool", "--no-wo-pool"], "", "") == {"wo_pool": False}
-    assert cli.parse({"run": config.RunConfig}, ["--augment", "false"], "", "") == {"augment": False}
+    assert cli.parse({"run": config.RunConfig()}, ["--augment", "false"], "", "") == {"augment": False}
 
 
 def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
@@ -341,9 +391,7 @@ def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
 def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypatch, capsys):
     made = []
     summary = json.loads((linear_run / "summary.json").read_text())
-    monkeypatch.setattr(
-        "fcljax.runs.experiment.run", lambda method, cfg, out, resume: made.append(out) or summary
-    )
+    monkeypatch.setattr("fcljax.runs.loop.run", lambda method, cfg, out, resume: made.append(out) or summary)
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
     for dataset in ("digits", "npz:some/where/my data.npz"):
         assert cli.main(["run", "linear", "--dataset", dataset, "--seed", "7"]) == 0
@@ -354,7 +402,10 @@ def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypa
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (PermissionError(13, "Permission denied", "run/metrics.jsonl"), 2, "cannot read or write 'run/metrics.jsonl': Permission denied"),
+        (
+            PermissionError(13, "Permission denied", "run/metrics.jsonl"), 2,
+            "cannot read or write 'run/metrics.jsonl': Permission denied",
+        ),
         (KeyboardInterrupt(), 130, "--resume"),
     ],
 )  # fmt: skip
@@ -362,7 +413,7 @@ def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeyp
     def stop(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("fcljax.runs.experiment.run", stop)
+    monkeypatch.setattr("fcljax.runs.loop.run", stop)
     assert cli.main(["run", "linear", "--out", OUT]) == status
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1

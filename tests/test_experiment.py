@@ -13,7 +13,7 @@ from fcljax import cli, config
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
-from fcljax.methods.linear import linear
+from fcljax.methods.fedavg import plain
 from fcljax.runs import report
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
@@ -121,7 +121,7 @@ def test_communication_of_linear_is_its_head_and_a_weight(linear_run):
 def test_communication_of_fppl_is_prompt_gate_head_and_prototypes(fppl_run):
     prompt, gate, prototypes = 2 * 2 * WIDTH, TASKS * WIDTH + 1, 2 * WIDTH
     summary = summary_of(fppl_run)
-    assert summary["trainable_params_by_part"] == {"prompt": prompt, "gate": gate, "head": HEAD}
+    assert summary["trainable_params_by_part"] == {"adapter": prompt + gate, "classifier": HEAD}
     assert summary["trainable_params"] == prompt + gate + HEAD
     assert summary["communication"]["upload_scalars"] == prompt + gate + HEAD + prototypes
     assert summary["communication"]["download_scalars"] == prompt + gate + HEAD + prototypes
@@ -185,22 +185,27 @@ def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run, fppl_run
 # ---- personal models ---------------------------------------------------------------------------------------
 
 
-def counting(options, setting, backbone, epochs, batch_size, lr):
-    """`linear` whose client's personal model predicts the class that is numbered like the rounds the client
-    took part in."""
-    method = linear(options, setting, backbone, epochs, batch_size, lr)
-    finish = method.client.finish
+def counting(options, kit):
+    """`linear` whose client's personal model predicts the class numbered like the rounds it took part in."""
+    method = plain(options, kit)
+    (main,) = method.rounds
+    program = main.program
 
-    def count(broadcast, local, state, task, info):
-        return finish(broadcast, local, state, task, info)[0], state + 1
+    def start(ctx, state, key):
+        return program.start(ctx, (), key)
 
-    def predict_client(frozen, server, state, image, query, task):
-        return jnp.broadcast_to(jax.nn.one_hot(state, setting.classes), (image.shape[0], setting.classes))
+    def finish(ctx, local, state):
+        return program.finish(ctx, local, ())[0], state + 1
+
+    def predict_client(turn, server, state, batch):
+        shape = (batch.image.shape[0], kit.setting.classes)
+        return jnp.broadcast_to(jax.nn.one_hot(state, kit.setting.classes), shape)
 
     return method._replace(
-        client=method.client._replace(finish=count), init_client=lambda key, server: jnp.zeros((), jnp.int32),
+        rounds=(main._replace(program=program._replace(start=start, finish=finish)),),
+        init_client=lambda key, server: jnp.zeros((), jnp.int32),
         predict_client=predict_client,
-    )  # fmt: skip
+    )
 
 
 def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path, tmp_path_factory):

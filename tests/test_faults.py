@@ -110,7 +110,7 @@ def test_everything_else_of_the_method_is_the_same_object():
 
 def test_nobody_hostile_is_the_method_itself():
     assert faults.corrupt(METHOD, "nan", hostile=0) is METHOD
-    assert faults.FaultOptions() == faults.FaultOptions(hostile=0, attack="sign_flip")
+    assert faults.FaultOptions().hostile == 0
 
 
 def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():

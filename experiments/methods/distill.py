@@ -1,5 +1,4 @@
-"""A data-free distillation server: on features drawn around the clients' class means, the averaged
-classifier learns what the clients' own classifiers say together."""
+"""A data-free distillation server: on drawn features, the mean classifier learns what the clients' say."""
 
 import dataclasses
 
@@ -8,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from fcljax import Kit, Method, MethodEntry, ServerStep, View, Weighted, apply_head, distillation, linear
+from fcljax.collects import class_prototypes
 from fcljax.federate import federate
 from fcljax.learner import learner
-from fcljax.methods.fppl import prototype_collect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,20 +23,19 @@ class DistillOptions:
 
 def teach(options: DistillOptions, kit: Kit) -> ServerStep:
     """Gather class means and classifiers, draw features, distil the mean of the clients' answers."""
-    adam, batch = optax.adam(options.distill_lr), kit.train.batch_size
+    adam, batch, width = optax.adam(options.distill_lr), kit.train.batch_size, kit.network.width
 
     def step(turn, model, params, state, aggregate, key):
-        sent, valid = aggregate.gather, aggregate.valid
-        means, heads = sent["prototypes"], sent["part"].classifier
+        means, valid = aggregate.gather["prototypes"], aggregate.valid
         odds = jnp.where(means.held & valid[:, None], 0.0, -jnp.inf).reshape(-1)
 
         def one(i, carry):
             head, optimiser, total = carry
             first, second = jax.random.split(jax.random.fold_in(key, i))
             place = jax.random.categorical(first, odds, shape=(batch,))
-            feature = means.vector.reshape(-1, kit.network.width)[place]
+            feature = means.vector.reshape(-1, width)[place]
             feature += options.spread * jax.random.normal(second, feature.shape)
-            answers = jax.vmap(apply_head, (0, None))(heads, feature)
+            answers = jax.vmap(apply_head, (0, None))(aggregate.gather["part"].classifier, feature)
             target = jnp.sum(jnp.where(valid[:, None, None], answers, 0), 0) / jnp.maximum(valid.sum(), 1)
             loss_of = lambda h: distillation(apply_head(h, feature), target, turn.task.seen, place >= 0)
             loss, gradient = jax.value_and_grad(loss_of)(head)
@@ -46,17 +44,17 @@ def teach(options: DistillOptions, kit: Kit) -> ServerStep:
 
         start = (params.classifier, adam.init(params.classifier), jnp.zeros(()))
         head, _, total = jax.lax.fori_loop(0, options.distill_steps, one, start)
-        metrics = {"loss": Weighted(total / options.distill_steps, jnp.ones(()))}
-        return params._replace(classifier=head), state, metrics
+        loss = Weighted(total / options.distill_steps, jnp.ones(()))
+        return params._replace(classifier=head), state, {"loss": loss}
 
-    collect = prototype_collect(kit.setting.task_classes, kit.network.width, View(1, batch, augment=False))
-    return ServerStep("distill", step, collects=(collect,), sees_parts=True)
+    view = View(1, batch, augment=False)
+    collects = (class_prototypes("prototypes", kit.setting.task_classes, width, view),)
+    return ServerStep("distill", step, collects=collects, sees_parts=True)
 
 
 def distill(options: DistillOptions, kit: Kit) -> Method:
     model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    steps, rule = (teach(options, kit),), kit.aggregation
-    return federate(model, kit.setting, kit.train, kit.terms, steps, aggregation=rule)
+    return federate(model, kit.setting, kit.train, kit.terms, (teach(options, kit),))
 
 
 METHOD = MethodEntry("FedAvg and data-free distillation", DistillOptions, distill, adapter="prompts")

@@ -54,7 +54,7 @@ def _task(index: int, start: int, end: int, widest: int, num_classes: int) -> Ta
     ids = np.arange(num_classes)
     classes = np.full(widest, -1, np.int32)
     classes[: end - start] = ids[start:end]
-    return Task(np.asarray(index, np.int32), classes, current=(start <= ids) & (ids < end), seen=ids < end)
+    return Task.of_numpy(np.asarray(index, np.int32), classes, (start <= ids) & (ids < end), ids < end)
 
 
 def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int64[np.ndarray, " N"]:

@@ -327,9 +327,8 @@ class AggregationOptions:
 
     aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by the clients' rows
     trim: float | None = None  # share that trimmed_mean drops at either end; default: 0.1
-    hostile_bound: int | None = option(
-        None, least=0
-    )  # hostile clients that krum and multi_krum assume; default: 1
+    # hostile clients that krum and multi_krum assume; default: 1
+    hostile_bound: int | None = option(None, least=0)
     clip_radius: float | None = None  # L2 norm that centred_clipping clips changes to; default: 10
     clip_norm: float | None = None  # L2 norm that every client's change is clipped to; default: no clipping
     noise_multiplier: float | None = None  # noise over clip_norm: central differential privacy; default: none
@@ -839,8 +838,10 @@ def _shares(weight: Array, valid: Array) -> Array:
 
 
 def _mix(share: Array, stacked: PyTree) -> PyTree:
-    """sum_k share_k leaf_k; no matrix product, which accelerators round to fewer bits."""
-    return jax.tree.map(lambda leaf: jnp.sum(_rows(share, leaf) * leaf, axis=0), stacked)
+    """sum_k share_k leaf_k. As matrix products: with one million numbers a sum over axis 0 that is fused with
+    what makes its rows took up to 100 times as long on the CPU."""
+    highest = jax.lax.Precision.HIGHEST  # else accelerators round to fewer bits
+    return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)
 
 
 def _like(value: Array, leaf: Leaf) -> Array:

@@ -4,6 +4,7 @@ Every function that the engine plays is traced once with `jax.eval_shape`. What 
 names the function, what it returned and what was expected.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -179,8 +180,17 @@ def _check_predictions(method: Method, turn: Turn, server, state, fetch: Fetch, 
 
 
 def _call(name: str, function: Callable, *args) -> PyTree:
-    """The shapes that a function of the method returns."""
+    """The shapes that a function of the method returns.
+
+    Raises:
+      InputError: if it cannot take these arguments, reads a traced value as a number, or returns what is no
+        array.
+    """
     returned = []
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        raise InputError(f"method: {name} cannot take its {len(args)} arguments: {_line(error)}") from None
 
     def traced(*args):
         result = function(*args)

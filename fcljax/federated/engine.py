@@ -184,7 +184,7 @@ def _player(
         return tuple(rows_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
 
     def memory(states, chunk):
-        return memories(program, states_of_chunk(states, chunk, capacity), chunk.id.shape[0])
+        return memories(program, states_of_chunk(states, chunk, capacity), chunk)
 
     def open_(accumulator, states, chunk):
         part = part_of_chunk(accumulator, states, chunk, capacity)
@@ -280,7 +280,7 @@ def run_round(
         )
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
-    turn = Turn(frozen, task, np.int32(round_), np.bool_(last))
+    turn = Turn.on_host(frozen, task, round_, last)
     reports = {}
     for index, own_key in _plays(engine.method, when, key):
         wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)

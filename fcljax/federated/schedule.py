@@ -214,8 +214,8 @@ def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
         rows=_pad(rows, spare, 0),
         slot_of_row=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
         tables=tables,
-        ticks=tuple(np.int32(tick) for tick in ticks),
-        round=np.int32(round_),
+        ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
+        round=np.asarray(round_, np.int32),
         task=_tasks_of(roster, chosen, pad),
     )
 
@@ -229,4 +229,4 @@ def _tasks_of(roster: Roster, chosen: Ints, pad: int) -> Task | None:
     if roster.task is None:
         return None
     slots = np.concatenate([chosen, np.repeat(chosen[:1], pad)])
-    return Task(*(np.asarray(leaf)[slots] for leaf in roster.task))
+    return Task.of_numpy(*(np.asarray(leaf)[slots] for leaf in roster.task))

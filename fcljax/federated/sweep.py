@@ -176,9 +176,12 @@ def close_chunk(
     return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
 
 
-def memories(program: Program, states: PyTree, slots: int) -> Int[Array, "S M"]:
-    """The ids of the rows that the chunk's clients, with these states [S, ...], may recall."""
-    return jax.vmap(program.memory)(states) if program.memory else jnp.zeros((slots, 0), jnp.int32)
+def memories(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:
+    """The ids of the rows that the chunk's clients, with these states [S, ...], may recall; none in padding
+    slots, whose states are somebody else's."""
+    if program.memory is None:
+        return jnp.zeros((chunk.id.shape[0], 0), jnp.int32)
+    return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.memory)(states), -1)
 
 
 def play_on_mesh(
@@ -213,7 +216,7 @@ def _play_phases(
     program: Program, shapes: Shapes, call: Call, accumulator, states, data, fetch: Fetch, lanes: Lanes
 ) -> Carry:
     """Phases as successive sweeps over the chunk's clients and over resident data."""
-    ids = memories(program, states, call.chunk.id.shape[0])
+    ids = memories(program, states, call.chunk)
     carry, past = open_chunk(program, shapes, lanes, accumulator, states, call.chunk), Past(data, ids, ids)
     for index, phase in enumerate(program.phases):
         order = _row_order(phase, index, call.chunk, call.key)
@@ -431,12 +434,12 @@ def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
 
 def _align(mask: Array, x: Array) -> Array:
     """`mask` with trailing axes of size 1 so that it broadcasts against x from the left."""
-    return mask.reshape(mask.shape + (1,) * (jnp.ndim(x) - mask.ndim))
+    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
 
 
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
     """The leaves of `new` where the mask, which has their leading axes, is True, else those of `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(_align(mask, a), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(_align(mask, b), a, b), new, old)
 
 
 def _squeeze(tree: PyTree) -> PyTree:

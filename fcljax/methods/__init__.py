@@ -23,7 +23,8 @@ class MethodEntry(NamedTuple):
     options: frozen dataclass of the method's own settings; None values are filled from `fidelity`.
     build(options, kit) -> Method
     adapter: the default one, of `adapters.ADAPTERS`
-    fidelity: preset name -> values of the fields, its own and the adapter's, on which paper and release differ
+    fidelity: preset name -> values of the fields, its own and the adapter's, on which paper and release
+      differ
     defaults: values of a run's or an adapter's fields that suit the method
     options_with: adapter -> a subclass of `options` with more options, which act on that adapter alone
     excludes: adapters that cannot work -> why
@@ -68,7 +69,7 @@ METHODS: dict[str, MethodEntry] = {
     "fedncm": MethodEntry(
         "class means of frozen features, no training (FedNCM)", fedncm.FedNCMOptions, fedncm.fedncm, "linear",
         excludes=dict.fromkeys(
-            ("lora", "prompts", "full"), "nothing trains in FedNCM, so an adapter would stay at its first values"
+            ("lora", "prompts", "full"), "nothing trains in FedNCM: an adapter would stay at its first values"
         ),
         merges="it sends sums over rows, which are added up",
     ),
@@ -98,7 +99,6 @@ METHODS: dict[str, MethodEntry] = {
 OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
 
 
-@functools.cache
 def find_method(name: str) -> MethodEntry:
     """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME or MODULE:NAME.
 
@@ -107,8 +107,11 @@ def find_method(name: str) -> MethodEntry:
     Raises:
       InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
     """
-    if name in METHODS:
-        return METHODS[name]
+    return METHODS[name] if name in METHODS else _from_outside(name)
+
+
+@functools.cache
+def _from_outside(name: str) -> MethodEntry:
     place, _, attribute = name.partition(":")
     if not (place.endswith(".py") or attribute):
         raise InputError(f"method: unknown value {name!r}; {nearest(name, METHODS)}")

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Kit, Seen, Term, federate
-from fcljax.learner import Learner, Model, learner
-from fcljax.models.classifiers import linear
+from fcljax.federate import Kit, Seen, Term
+from fcljax.learner import Learner, Model
+from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import cross_entropy
 from fcljax.options import option
 from fcljax.types import Ctx, Method, View
@@ -54,9 +54,7 @@ class Memory(NamedTuple):
 
 def ewc(options: EWCOptions, kit: Kit) -> Method:
     """EWC+FL as a method."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    terms = (elastic(options.ewc_weight, options.fisher_limit, kit.train.batch_size), *kit.terms)
-    return federate(model, kit.setting, kit.train, terms, aggregation=kit.aggregation)
+    return averaging(kit, terms=(elastic(options.ewc_weight, options.fisher_limit, kit.train.batch_size),))
 
 
 def elastic(weight: float, limit: float, batch_size: int) -> Term:

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 from jaxtyping import PRNGKeyArray
 
-from fcljax.federate import Kit, federate
+from fcljax.federate import CROSS_ENTROPY, Kit, Term, federate
 from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
 from fcljax.models.classifiers import linear
@@ -46,14 +46,16 @@ def fedavg(options: FedAvgOptions, kit: Kit) -> Method:
 def plain(options: NoOptions, kit: Kit) -> Method:
     """FedAvg with cross-entropy over the classes of the current task: the baselines `linear` and `joint`."""
     del options
-    return averaging(kit, Objective(), one_key if kit.adapter.plain else two_keys)
+    return averaging(kit, keys=one_key if kit.adapter.plain else two_keys)
 
 
-def averaging(kit: Kit, objective: Objective, keys: Keys) -> Method:
-    """FedAvg of an adapter and a linear classifier."""
+def averaging(
+    kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = ()
+) -> Method:
+    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss."""
     model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes), keys)
     return federate(
-        model, kit.setting, kit.train, kit.terms, objective=objective, aggregation=kit.aggregation
+        model, kit.setting, kit.train, terms + kit.terms, objective=objective, aggregation=kit.aggregation
     )
 
 

@@ -9,9 +9,10 @@ from typing import Literal
 
 from jaxtyping import Array
 
-from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, federate
+from fcljax.collects import class_sums
+from fcljax.federate import Kit, ServerStep, Survey, federate
 from fcljax.learner import Learner, Model, learner
-from fcljax.models.classifiers import Sums, add_batch, add_classes, empty_sums, nearest_mean
+from fcljax.models.classifiers import add_classes, nearest_mean
 from fcljax.types import Aggregate, Method, Turn
 
 
@@ -40,14 +41,4 @@ def class_mean_step(classes: int, width: int) -> ServerStep:
         sums = add_classes(params.classifier.sums, aggregate.sum["class_sums"], turn.task)
         return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
 
-    return ServerStep("class_means", step, collects=(class_sum_collect(classes, width),))
-
-
-def class_sum_collect(classes: int, width: int) -> Collect:
-    """Sums of features and numbers of rows of the task's classes [Ct]."""
-
-    def look(learner: Learner, seen: Seen, total: Sums) -> Sums:
-        del learner
-        return add_batch(total, seen.output.feature, seen.batch, seen.ctx.task)
-
-    return Collect("class_sums", lambda ctx: empty_sums(classes, width), look, channel="sum")
+    return ServerStep("class_means", step, collects=(class_sums(classes, width),))

@@ -8,7 +8,7 @@ meant.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Collect, Kit, Seen, ServerStep, Term, federate
+from fcljax.collects import Prototypes, class_prototypes
+from fcljax.federate import Kit, Seen, ServerStep, Term, federate
 from fcljax.federated.aggregation import per_class, screen_prototypes
 from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.models.classifiers import Sums, add_batch, empty_sums, linear
+from fcljax.models.classifiers import linear
 from fcljax.models.heads import Head, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
-from fcljax.models.prototypes import class_means
 from fcljax.options import option
-from fcljax.types import Aggregate, Ctx, Method, Task, Turn, View, Weighted
+from fcljax.types import Aggregate, Method, Task, Turn, View, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,6 @@ FIDELITY: dict[str, dict[str, str]] = {
         prototype_download="seen",
     ),
 }  # fmt: skip
-
-
-class Prototypes(NamedTuple):
-    """Class prototypes, one row per class of some list of classes, and which of them exist."""
-
-    vector: Float[Array, "*clients classes width"]
-    held: Bool[Array, "*clients classes"]
 
 
 def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
@@ -139,21 +132,6 @@ def unified_representation_loss(
     )
 
 
-def prototype_collect(classes: int, width: int, view: View) -> Collect:
-    """Local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model that
-    it has just trained; classes [Ct] of the task."""
-
-    def look(learner: Learner, seen: Seen, total: Sums) -> Sums:
-        del learner
-        return add_batch(total, seen.output.feature, seen.batch, seen.ctx.task)
-
-    def close(ctx: Ctx, total: Sums) -> Prototypes:
-        del ctx
-        return Prototypes(*class_means(total.feature, total.rows))
-
-    return Collect("prototypes", lambda ctx: empty_sums(classes, width), look, close, view)
-
-
 # ---- server ------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +174,9 @@ def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
         return params._replace(classifier=head), pool, metrics
 
     view = View(1, batch_size, augment=options.prototype_view == "augmented")
-    collects = (prototype_collect(setting.task_classes, width, view),)
+    # local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model that it
+    # has just trained
+    collects = (class_prototypes("prototypes", setting.task_classes, width, view),)
     return ServerStep("debias", step, init, sends, collects, follows_rule=True)
 
 
@@ -221,7 +201,7 @@ def debias(
     reduction: str = "mean",
 ) -> tuple[Head, dict[str, Weighted]]:  # fmt: skip
     """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes
-    without a prototype masked. pool: vectors [K, C, width] and held [K, C]; one training row per held entry."""
+    without a prototype masked. pool: vectors [K, C, width] and held [K, C], a training row per held entry."""
     feature, held = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.held.reshape(-1)
     label = jnp.broadcast_to(jnp.arange(pool.held.shape[1]), pool.held.shape).reshape(-1)
     allowed, count, adam = jnp.any(pool.held, axis=0), jnp.sum(held), optax.adam(lr)

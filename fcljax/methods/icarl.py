@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Kit, Seen, Term, federate
-from fcljax.learner import Learner, Model, Objective, learner
+from fcljax.federate import Kit, Seen, Term
+from fcljax.learner import Learner, Model, Objective
+from fcljax.methods.fedavg import averaging
 from fcljax.methods.lwf import distil
-from fcljax.models.classifiers import linear
 from fcljax.options import option
 from fcljax.types import Batch, Ctx, Method, View
 
@@ -49,14 +49,11 @@ class Memory(NamedTuple):
 
 def icarl(options: ICaRLOptions, kit: Kit) -> Method:
     """iCaRL+FL as a method."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
     terms = (
         replay(options.memory_size, kit.train.batch_size),
         distil(options.distill_weight, options.distill_temperature),
-        *kit.terms,
     )
-    objective = Objective("seen")
-    return federate(model, kit.setting, kit.train, terms, objective=objective, aggregation=kit.aggregation)
+    return averaging(kit, Objective("seen"), terms=terms)
 
 
 def replay(size: int, batch_size: int) -> Term:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Kit, Seen, Term, federate
-from fcljax.learner import Learner, Model, learner
-from fcljax.models.classifiers import linear
+from fcljax.federate import Kit, Seen, Term
+from fcljax.learner import Learner, Model
+from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import distillation
 from fcljax.options import option
 from fcljax.types import Ctx, Method
@@ -37,9 +37,7 @@ class Teacher(NamedTuple):
 
 def lwf(options: LwFOptions, kit: Kit) -> Method:
     """LwF+FL as a method."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    terms = (distil(options.distill_weight, options.distill_temperature), *kit.terms)
-    return federate(model, kit.setting, kit.train, terms, aggregation=kit.aggregation)
+    return averaging(kit, terms=(distil(options.distill_weight, options.distill_temperature),))
 
 
 def distil(weight: float, temperature: float) -> Term:

@@ -7,23 +7,23 @@ paper and release differ, a field of `PiloraOptions` or of the adapter says whic
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.lora import l1, orthogonality
+from fcljax.collects import Prototypes, class_prototypes, class_sums
 from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
 from fcljax.federated.aggregation import prototype_reweight, uniform_mean
 from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.methods.fedncm import class_sum_collect
-from fcljax.models.classifiers import Sums, add_batch, current_rows, empty_sums, prototypes, put_current
+from fcljax.models.classifiers import Sums, current_rows, prototypes, put_current
 from fcljax.models.prototypes import class_means, pl_loss
 from fcljax.models.vit import Lora
 from fcljax.options import option
-from fcljax.types import Aggregate, Ctx, Method, Turn, View
+from fcljax.types import Aggregate, Method, Turn, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,6 @@ FIDELITY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class MeanFeatures(NamedTuple):
-    """A client's mean features of the task's classes, and which of them it has rows of."""
-
-    vector: Float[Array, "*clients Ct width"]
-    present: Bool[Array, "*clients Ct"]
-
-
 def pilora(options: PiloraOptions, kit: Kit) -> Method:
     """PILoRA as a method, on any adapter. `options` must be resolved."""
     setting, width = kit.setting, kit.network.width
@@ -107,8 +100,11 @@ def _classifier_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 def learning_rate_factor(schedule: str, round_: ArrayLike, rounds: int) -> Float[Array, ""]:
-    """The factor on all learning rates in round r of a task of R rounds: 1 ("constant"), (1 + cos(pi r / R)) /
-    2 ("cosine"), or that of the round before, 1 in the first ("cosine_lag": the release moves one round late)."""
+    """The factor on all learning rates in round r of a task of R rounds.
+
+    1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, 1 in the first
+    ("cosine_lag": the release moves one round late).
+    """
     if schedule == "constant":
         return jnp.ones(())
     position = jnp.maximum(round_ - 1, 0) if schedule == "cosine_lag" else round_
@@ -129,8 +125,8 @@ def prototype_term(weight: float) -> Term:
 
 
 def lora_term(options: PiloraLoraOptions) -> Term:
-    """gamma L_ort (eq. 7), and the release's L1 penalty. A single pair for all tasks has none to be kept apart
-    from."""
+    """gamma L_ort (eq. 7), and the release's L1 penalty. A single pair for all tasks has none to be kept
+    apart from."""
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""] | float:
         del learner, memory
@@ -144,34 +140,24 @@ def lora_term(options: PiloraLoraOptions) -> Term:
 
 
 def feature_collect(options: PiloraOptions, kit: Kit) -> Collect:
-    """Mean features of the client's classes: of all epochs' training views, each before its step (release), or
-    of one clean pass with the trained model."""
-    classes, width = kit.setting.task_classes, kit.network.width
-
-    def look(learner: Learner, seen: Seen, total: Sums) -> Sums:
-        del learner
-        return add_batch(total, seen.output.feature, seen.batch, seen.ctx.task)
-
-    def close(ctx: Ctx, total: Sums) -> MeanFeatures:
-        del ctx
-        return MeanFeatures(*class_means(total.feature, total.rows))
-
+    """Mean features of the client's classes: of all epochs' training views, each before its step (release),
+    or of one clean pass with the trained model."""
     clean = View(1, kit.train.batch_size, augment=False)
     view = clean if options.mean_features == "clean" else None
-    return Collect("features", lambda ctx: empty_sums(classes, width), look, close, view)
+    return class_prototypes("features", kit.setting.task_classes, kit.network.width, view)
 
 
 # ---- server ------------------------------------------------------------------------------------------------
 
 
 def reweight_step(options: PiloraOptions, kit: Kit) -> ServerStep:
-    """Prototypes by their weights (eq. 11-14); LoRA is averaged by rows, A and B apart. Earlier tasks stay."""
+    """Prototypes by their weights (eq. 11-14). LoRA is averaged by rows, A and B apart."""
 
     def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
         del learner, key
-        features: MeanFeatures = aggregate.gather["features"]
+        features: Prototypes = aggregate.gather["features"]
         merged = prototype_reweight(
-            aggregate.gather["classifier"], features.vector, features.present, aggregate.valid,
+            aggregate.gather["classifier"], features.vector, features.held, aggregate.valid,
             distance=options.reweight_distance, temperature=options.reweight_temperature,
             temperature_mode=options.reweight_mode,
         )  # fmt: skip
@@ -182,7 +168,7 @@ def reweight_step(options: PiloraOptions, kit: Kit) -> ServerStep:
 
 
 def average_step(kit: Kit) -> ServerStep:
-    """Ablation: the plain mean of the clients' prototypes, or what the run's aggregation rule makes of them."""
+    """Ablation: the plain mean of the clients' prototypes, or what the run's rule makes of them."""
     rule = kit.aggregation.reduce
 
     def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
@@ -199,7 +185,7 @@ def headtune(kit: Kit) -> Survey:
     """+HeadTune: before a task's first round clients sum the features of their rows by class, and the server
     starts the prototypes at the means (FedNCM)."""
     view = View(1, kit.train.batch_size, augment=False)
-    collect = class_sum_collect(kit.setting.task_classes, kit.network.width)._replace(view=view)
+    collect = class_sums(kit.setting.task_classes, kit.network.width, view)
 
     def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
         del learner, key

@@ -125,7 +125,7 @@ def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, ta
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """The server's sums of all classes with what arrived for those of the task; padding classes are dropped."""
+    """The server's sums of all classes with what arrived for the task's; padding classes are dropped."""
     place = jnp.where(task.classes >= 0, task.classes, total.rows.shape[0])
     return Sums(*(old.at[place].add(new, mode="drop") for old, new in zip(total, arrived, strict=True)))
 

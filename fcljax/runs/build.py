@@ -166,9 +166,9 @@ def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
 def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
     """The experiment with query features cached wherever the input is deterministic.
 
-    That is the test split always, and the training split if some phase reads it without augmentation. Features
-    that `fcljax embed` left are taken as they are. The time is booked where the features are used: `section`
-    is entered as "eval" and "client".
+    That is the test split always, and the training split if some phase reads it without augmentation.
+    Features that `fcljax embed` left are taken as they are. The time is booked where the features are used:
+    `section` is entered as "eval" and "client".
     """
     if not exp.method.queries:
         return exp

@@ -5,7 +5,7 @@ enough for seconds, large enough for partial batches, padding classes and absent
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from fcljax.federated.sweep import Accumulator
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import Frozen, Method, Setting, Turn
+from fcljax.types import Frozen, Method, Setting, Task, Turn
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
@@ -130,7 +130,7 @@ def play(
     server, clients = state or (made.server, jax.tree.map(jnp.copy, made.states))
     begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
     for task, roster in list(zip(TASKS, made.rosters, strict=True))[start:]:
-        turn = Turn(made.frozen, task, np.int32(0), np.bool_(False))
+        turn = Turn.on_host(made.frozen, task, 0, False)
         server, everyone = begin(turn, server, KEY), np.flatnonzero(roster.count)
         for r in range(SETTING.rounds):
             last = r == SETTING.rounds - 1
@@ -144,15 +144,26 @@ def play(
     return history
 
 
+def present(roster: Roster) -> list[int]:
+    """The clients that have rows."""
+    return np.flatnonzero(roster.count).tolist()
+
+
 def receive(
-    made: Federation, engine: Engine, index: int, state: State, roster: Roster, ids: list[int], task=TASKS[1]
+    made: Federation,
+    engine: Engine,
+    index: int,
+    state: State,
+    roster: Roster,
+    ids: Sequence[int],
+    task: Task = TASKS[1],
 ) -> tuple[Accumulator, PyTree]:
     """What the server gets from clients `ids` in one of the method's rounds, and everybody's new states."""
     player = engine.players[index]
     chunks, _ = plan_round(
         player.round.program, roster, np.array(ids), 0, engine.lanes.count, player.capacity
     )
-    turn = Turn(made.frozen, task, np.int32(0), np.bool_(False))
+    turn = Turn.on_host(made.frozen, task, 0, False)
     broadcast, states = engine.broadcast(turn, state.server), jax.tree.map(jnp.copy, state.clients)
     return play_chunks(player, engine.lanes, chunks, made.frozen, broadcast, states, made.data, task, KEY)
 
@@ -216,11 +227,11 @@ def order_does_not_matter(made: Federation) -> Statement:
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
     renamed = _roster(label, TASKS[0], SIZES[0], order)
     begin = jax.jit(made.method.begin_task)
-    turn = Turn(made.frozen, TASKS[0], np.int32(0), np.bool_(False))
+    turn = Turn.on_host(made.frozen, TASKS[0], 0, False)
     state = State(begin(turn, made.server, KEY), made.states)
     for index in range(len(made.method.rounds)):
         pair = [
-            receive(made, made.engine, index, state, roster, np.flatnonzero(roster.count), TASKS[0])[0]
+            receive(made, made.engine, index, state, roster, present(roster), TASKS[0])[0]
             for roster in (made.rosters[0], renamed)
         ]
         worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
@@ -231,7 +242,7 @@ def order_does_not_matter(made: Federation) -> Statement:
 
 
 def resumes(made: Federation, history: list[State]) -> Statement:
-    """A run that goes on from a checkpoint on disk, in a new engine, gives the same bits."""
+    """A run that goes on from a checkpoint on disk gives the same bits."""
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)

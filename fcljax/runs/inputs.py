@@ -79,7 +79,8 @@ def image_options(cfg: InputConfig, image_size: int) -> dict[str, Any]:
     pixels."""
     geometry = preset(cfg.preprocess, image_size).geometry
     return dict(
-        geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir, class_list=cfg.class_list,
+        geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir,
+        class_list=cfg.class_list,
         skip_corrupt=cfg.skip_corrupt, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed,
     )  # fmt: skip
 
@@ -143,7 +144,8 @@ def make_splits(
     if budget is not None and room < 8 * eval_batch_size * one:
         least = -(-8 * eval_batch_size * one // 2**20)
         raise InputError(
-            f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid value: {least}"
+            f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid "
+            f"value: {least}"
         )
     if train.image.nbytes + test.image.nbytes <= room:
         return _resident(train), _resident(test)
@@ -185,7 +187,8 @@ def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
     """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for
     everything that decides their bits: weights, images, view, batches, and what computes them."""
     facts = {
-        "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config), "view": repr(inputs.preprocess),
+        "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config),
+        "view": repr(inputs.preprocess),
         "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
     }  # fmt: skip

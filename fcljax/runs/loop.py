@@ -175,13 +175,13 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
         ids = participants(cfg.seed, t, r, everyone, cfg.participation) if when == "round" else everyone
         number = r if when == "round" else 0
         return run_round(
-            exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number, key,
-            clock, when=when, last=last,
+            exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number,
+            key, clock, when=when, last=last,
         )  # fmt: skip
 
     def play(state: State, t: int, r: int, last: bool) -> tuple[State, RoundReport]:
         server, clients, key = state
-        turn = Turn(exp.frozen, exp.scenario.tasks[t], np.int32(r), np.bool_(last))
+        turn = Turn.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
         purpose = lambda number: jax.random.fold_in(jax.random.fold_in(exp.key, number), t)
         if r == 0:
             server = begin_task(turn, server, purpose(BEGIN))
@@ -201,8 +201,8 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
 
 
 def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Records], list[float]]:
-    """evaluate(server, t, records) -> accuracy on each task seen so far, over all its test rows, with all seen
-    classes competing."""
+    """evaluate(server, t, records) -> accuracy on each task seen so far, over all its test rows, with all
+    seen classes competing."""
     label, tasks = exp.scenario.test_label, exp.scenario.tasks
     predict = make_predict(exp.method.predict, exp.read, batch_size, len(label))
 
@@ -219,7 +219,7 @@ def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Re
 
 def _turn(exp: Experiment, t: int) -> Turn:
     """What predictions after task t may read."""
-    return Turn(exp.frozen, exp.scenario.tasks[t], np.int32(exp.setting.rounds - 1), np.bool_(True))
+    return Turn.on_host(exp.frozen, exp.scenario.tasks[t], exp.setting.rounds - 1, True)
 
 
 def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:

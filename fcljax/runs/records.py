@@ -24,8 +24,8 @@ from fcljax.federated.engine import RoundReport
 
 @dataclasses.dataclass
 class Records:
-    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. `uploads` counts
-    the clients that took part in each of the method's rounds."""
+    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. `uploads`
+    counts the clients that took part in each of the method's rounds."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)

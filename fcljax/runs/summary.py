@@ -33,7 +33,7 @@ class Wires(NamedTuple):
 def wire_shapes(exp: Experiment) -> Wires:
     """The shapes, found without computing anything."""
     method, task = exp.method, exp.scenario.tasks[0]
-    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(exp.setting.classes, np.int32), np.int32(0))
+    info = ClientInfo.example(exp.setting.classes)
 
     def upload(each: Round, ctx: Ctx, state: PyTree, key: jax.Array) -> Upload:
         local = each.program.start(ctx, state, key)
@@ -41,7 +41,7 @@ def wire_shapes(exp: Experiment) -> Wires:
 
     def everything(key, frozen):
         server = method.init(key, frozen)
-        turn = Turn(frozen, task, np.int32(0), np.bool_(False))
+        turn = Turn.on_host(frozen, task, 0, False)
         broadcast, state = method.broadcast(turn, server), method.init_client(key, server)
         ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info)
         uploads = tuple(upload(each, ctx, state, key) for each in method.rounds)
@@ -52,7 +52,8 @@ def wire_shapes(exp: Experiment) -> Wires:
 
 
 def traffic_by_round(exp: Experiment, wires: Wires) -> list[Traffic]:
-    """What one client sends and gets in each of the method's rounds. Where nothing is merged nothing is sent."""
+    """What one client sends and gets in each of the method's rounds; where nothing is merged it sends
+    nothing."""
     pairs = zip(exp.method.rounds, wires.uploads, strict=True)
     return [communication.traffic(upload if each.server else None, wires.broadcast) for each, upload in pairs]
 
@@ -60,9 +61,12 @@ def traffic_by_round(exp: Experiment, wires: Wires) -> list[Traffic]:
 def summarize(
     exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
 ) -> dict[str, Any]:
-    """What summary.json holds. Communication is counted from the real pytrees; times are seconds. A client of a
-    redrawn population has the classes of all its rounds: client_accuracy weighs them by the rows that it was
-    dealt in the mean round."""
+    """What summary.json holds.
+
+    Communication is counted from the real pytrees; times are seconds. A client of a redrawn population has
+    the classes of all its rounds: client_accuracy weighs them by the rows that it was dealt in the mean
+    round.
+    """
     wires = wire_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
@@ -115,7 +119,7 @@ def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str,
 
 
 def _privacy(cfg: RunConfig, rounds: int) -> dict[str, float] | None:
-    """What central differential privacy gives after all rounds; None without noise, or if no delta is named."""
+    """What central differential privacy gives after all rounds; None without noise or delta."""
     if cfg.noise_multiplier is None or cfg.dp_delta is None:
         return None
     spent = privacy.epsilon(cfg.noise_multiplier, cfg.participation, rounds, cfg.dp_delta)
@@ -129,8 +133,8 @@ def warnings_of(records: Records) -> list[str]:
     if counts["rejected"]:
         rounds = sum(line["rejected"] > 0 for line in records.rounds)
         lines.append(
-            f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} rounds: "
-            f"NaN, infinite or of negative weight"
+            f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
+            f"rounds: NaN, infinite or of negative weight"
         )
     if counts["refused"]:
         first = next((line for line in records.rounds if line["refused"]), None)
