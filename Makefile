@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-long lint clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -11,7 +11,11 @@ demo: .venv/ready
 	$(BIN)/fcljax compare $(RUN)/fppl $(RUN)/fedavg
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+# What is long and rarely breaks.
+test-long: .venv/ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments

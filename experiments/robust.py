@@ -1,10 +1,12 @@
 """Robust aggregation with hostile clients on the digits: accuracy of every rule under every attack.
 
-    python experiments/robust.py --out runs/robust --seeds 2023 2024 2025
+    python experiments/robust.py --out runs/robust --methods fedavg --seeds 2023 2024 2025
+    python experiments/robust.py --out runs/robust --methods fppl --seeds 2023
 
-10 clients with the same class mix (iid), 2 of them hostile; 5 tasks, 3 rounds of 2 epochs. Every run is an
-ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as a Markdown table:
-without hostile clients, and under each attack, mean over the seeds.
+10 clients with the same class mix (iid), 2 of them hostile; 2 tasks, 3 rounds of 2 epochs. FedAvg averages a
+classifier on frozen features, FPPL has prompts in two blocks. Every run is an ordinary `fcljax run`; runs
+that are there already are not made again. Prints A_last in % as a Markdown table: without hostile clients,
+and under each attack, mean over the seeds.
 """
 
 import argparse
@@ -16,7 +18,11 @@ import jax
 from fcljax import cli
 from fcljax.federated.faults import ATTACKS
 
-COMMON = ["--clients", "10", "--partition", "iid", "--rounds", "3", "--epochs", "2"]
+COMMON = ["--tasks", "2", "--clients", "10", "--partition", "iid", "--rounds", "3", "--epochs", "2"]
+METHODS = {
+    "fedavg": ["--adapter", "linear", "--lr", "1e-2"],
+    "fppl": ["--prompt-blocks", "2", "--prompt-length", "5"],
+}
 RULES = {
     "mean": [],
     "median": ["--aggregator", "median"],
@@ -34,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/robust"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[2023])
-    parser.add_argument("--methods", nargs="+", default=["fedavg", "fppl"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     options = parser.parse_args()
     # rules differ on the server alone, so most programs are compiled once
     jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
@@ -68,7 +74,8 @@ def load(method: str, rule: str, options: list[str], attack: str | None, seed: i
     folder = out / name
     if not (folder / "summary.json").exists():
         hostile = ["--hostile", "2", "--attack", attack] if attack else []
-        arguments = ["run", method, *COMMON, *options, *hostile, "--seed", str(seed), "--out", str(folder)]
+        arguments = ["run", method, *COMMON, *METHODS[method], *options, *hostile]
+        arguments += ["--seed", str(seed), "--out", str(folder)]
         if cli.main(arguments) != 0:
             raise SystemExit(f"{name} failed")
         jax.clear_caches()

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fcljax import __version__, config
 from fcljax.errors import InputError, choose, nearest
+from fcljax.options import fields_of
 
 USAGE = """usage: fcljax COMMAND ...
 
@@ -151,7 +152,7 @@ def parse_run(method: str, arguments: list[str], prog: str, description: str) ->
       InputError: as `parse`.
     """
     adapter = adapter_of(method, arguments)
-    groups = {"files": Paths()}
+    groups: dict[str, object] = {"files": Paths()}
     for title, group in config.option_groups(method, adapter).items():
         groups[title] = config.defaults(method, adapter, group)
     names = [flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in arguments]
@@ -185,13 +186,15 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     Raises:
       InputError: for a wrong value, or a file that belongs to another method.
     """
-    source = str(Path(paths.resume) / "config.yaml") if paths.resume else paths.config
-    if paths.resume and (paths.out or paths.config):
-        raise InputError(
-            f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out"
-        )
-    if paths.resume and not Path(source).is_file():
-        raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
+    source = paths.config
+    if paths.resume:
+        if paths.out or paths.config:
+            raise InputError(
+                f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out"
+            )
+        source = str(Path(paths.resume) / "config.yaml")
+        if not Path(source).is_file():
+            raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
     name = values.pop("method", method)
     if name != method:
@@ -201,7 +204,7 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     return config.resolve(method, config.from_mapping(method, values | given, source or "options"))
 
 
-def parse(groups: dict[str, Any], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
+def parse(groups: Mapping[str, object], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
     """The options that were given, as values by field name.
 
     tyro prints the help; values are read here, so that a mistake gives one line and a value means the same on
@@ -217,17 +220,16 @@ def parse(groups: dict[str, Any], arguments: list[str], prog: str, description: 
       InputError: naming the option, its value and the nearest valid one.
     """
     if {"-h", "--help"} & set(arguments):
-        flat = [
-            (re.sub(r"\W", "_", title), tyro.conf.OmitArgPrefixes[type(group)], group)
-            for title, group in groups.items()
-        ]
+        # pyrefly: ignore[invalid-annotation]  # a type that is made while the program runs
+        unprefixed = {title: tyro.conf.OmitArgPrefixes[type(group)] for title, group in groups.items()}
+        flat = [(re.sub(r"\W", "_", title), unprefixed[title], group) for title, group in groups.items()]
         command = dataclasses.make_dataclass("Command", flat, frozen=True)
         tyro.cli(command, args=["--help"], prog=prog, description=description)
     return read_arguments(_fields(groups), arguments)
 
 
-def _fields(groups: dict[str, Any]) -> dict[str, dataclasses.Field]:
-    return {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
+def _fields(groups: Mapping[str, object]) -> dict[str, dataclasses.Field]:
+    return {field.name: field for group in groups.values() for field in fields_of(type(group))}
 
 
 def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> dict[str, Any]:
@@ -417,7 +419,7 @@ def embed(arguments: list[str]) -> int:
     return 0
 
 
-def _print_rows(rows: list[tuple[str, Any]]) -> None:
+def _print_rows(rows: Sequence[tuple[str, object]]) -> None:
     table = Table(show_header=False)
     for name, value in rows:
         table.add_row(name, str(value))

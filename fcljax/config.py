@@ -17,11 +17,11 @@ from typing import Any, Literal
 import yaml
 
 from fcljax.adapters import ADAPTERS
-from fcljax.errors import InputError, choose, nearest
+from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
 from fcljax.federated.faults import FaultOptions
 from fcljax.methods import METHODS, MethodEntry, find_method
-from fcljax.options import check_ranges, option
+from fcljax.options import check_ranges, fields_of, option, resolved
 
 Fidelity = Literal["intended", "paper", "released"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
@@ -205,15 +205,14 @@ def run_class(method: str, adapter: str | None = None) -> type:
     )  # fmt: skip
 
 
-def defaults(method: str, adapter: str, group: type) -> Any:
+def defaults(method: str, adapter: str, group: type[Value]) -> Value:
     """A group of options with the method's own defaults, for the help."""
-    run = run_class(method, adapter)()
-    return group(**{field.name: getattr(run, field.name) for field in dataclasses.fields(group)})
+    return part(group, run_class(method, adapter)())
 
 
-def part(options: type, config: Any) -> Any:
+def part(options: type[Value], config: object) -> Value:
     """The part of a run's settings that a dataclass names."""
-    return options(**{field.name: getattr(config, field.name) for field in dataclasses.fields(options)})
+    return options(**{field.name: getattr(config, field.name) for field in fields_of(options)})
 
 
 def resolve(method: str, config: RunConfig) -> RunConfig:
@@ -236,7 +235,8 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
             f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"
         )
     entry = find_method(method)
-    preset = ADAPTERS[config.adapter].fidelity[config.fidelity] | entry.fidelity.get(config.fidelity, {})
+    usual = ADAPTERS[resolved(config.adapter)].fidelity[config.fidelity]
+    preset = usual | entry.fidelity.get(config.fidelity, {})
     chosen = {
         name: value
         for name, value in preset.items()
@@ -282,20 +282,20 @@ def _adapter_of(entry: MethodEntry, name: str) -> str | None:
     return None
 
 
-def fill(options: type, values: dict[str, Any], where: str) -> Any:
+def fill(options: type[Value], values: dict[str, Any], where: str) -> Value:
     """A dataclass of settings from names and values; missing names keep their defaults.
 
     Raises:
       InputError: for an unknown key (with the nearest known one) or a value of the wrong type.
     """
-    fields = {field.name: field for field in dataclasses.fields(options)}
+    fields = {field.name: field for field in fields_of(options)}
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
     return options(**{name: convert(name, fields[name].type, value) for name, value in values.items()})
 
 
-def convert(name: str, type_: Any, value: Any) -> Any:
+def convert(name: str, type_: Any, value: object) -> Any:
     """`value`, which may be a string, as a value of the field's type.
 
     Raises:
@@ -321,7 +321,7 @@ def convert(name: str, type_: Any, value: Any) -> Any:
         raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
 
 

@@ -3,6 +3,9 @@ code 2."""
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 class InputError(ValueError):
@@ -17,7 +20,7 @@ def nearest(value: object, options: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(options)}"
 
 
-def choose(field: str, value: str, options: Iterable[str]) -> str:
+def choose(field: str, value: Value, options: Iterable[str]) -> Value:
     """`value` if it is one of `options`.
 
     Raises:

@@ -4,6 +4,7 @@ The only training step, optimiser and metrics of the package stand here. Parts a
 functions that close over options alone; `federate` puts them together to a `Method`, which the engine plays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
@@ -72,6 +72,9 @@ class Slots(NamedTuple):
     put: Callable[[PyTree, Task, PyTree], PyTree]
 
 
+Look = Callable[[Learner, Seen, PyTree], PyTree]  # from what was gathered so far to that and a batch
+
+
 class Term(NamedTuple):
     """A client's extra loss with a memory of its own; every field but the name may be left out.
 
@@ -87,10 +90,10 @@ class Term(NamedTuple):
     """
 
     name: str
-    loss: Callable[[Learner, Seen, PyTree], Array] | None = None
+    loss: Callable[[Learner, Seen, PyTree], Array | float] | None = None
     init: Callable[[PRNGKeyArray, Model], PyTree] = lambda key, part: ()
     open: Callable[[Ctx, PyTree, PRNGKeyArray], PyTree] = lambda ctx, state, key: ()
-    look: Callable[[Learner, Seen, PyTree], PyTree] | None = None
+    look: Look | None = None
     keep: Callable[[Ctx, PyTree, Model, PyTree], PyTree] = lambda ctx, memory, part, state: state
     limit: Callable[[Ctx, Model], Model] | None = None
     recall: Callable[[Ctx, PyTree, PRNGKeyArray], Int[Array, " recalls"]] | None = None
@@ -113,7 +116,7 @@ class Collect(NamedTuple):
 
     name: str
     init: Callable[[Ctx], PyTree]
-    look: Callable[[Learner, Seen, PyTree], PyTree]
+    look: Look
     close: Callable[[Ctx, PyTree], PyTree] = lambda ctx, total: total
     view: View | None = None
     channel: str = "gather"
@@ -235,7 +238,7 @@ def federate(
         lowest = jnp.finfo(logits.dtype).min
         return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
 
-    main = (Round(_program(parts), _server(parts)),) if train else ()
+    main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
         broadcast=lambda turn, server: _broadcast(parts, turn, server),
@@ -286,6 +289,10 @@ def check_parts(
         for name in term.reads:
             if name not in sent:
                 raise InputError(f"terms: {term.name} reads {name!r}, which no server step sends")
+        if term.look and term.view is None:
+            raise InputError(f"terms: {term.name} looks at rows, but has no view of them")
+        if term.recall and term.rows is None:
+            raise InputError(f"terms: {term.name} recalls past rows, but does not say which there are")
     if sum(term.recall is not None for term in terms) > 1:
         raise InputError("terms: only one of them can recall past rows")
     plain = aggregation.pre is None and aggregation.reduce is None and aggregation.post is None
@@ -374,9 +381,9 @@ def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTr
 # ---- the client --------------------------------------------------------------------------------------------
 
 
-def _program(parts: _Parts) -> Program:
+def _program(parts: _Parts, train: Train) -> Program:
     """What participants do in a round: train, look again, send."""
-    train, terms = parts.train, parts.terms
+    terms = parts.terms
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
         memory = tuple(
@@ -390,30 +397,29 @@ def _program(parts: _Parts) -> Program:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
         kept = zip(terms, local.memory, state, strict=True)
         state = tuple(term.keep(ctx, memory, local.part, own) for term, memory, own in kept)
-        return _upload(parts, local.part, sent, ctx.info.rows), state
+        return _upload(parts, ctx, local.part, sent), state
 
-    recall = next((i for i, term in enumerate(terms) if term.recall), None)
-    memory = None if recall is None else lambda state: terms[recall].rows(state[recall])
-    phases = (_train_phase(parts, recall), *_look_phases(parts))
-    receive = _receive(parts) if parts.aggregation.pre else None
-    return Program(start, phases, finish, receive, memory)
+    recall, memory, recalls = _recall(terms)
+    view = View(train.epochs, train.batch_size, recall=recalls)
+    first = Phase(view, functools.partial(train_step, parts, train), recall)
+    return Program(start, (first, *_look_phases(parts)), finish, _receive(parts), memory)
 
 
-def _train_phase(parts: _Parts, recall: int | None) -> Phase:
-    view = View(parts.train.epochs, parts.train.batch_size)
-    step = lambda ctx, local, batch, key: train_step(parts, ctx, local, batch, key)
-    if recall is None:
-        return Phase(view, step)
-    term = parts.terms[recall]
-    rows = lambda ctx, local, key: term.recall(ctx, local.memory[recall], key)
-    return Phase(view._replace(recall=term.recalls), step, rows)
+def _recall(terms: tuple[Term, ...]) -> tuple[Callable | None, Callable | None, int]:
+    """Of the one term that recalls past rows: a phase's `recall`, the program's `memory`, and how many."""
+    found = [(i, own.recall, own.rows, own.recalls) for i, own in enumerate(terms) if own.recall and own.rows]
+    if not found:
+        return None, None, 0
+    place, recall, rows, recalls = found[0]
+    choose = lambda ctx, local, key: recall(ctx, local.memory[place], key)
+    return choose, lambda state: rows(state[place]), recalls
 
 
 def train_step(
-    parts: _Parts, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
+    parts: _Parts, train: Train, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Local, Metrics]:
     """The one training step: the objective plus all terms, and a step of the optimiser."""
-    learner, objective, train = parts.learner, parts.objective, parts.train
+    learner, objective = parts.learner, parts.objective
 
     def loss_of(part: Model):
         output = learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True)
@@ -425,7 +431,7 @@ def train_step(
 
     (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
     direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
-    part = _descend(parts, ctx, local.part, direction)
+    part = _descend(parts, train, ctx, local.part, direction)
     seen = Seen(ctx, local.part, output, batch, key)
     during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
     rows = jnp.sum(batch.mask).astype(jnp.float32)
@@ -435,11 +441,11 @@ def train_step(
     return Local(part, optimiser, local.memory, local.collected | during), metrics
 
 
-def _descend(parts: _Parts, ctx: Ctx, part: Model, direction: Model) -> Model:
+def _descend(parts: _Parts, train: Train, ctx: Ctx, part: Model, direction: PyTree) -> Model:
     """part - rate * direction, with the adapter's own rate if it has one, under the terms' limits."""
-    train, rate = parts.train, parts.learner.adapter.rate
+    rate = parts.learner.adapter.rate
     factor = train.factor(ctx.info.round, parts.setting.rounds) if train.factor else 1.0
-    rates = Model(train.lr if rate is None else rate, train.lr, train.lr)
+    rates = (train.lr if rate is None else rate, train.lr, train.lr)
     move = lambda own, by, rate: jax.tree.map(lambda x, u: x - rate * factor * u, own, by)
     part = Model(*map(move, part, direction, rates))
     for term in parts.terms:
@@ -449,33 +455,32 @@ def _descend(parts: _Parts, ctx: Ctx, part: Model, direction: Model) -> Model:
 
 def _look_phases(parts: _Parts) -> tuple[Phase, ...]:
     """Passes after training, one for all terms and collects that look at rows in the same way."""
-    looking = [(term.view, i, None) for i, term in enumerate(parts.terms) if term.look]
-    looking += [(c.view, None, c) for c in parts.collects if c.view]
-    views = dict.fromkeys(view for view, _, _ in looking)
+    looks = [(term.view, i, term.look) for i, term in enumerate(parts.terms) if term.view and term.look]
+    reports = [(c.view, c) for c in parts.collects if c.view]
+    views = dict.fromkeys([view for view, _, _ in looks] + [view for view, _ in reports])
 
     def phase(view: View) -> Phase:
-        terms = [i for own, i, _ in looking if own == view and i is not None]
-        collects = [c for own, _, c in looking if own == view and c is not None]
-        return Phase(view, lambda *args: _look(parts, terms, collects, *args))
+        terms = {i: look for own, i, look in looks if own == view}
+        collects = [c for own, c in reports if own == view]
+        return Phase(view, functools.partial(_look, parts, terms, collects))
 
-    return tuple(phase(view) for view in views)
+    return tuple(map(phase, views))
 
 
 def _look(
-    parts: _Parts, terms: list[int], collects: list[Collect], ctx: Ctx, local: Local, batch: Batch,
+    parts: _Parts, terms: dict[int, Look], collects: list[Collect], ctx: Ctx, local: Local, batch: Batch,
     key: PRNGKeyArray,
 ) -> tuple[Local, Metrics]:  # fmt: skip
+    """One step of a pass after training: what these terms, by place, and these collects make of a batch."""
     learner = parts.learner
     output = learner.forward(ctx.frozen, ctx.held, local.part, batch, ctx.task, True)
     seen = Seen(ctx, local.part, output, batch, key)
-    memory = tuple(
-        parts.terms[i].look(learner, seen, own) if i in terms else own for i, own in enumerate(local.memory)
-    )
+    memory = tuple(terms[i](learner, seen, own) if i in terms else own for i, own in enumerate(local.memory))
     more = {c.name: c.look(learner, seen, local.collected[c.name]) for c in collects}
     return local._replace(memory=memory, collected=local.collected | more), {}
 
 
-def _upload(parts: _Parts, part: Model, sent: dict[str, PyTree], rows: ArrayLike) -> Upload:
+def _upload(parts: _Parts, ctx: Ctx, part: Model, sent: dict[str, PyTree]) -> Upload:
     """Up: the part, as a whole or divided into what is averaged and what is gathered, and the reports."""
     channel = lambda name: {c.name: sent[c.name] for c in parts.collects if c.channel == name}
     mean, gather = _averaged(parts, part), channel("gather")
@@ -484,18 +489,19 @@ def _upload(parts: _Parts, part: Model, sent: dict[str, PyTree], rows: ArrayLike
         gather["part"] = part
     if parts.aggregation.reduce:  # the rule needs all of them at once
         gather["mean"], mean = mean, ()
-    return Upload(mean, channel("sum"), gather, rows)
+    return Upload(mean, channel("sum"), gather, ctx.info.rows)
 
 
-def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload]:
-    """What the aggregation does to one upload as it arrives."""
+def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload] | None:
+    """What the aggregation does to one upload as it arrives; None: nothing."""
+    pre = parts.aggregation.pre
+    if pre is None:
+        return None
 
     def receive(ctx: Ctx, upload: Upload) -> Upload:
         reference, weight = _averaged(parts, ctx.wire.part), jnp.asarray(upload.weight, jnp.float32)
         gathered = parts.aggregation.reduce is not None
-        mean, weight = parts.aggregation.pre(
-            upload.gather["mean"] if gathered else upload.mean, reference, weight
-        )
+        mean, weight = pre(upload.gather["mean"] if gathered else upload.mean, reference, weight)
         if gathered:
             return upload._replace(gather=upload.gather | {"mean": mean}, weight=weight)
         return upload._replace(mean=mean, weight=weight)
@@ -547,7 +553,7 @@ def _survey_round(parts: _Parts, index: int) -> Round:
 
     def phase(view: View) -> Phase:
         mine = [c for c in collects if (c.view or View(1, survey.batch_size, False, False)) == view]
-        return Phase(view, lambda *args: _look(parts, [], mine, *args))
+        return Phase(view, functools.partial(_look, parts, {}, mine))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in collects}

@@ -6,12 +6,12 @@ client's forward pass reads is `held`. `Model` stands for the pair, of parameter
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.models.heads import correct, cross_entropy
+from fcljax.models.heads import Reduction, correct, cross_entropy
 from fcljax.types import Batch, Features, Frozen, Network, Task
 
 
@@ -193,19 +193,22 @@ def _features(
     query = batch.query
     if query is None and (adapter.queries or adapter.plain):
         query = network.apply(frozen.network, (), batch.image, None, False)[0].cls
-    if adapter.plain:
+    if adapter.plain and query is not None:
         return query
     params = adapter.network(part) if adapter.network else frozen.network
     injection = adapter.inject(held, part, query, task, train) if adapter.inject else None
     return adapter.feature(network.apply(params, (), batch.image, injection, train)[0])
 
 
+Classes = Literal["current", "seen", "all"]
+
+
 class Objective(NamedTuple):
     """A client's own loss: cross-entropy over some classes. classes: those of the task, those seen so far, or
     all of the stream, which compete. reduction: over the rows of a batch. hardness: factor on the logits."""
 
-    classes: str = "current"
-    reduction: str = "mean"
+    classes: Classes = "current"
+    reduction: Reduction = "mean"
     hardness: float = 1.0
 
     def allowed(self, task: Task) -> Array:

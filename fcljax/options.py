@@ -5,62 +5,75 @@ The rule for fields that say nothing: whole numbers are at least 1, other number
 
 import dataclasses
 import math
-from typing import Any, TypeVar
 
-from fcljax.errors import InputError
-
-Value = TypeVar("Value")
+from fcljax.errors import InputError, Value
 
 
 def option(
-    default: Any, *, least: int | float | None = None, most: int | float | None = None, positive: bool = False
-) -> Any:
-    """A field of settings with a range of its own.
+    default: Value,
+    *,
+    least: float | int | None = None,
+    most: float | int | None = None,
+    below: float | None = None,
+    positive: bool = False,
+) -> Value:
+    """A field of settings with a range of its own; typed, as `dataclasses.field` is, like its default.
 
     Args:
-      default: of the field.
+      default: of the field; a field that may be None has its range all the same.
       least: the smallest value, where it is not the rule's.
       most: the largest value.
+      below: what a value must be less than.
       positive: 0 is no value either.
     """
-    return dataclasses.field(default=default, metadata={"least": least, "most": most, "positive": positive})
+    limits = {"least": least, "most": most, "below": below, "positive": positive}
+    return dataclasses.field(default=default, metadata=limits)
 
 
 def resolved(value: Value | None) -> Value:
-    """The value of an option whose None stands for a fidelity preset's.
+    """The value of an option whose None stands for the method's or its fidelity preset's.
 
     Raises:
       InputError: if it is None still.
     """
     if value is None:
-        raise InputError("options: one that the fidelity preset decides is None; `config.resolve` fills it in")
+        raise InputError("options: None, where a value is needed that `config.resolve` fills in")
     return value
 
 
-def check_ranges(options: Any) -> None:
+def fields_of(options: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a dataclass of settings."""
+    return dataclasses.fields(options)
+
+
+def check_ranges(options: object) -> None:
     """Check that the numbers of a dataclass of settings lie where they make sense.
 
     Raises:
       InputError: naming the field, its value and the nearest valid one.
     """
-    for field in dataclasses.fields(options):
-        _check(field, getattr(options, field.name))
+    for field in fields_of(type(options)):
+        check_value(field, getattr(options, field.name))
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
-    if type(value) not in (int, float):
+def check_value(field: dataclasses.Field, value: object) -> None:
+    """Check one number against its field; anything but a number passes.
+
+    Raises:
+      InputError: naming the field, the value and the nearest valid one.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    name, rule = field.name, field.metadata
-    least, most = rule.get("least"), rule.get("most")
-    if type(value) is int:
-        least = 1 if least is None else least
-        if value < least:
-            raise InputError(f"{name}: {value} is too small; nearest valid value: {least}")
-    else:
-        least, positive = least or 0, rule.get("positive")
-        if not (least <= value < math.inf and (value or not positive)):
-            wanted = "positive" if positive else f"{least} or more"
-            example = f", such as {field.default}" if field.default else ""
-            raise InputError(f"{name}: {value} must be finite and {wanted}{example}")
-    if most is not None and value > most:
-        raise InputError(f"{name}: {value} is too large; nearest valid value: {most}")
+    name, rule, whole = field.name, field.metadata, "float" not in str(field.type)
+    least, below = rule.get("least"), rule.get("below")
+    least = (1 if whole else 0) if least is None else least
+    if whole and value < least:
+        raise InputError(f"{name}: {value} is too small; nearest valid value: {least}")
+    if not least <= value < math.inf or (rule.get("positive") and not value):
+        wanted = "positive" if rule.get("positive") else f"{least} or more"
+        example = f", such as {field.default}" if field.default else ""
+        raise InputError(f"{name}: {value} must be finite and {wanted}{example}")
+    if rule.get("most") is not None and value > rule["most"]:
+        raise InputError(f"{name}: {value} is too large; nearest valid value: {rule['most']}")
+    if below is not None and value >= below:
+        raise InputError(f"{name}: {value} is too large; it must be below {below}")

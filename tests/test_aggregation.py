@@ -601,7 +601,7 @@ def test_the_name_says_what_is_on():
             {"noise_multiplier": 1.0, "clip_norm": 1.0, "aggregator": "median"},
             "noise_multiplier: 1.0 is noise on a mean; use aggregator 'mean', not 'median'",
         ),
-        ({"clip_norm": 0.0}, "clip_norm: must be positive and finite, got 0.0; 1 is usual"),
+        ({"clip_norm": 0.0}, "clip_norm: 0.0 must be finite and positive"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(options, message):
@@ -639,14 +639,13 @@ def test_values_out_of_range_are_refused_by_name(field, bad):
     base = {"aggregator": reads.get(field, "mean"), "clip_norm": 1.0}
     base |= {"server_optimiser": "adam"} if field.startswith("server") else {}
     for value in bad:
-        with pytest.raises(InputError, match=f"^{field}: must be .*, got "):
+        with pytest.raises(InputError, match=f"^{field}: {value} .*(must be|nearest)"):
             made(**base | {field: value})
 
 
 def test_every_option_is_checked():  # a new field must say who reads it and what is valid
     fields = {field.name for field in dataclasses.fields(agg.AggregationOptions)}
     assert fields == {"aggregator", "server_optimiser", "clip_norm", "noise_multiplier", *agg._READERS}
-    assert fields - {"aggregator", "server_optimiser"} <= set(agg._RANGES)
 
 
 # rules on class prototypes
@@ -706,7 +705,7 @@ def test_screening_forgives_rounding_where_most_prototypes_are_the_merged_one():
 
 
 def test_a_screen_below_the_median_distance_is_refused():
-    with pytest.raises(InputError, match="factor: must be at least 1, got 0.5"):
+    with pytest.raises(InputError, match="factor: 0.5 is too small; nearest valid value: 1"):
         agg.screen_prototypes(
             jnp.ones((3, 1, 2)), jnp.ones((3, 1), bool), jnp.ones((1, 2)), jnp.ones(3, bool), 0.5
         )

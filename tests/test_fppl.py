@@ -1,8 +1,8 @@
 """FPPL: the numeric oracles of the paper and its release, the ablations, and every point on which the two
 differ.
 
-Most tests run the method on a backbone that is a formula: the feature of an image is the image plus the mean
-  prompt of every block.
+Most tests run the method on a network that is a formula: the feature of an image is the image plus the mean
+prompt of every block.
 """
 
 import dataclasses
@@ -13,28 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from micro import aggregate_of, begin, compiled, ctx_of, engine_of, info_of, method_of, resolved, rows_of
+from micro import turn_of as turn
 
-from fcljax import config
+from fcljax.adapters import ADAPTERS
+from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
+from fcljax.collects import Prototypes
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
-from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacity
-from fcljax.methods import METHODS, resolve_options
-from fcljax.methods.fppl import (
-    FIDELITY,
-    FPPLConfig,
-    Prototypes,
-    debias,
-    fppl,
-    store_prototypes,
-    unified_representation_loss,
-)
+from fcljax.federated.engine import Lanes, run_round
+from fcljax.federated.schedule import Roster
+from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
-from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
-from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_backbone
-from fcljax.runs.experiment import Experiment, wire_shapes
-from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting, Upload
+from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
+from fcljax.runs.build import Experiment
+from fcljax.runs.summary import wire_shapes
+from fcljax.scenario import Scenario
+from fcljax.types import Batch, Features, Frozen, Network, Setting, Upload
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
 SETTING = Setting(classes=6, tasks=3, task_classes=2, clients=3)
@@ -44,66 +40,98 @@ UNEVEN_TASKS = jax.tree.map(jnp.asarray, make_tasks(5, 2))
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 
 
-def encode(frozen, image, injection):
-    del frozen
-    return (
-        image if injection is None else image + sum(prompt.mean(-2) for prompt in injection.prompt.values())
-    )
+NOTHING = Frozen(())
 
 
-FORMULA = Backbone(encode, WIDTH, 2)
+def encode(image, injection):
+    prompts = injection.prompt.values() if injection else ()
+    return image + sum(prompt.mean(-2) for prompt in prompts)
+
+
+def apply(params, stats, image, injection, train):
+    return Features(encode(image, injection), None, {}), stats
+
+
+FORMULA = Network(lambda key: (), apply, WIDTH, 2, (WIDTH,))
+batch = partial(rows_of, width=WIDTH)
+info = partial(info_of, SETTING.classes)
 
 
 def make(fidelity="intended", name="fppl", setting=SETTING, lr=1e-2, **fields):
     """A method on the formula, and a server whose pool is empty."""
-    options = METHODS[name].options(prompt_length=2, prompt_blocks=2, **fields)
-    method = METHODS[name].build(resolve_options(name, options, fidelity), setting, FORMULA, 1, 8, lr)
-    return method, method.init(jax.random.key(0), None)
+    fixed = dict(fidelity=fidelity, epochs=1, batch_size=8, lr=lr, prompt_length=2, prompt_blocks=2)
+    method = method_of(name, setting, FORMULA, **fixed, **fields)
+    return method, method.init(jax.random.key(0), NOTHING)
 
 
-def batch(labels, seed=1, padding=0.0):
-    """Up to four rows, always padded to four: operations that run outside of jit compile once per shape."""
-    image = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
-    image[len(labels) :] = padding
-    mask = np.arange(4) < len(labels)
-    return jax.tree.map(
-        jnp.asarray,
-        Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)),
-    )
+def pool_of(server):
+    return server.steps[0]
 
 
-def info(rows=1, id_=0):
-    return ClientInfo(jnp.int32(id_), jnp.int32(rows), jnp.zeros(SETTING.classes, jnp.int32), jnp.int32(0))
+def with_pool(server, pool):
+    return server._replace(steps=(pool,))
+
+
+def with_head(server, head):
+    return server._replace(params=server.params._replace(classifier=head))
+
+
+def adapter_of(server):
+    """Prompts and gate."""
+    return server.params.adapter
+
+
+def prototypes_of(method, server, task):
+    """The global prototypes that come down."""
+    return broadcast_of(method, server, task).wire.sent["debias"]
+
+
+def broadcast_of(method, server, task):
+    return method.broadcast(turn(task, frozen=NOTHING), server)
+
+
+def start(method, server, task, rows=1, id_=0):
+    """What a client may read, and the client before its first step."""
+    ctx = ctx_of(method, server, task, info(rows, id_), NOTHING)
+    return ctx, program_of(method).start(ctx, (), jax.random.key(0))
+
+
+def program_of(method):
+    (main,) = method.rounds
+    return main.program
 
 
 def client_step(method, server, task, data):
     """The client before and after one step."""
-    broadcast = method.broadcast(server, task)
-    before = method.client.start(broadcast, (), task, info(), jax.random.key(0))
-    after, metrics = method.client.phases[0].step(None, broadcast, before, data, task, jax.random.key(0))
+    ctx, before = start(method, server, task)
+    after, metrics = program_of(method).phases[0].step(ctx, before, data, jax.random.key(0))
     return before, after, metrics
 
 
 def upload_of(method, server, task, data, id_=0):
     """One client's upload after a step on `data` and prototypes of the same rows."""
-    broadcast, rows = method.broadcast(server, task), jnp.sum(data.mask)
-    _, local, _ = client_step(method, server, task, data)
-    for phase in method.client.phases[1:]:
-        local, _ = phase.step(None, broadcast, local, data, task, jax.random.key(0))
-    return method.client.finish(broadcast, local, (), task, info(rows, id_))[0]
+    ctx, local = start(method, server, task, jnp.sum(data.mask), id_)
+    for phase in program_of(method).phases:
+        local, _ = phase.step(ctx, local, data, jax.random.key(0))
+    return program_of(method).finish(ctx, local, ())[0]
 
 
 def receive(uploads, ids, valid):
     """What the server sees of some uploads, padded to all clients."""
-    clients = SETTING.clients
-    pad = clients - len(uploads)
-    stack = lambda *x: jnp.asarray(np.stack([*map(np.asarray, x), *[np.zeros_like(x[0])] * pad]))
-    mean, gather = (
-        jax.tree.map(stack, *parts) for parts in zip(*((u.mean, u.gather) for u in uploads), strict=True)
-    )
-    ids, valid = jnp.asarray([*ids, *[clients] * pad]), jnp.asarray([*valid, *[False] * pad])
-    weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
-    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
+    return aggregate_of(uploads, ids, valid, SETTING.clients)
+
+
+def served(method, server, task, aggregate, key=0):
+    """The server after it got these uploads, and its metrics."""
+    (main,) = method.rounds
+    now = turn(task, frozen=NOTHING, previous=broadcast_of(method, server, task))
+    return main.server(now, server, aggregate, jax.random.key(key))
+
+
+def predict(method, server, task, image, query=None):
+    nothing = jnp.zeros(len(image), jnp.int32)
+    rows = Batch(image, nothing, nothing == 0, nothing, query)
+    return method.predict(turn(task, frozen=NOTHING), server, rows)
 
 
 def sent(vectors):
@@ -117,10 +145,10 @@ def sent(vectors):
 def serve(method, server, task, prototypes, ids, valid=None):
     """The server after a round in which the clients `ids` sent these prototypes and left the trained parts as
     they were."""
-    trained = method.client.start(method.broadcast(server, task), (), task, info(), jax.random.key(0)).trained
-    uploads = [Upload(gather=p, weight=1.0) for p in prototypes]
+    _, local = start(method, server, task)
+    uploads = [Upload(gather={"prototypes": p}, weight=1.0) for p in prototypes]
     aggregate = receive(uploads, ids, [True] * len(ids) if valid is None else valid)
-    return method.server(None, server, aggregate._replace(mean=trained), task, jax.random.key(2))
+    return served(method, server, task, aggregate._replace(mean=local.part), key=2)
 
 
 def changed(before, after):
@@ -137,12 +165,17 @@ VIT_B16 = parameter_shapes(VITS["vit_b16"])
 def counts(fidelity, classes, tasks):
     """Shapes of upload, broadcast, trained parts and server of FPPL on ViT-B/16; nothing is computed."""
     setting, vit = Setting(classes, tasks, classes // tasks, 10), VITS["vit_b16"]
-    method = fppl(resolve_options("fppl", FPPLConfig(), fidelity), setting, vit_backbone(vit), 5, 128, 1e-3)
+    method = method_of("fppl", setting, vit_network(vit), fidelity=fidelity, batch_size=128)
     empty = dict.fromkeys(Experiment._fields)
-    exp = Experiment(**empty | dict(
-        method=method, frozen=VIT_B16, tasks=make_tasks(classes, tasks), setting=setting, key=jax.random.key(0)
-    ))  # fmt: skip
-    return *wire_shapes(exp), jax.eval_shape(method.init, exp.key, exp.frozen)
+    scenario = Scenario(None, None, make_tasks(classes, tasks), None, None)
+    exp = Experiment(
+        **empty
+        | dict(
+            method=method, frozen=Frozen(VIT_B16), scenario=scenario, setting=setting, key=jax.random.key(0)
+        )
+    )
+    (upload,), broadcast, _, trainable = wire_shapes(exp)
+    return upload, broadcast, trainable, jax.eval_shape(method.init, exp.key, exp.frozen)
 
 
 @pytest.mark.parametrize(("classes", "tasks", "comm"), [(100, 10, 169_060), (200, 20, 253_640)])
@@ -160,17 +193,17 @@ def test_the_learned_scale_of_the_gate_is_one_number_more(classes, tasks, comm):
 @pytest.mark.parametrize(("classes", "tasks", "model"), [(100, 10, 852_581), (200, 20, 1_705_161)])
 def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
     upload, broadcast, _, _ = counts("released", classes, tasks)
-    assert scalars(upload.mean) == scalars(broadcast.wire.trained) == model
+    assert scalars(upload.mean) == scalars(broadcast.wire.part) == model
     assert scalars(upload.gather) == 768 * classes // tasks
-    assert scalars(broadcast.wire.prototypes) == 768 * classes
+    assert scalars(broadcast.wire.sent) == 768 * classes
 
 
 @pytest.mark.parametrize(("classes", "tasks", "parts"), [
     (100, 10, (76_900, 768_000, 7_680, 1)), (200, 20, (153_800, 1_536_000, 15_360, 1)),
 ])  # fmt: skip
 def test_the_parts_of_the_model_have_the_releases_sizes(classes, tasks, parts):
-    trained = counts("released", classes, tasks)[0].mean
-    assert tuple(map(scalars, (trained.head, trained.prompt, trained.gate.psi, trained.gate.sigma))) == parts
+    adapter, head, _ = counts("released", classes, tasks)[0].mean
+    assert tuple(map(scalars, (head, adapter.prompt, adapter.gate.psi, adapter.gate.sigma))) == parts
 
 
 @pytest.mark.parametrize(("classes", "tasks", "estg", "param", "pool"), [
@@ -180,19 +213,17 @@ def test_storage_trained_parameters_and_pool_are_the_papers(classes, tasks, estg
     for fidelity, scale in (("paper", 0), ("intended", 1)):
         _, broadcast, trainable, server = counts(fidelity, classes, tasks)
         assert extra_storage(broadcast) == {"scalars": estg, "bytes": 4 * estg}
-        assert scalars((trainable["prompt"], trainable["gate"])) == param + scale
-        assert scalars(trainable["head"]) == (768 + 1) * classes
-        assert scalars(server.pool) == 768 * 10 * classes == pool
+        assert scalars(trainable["adapter"]) == param + scale
+        assert scalars(trainable["classifier"]) == (768 + 1) * classes
+        assert scalars(pool_of(server)) == 768 * 10 * classes == pool
 
 
 def test_trained_parameters_without_head_are_a_thousandth_of_the_backbone():
     _, _, trainable, _ = counts("paper", 200, 20)
     backbone = scalars(VIT_B16)
     assert backbone == 590_592 + 768 + 151_296 + 12 * 7_087_872 + 1_536 == 85_798_656
-    assert backbone + scalars(trainable["head"]) == 85_952_456
-    assert 100 * scalars((trainable["prompt"], trainable["gate"])) / backbone == pytest.approx(
-        0.1074, abs=5e-5
-    )
+    assert backbone + scalars(trainable["classifier"]) == 85_952_456
+    assert 100 * scalars(trainable["adapter"]) / backbone == pytest.approx(0.1074, abs=5e-5)
 
 
 # ---- gate and fusion ---------------------------------------------------------------------------------------
@@ -251,12 +282,11 @@ def test_prompts_and_gate_start_in_the_releases_ranges():
 
 def test_the_first_round_of_a_task_starts_from_the_previous_prompt_and_leaves_the_gate():
     method, server = make()
-    begun = method.begin_task(server, TASKS[2], jax.random.key(0))
-    np.testing.assert_array_equal(begun.prompts, server.prompts.at[2].set(server.prompts[1]))
-    np.testing.assert_array_equal(begun.gate.psi, server.gate.psi)
-    np.testing.assert_array_equal(
-        method.begin_task(server, TASKS[0], jax.random.key(0)).prompts, server.prompts
-    )
+    begin_task = lambda task: method.begin_task(turn(task, frozen=NOTHING), server, jax.random.key(0))
+    before, begun = adapter_of(server), adapter_of(begin_task(TASKS[2]))
+    np.testing.assert_array_equal(begun.prompt, before.prompt.at[2].set(before.prompt[1]))
+    np.testing.assert_array_equal(begun.gate.psi, before.gate.psi)
+    np.testing.assert_array_equal(adapter_of(begin_task(TASKS[0])).prompt, before.prompt)
 
 
 # ---- prompts in the transformer ----------------------------------------------------------------------------
@@ -388,31 +418,30 @@ def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
 def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_and_nothing_else():
     method, server = make(lr=1e-3)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.trained, after.trained)
-    current = np.asarray(TASKS[1].current)
-    np.testing.assert_allclose(move.head.bias[current], 1e-3, rtol=1e-3)
-    np.testing.assert_allclose(move.head.kernel[:, current], 1e-3, rtol=1e-3)
-    np.testing.assert_allclose(move.prompt, 1e-3, rtol=1e-3)
-    np.testing.assert_allclose(move.gate.psi[:2], 1e-3, rtol=1e-3)
-    np.testing.assert_allclose(move.gate.sigma, 1e-3, rtol=1e-3)
-    assert not move.head.bias[~current].any() and not move.head.kernel[:, ~current].any()
-    assert not move.gate.psi[2].any()
+    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.part, after.part)
+    adapter, head, current = move.adapter, move.classifier, np.asarray(TASKS[1].current)
+    np.testing.assert_allclose(head.bias[current], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(head.kernel[:, current], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(adapter.prompt, 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(adapter.gate.psi[:2], 1e-3, rtol=1e-3)
+    np.testing.assert_allclose(adapter.gate.sigma, 1e-3, rtol=1e-3)
+    assert not head.bias[~current].any() and not head.kernel[:, ~current].any()
+    assert not adapter.gate.psi[2].any()
 
 
 def test_the_first_round_of_a_task_has_no_unified_loss():
     results = []
     for wo_unified in (False, True):
         method, server = make(wo_unified=wo_unified)
-        server = server._replace(
-            pool=Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True))
-        )
-        results.append(client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trained)
+        old = Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True))
+        results.append(client_step(method, with_pool(server, old), TASKS[1], batch([2, 3, 3]))[1].part)
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def full_pool(server, seed=5):
-    vector = np.random.default_rng(seed).normal(size=server.pool.vector.shape).astype(np.float32)
-    return server._replace(pool=Prototypes(jnp.asarray(vector), jnp.ones_like(server.pool.held)))
+    pool = pool_of(server)
+    vector = np.random.default_rng(seed).normal(size=pool.vector.shape).astype(np.float32)
+    return with_pool(server, Prototypes(jnp.asarray(vector), jnp.ones_like(pool.held)))
 
 
 def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
@@ -421,35 +450,26 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
         method, server = make(wo_unified=wo_unified)
         server = full_pool(server)
         reported[wo_unified] = float(client_step(method, server, TASKS[1], data)[2]["loss"].total)
-        assert (method.broadcast(server, TASKS[1]).wire.prototypes == ()) is wo_unified
-        assert len(method.client.phases) == 2  # the server still debiases on what clients send
-    broadcast = method.broadcast(server, TASKS[1])
-    local = method.client.start(broadcast, (), TASKS[1], info(), jax.random.key(0))
-    seen = jnp.array([True, True, False])
-    weights = gate_weights(local.trained.gate, data.image, seen)
-    feature = encode(
-        None, data.image, prompt_injection(fuse(weights, server.prompts, local.trained.prompt, jnp.int32(1)))
-    )
-    logits = apply_head(local.trained.head, feature)
+        assert (prototypes_of(method, server, TASKS[1]) == ()) is wo_unified
+        assert len(program_of(method).phases) == 2  # the server still debiases on what clients send
+    part, seen = start(method, server, TASKS[1])[1].part, jnp.array([True, True, False])
+    weights = gate_weights(part.adapter.gate, data.image, seen)
+    fused = fuse(weights, adapter_of(server).prompt, part.adapter.prompt, jnp.int32(1))
+    feature = encode(data.image, prompt_injection(fused))
+    logits = apply_head(part.classifier, feature)
     expected = cross_entropy(logits, data.label, jnp.asarray(TASKS[1].current), data.mask, "sum")
     assert reported[True] == pytest.approx(float(expected), rel=1e-5)
-    pull = unified(
-        feature,
-        data.label,
-        Prototypes(server.pool.vector.mean(0)[2:4], jnp.ones(2, bool)),
-        data.mask,
-        classes=(2, 3),
-    )
+    means = Prototypes(pool_of(server).vector.mean(0)[2:4], jnp.ones(2, bool))
+    pull = unified(feature, data.label, means, data.mask, classes=(2, 3))
     assert reported[False] == pytest.approx(float(expected + 3 * pull), rel=1e-5)
 
 
 def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
     method, server = make(wo_fusion=True)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-    jax.tree.map(np.testing.assert_array_equal, before.trained.gate, after.trained.gate)
-    weights = gate_weights(
-        before.trained.gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False
-    )
+    gate = before.part.adapter.gate
+    jax.tree.map(np.testing.assert_array_equal, gate, after.part.adapter.gate)
+    weights = gate_weights(gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False)
     np.testing.assert_array_equal(np.sort(weights, -1), np.tile([0, 0, 1], (4, 1)))
     assert not weights[:, 2].any()
 
@@ -457,13 +477,13 @@ def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
 def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts():
     method, server = make()
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
-    broadcast = method.broadcast(server, TASKS[0])
-    local = method.client.start(broadcast, (), TASKS[0], info(), jax.random.key(0))
-    local = local._replace(trained=local.trained._replace(prompt=server.prompts[2]))
+    ctx, local = start(method, server, TASKS[0], rows=5)
+    trained = adapter_of(server).prompt[2]
+    local = local._replace(part=local.part._replace(adapter=local.part.adapter._replace(prompt=trained)))
     for data in (first, second):
-        local, _ = method.client.phases[1].step(None, broadcast, local, data, TASKS[0], jax.random.key(0))
-    own = method.client.finish(broadcast, local, (), TASKS[0], info(5))[0].gather
-    shift = np.asarray(server.prompts[2]).mean(1).sum(0)  # in the first task the gate's weight is 1
+        local, _ = program_of(method).phases[1].step(ctx, local, data, jax.random.key(0))
+    own = program_of(method).finish(ctx, local, ())[0].gather["prototypes"]
+    shift = np.asarray(trained).mean(1).sum(0)  # in the first task the gate's weight is 1
     images = np.concatenate([first.image[:3], second.image[:2]])
     np.testing.assert_array_equal(own.held, [False, True])
     np.testing.assert_allclose(own.vector[1], images.mean(0) + shift, rtol=1e-5)
@@ -483,22 +503,20 @@ def test_padding_rows_change_no_upload():
 
 def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
     follow_the_client = {"server_lr", "server_batch_size"}
-    undecided = {field.name for field in dataclasses.fields(FPPLConfig) if field.default is None}
-    assert all(set(preset) == undecided - follow_the_client for preset in FIDELITY.values())
+    open_ = lambda options: {field.name for field in dataclasses.fields(options) if field.default is None}
+    adapter = ADAPTERS["prompts"]
+    assert all(set(preset) == open_(FPPLOptions) - follow_the_client for preset in FIDELITY.values())
+    assert all(set(preset) == open_(adapter.options) for preset in adapter.fidelity.values())
 
 
 def test_a_given_value_wins_over_the_preset():
-    assert resolve_options("fppl", FPPLConfig(reduction="sum"), "intended").reduction == "sum"
+    assert resolved("fppl", reduction="sum").reduction == "sum"
 
 
 def test_only_the_intended_reading_normalises_pixels_as_the_checkpoint_was_trained():
     for fidelity, normalise in (("intended", "checkpoint"), ("paper", "release"), ("released", "release")):
-        assert (
-            config.resolve("fppl", config.from_mapping("fppl", {"fidelity": fidelity}, "test")).normalise
-            == normalise
-        )
-    kept = config.from_mapping("fppl", {"fidelity": "released", "normalise": "imagenet"}, "test")
-    assert config.resolve("fppl", kept).normalise == "imagenet"
+        assert resolved("fppl", fidelity=fidelity).normalise == normalise
+    assert resolved("fppl", fidelity="released", normalise="imagenet").normalise == "imagenet"
 
 
 def test_local_classes_decides_whether_classes_of_other_tasks_compete():
@@ -506,7 +524,7 @@ def test_local_classes_decides_whether_classes_of_other_tasks_compete():
     for choice in ("current", "all"):
         method, server = make(local_classes=choice)
         before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-        moved[choice] = changed(before.trained.head.bias, after.trained.head.bias)
+        moved[choice] = changed(before.part.classifier.bias, after.part.classifier.bias)
     np.testing.assert_array_equal(moved["current"], TASKS[1].current)
     assert moved["all"].all()
 
@@ -515,10 +533,11 @@ def test_gate_scale_decides_whether_sigma_is_trained_and_sent():
     for choice in ("learnable", "fixed"):
         method, server = make(gate_scale=choice)
         before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
+        old, new = (local.part.adapter.gate.sigma for local in (before, after))
         if choice == "learnable":
-            assert before.trained.gate.sigma == 1 != after.trained.gate.sigma
+            assert old == 1 != new
         else:
-            assert before.trained.gate.sigma is None is after.trained.gate.sigma
+            assert old is None is new
 
 
 def test_reduction_scales_the_clients_gradient_by_its_rows():
@@ -526,7 +545,7 @@ def test_reduction_scales_the_clients_gradient_by_its_rows():
     for choice in ("mean", "sum"):
         method, server = make(reduction=choice)
         _, after, metrics = client_step(method, full_pool(server), TASKS[1], batch([2, 3, 3, 2]))
-        moments[choice], reported[choice] = after.optimiser[0].mu, metrics["loss"]
+        moments[choice], reported[choice] = after.optimiser.mu, metrics["loss"]
     jax.tree.map(
         lambda s, m: np.testing.assert_allclose(s, 4 * m, rtol=1e-4, atol=1e-7),
         moments["sum"],
@@ -536,10 +555,8 @@ def test_reduction_scales_the_clients_gradient_by_its_rows():
 
 
 def test_unified_average_divides_by_all_rows_or_by_those_with_a_prototype():
-    data, pull = (
-        batch([2, 3, 4, 5]),
-        {},
-    )  # two of the four rows are of classes that have no prototype in this task
+    # two of the four rows are of classes that have no prototype in this task
+    data, pull = batch([2, 3, 4, 5]), {}
     for choice in ("holders", "batch"):
         method, server = make(unified_average=choice, local_classes="all")
         loss = lambda server, method=method: float(
@@ -551,7 +568,7 @@ def test_unified_average_divides_by_all_rows_or_by_those_with_a_prototype():
 
 def test_prototype_view_decides_which_images_prototypes_are_made_of():
     for choice, augment in (("augmented", True), ("clean", False)):
-        train, extract = make(prototype_view=choice)[0].client.phases
+        train, extract = program_of(make(prototype_view=choice)[0]).phases
         assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=augment)
 
 
@@ -560,27 +577,26 @@ def test_prototypes_of_other_tasks_cross_the_wire_in_the_release_but_change_noth
     for choice in ("current", "seen"):
         method, server = make(prototype_download=choice)
         server = full_pool(server)
-        rows[choice] = len(method.broadcast(server, TASKS[1]).wire.prototypes.vector)
-        trained[choice] = client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trained
+        rows[choice] = len(prototypes_of(method, server, TASKS[1]).vector)
+        trained[choice] = client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].part
     assert rows == {"current": 2, "seen": 6}
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), trained["current"], trained["seen"])
 
 
 def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
-    servers, data = {}, (batch([2, 3, 3]), batch([2, 2, 3, 3], seed=4))
+    after, data = {}, (batch([2, 3, 3]), batch([2, 2, 3, 3], seed=4))
     for choice, tasks in (("current", ()), ("all", (3,))):
         method, server = make(prompt_upload=choice, wo_debias=True)
         uploads = [upload_of(method, server, TASKS[1], rows, i) for i, rows in enumerate(data)]
-        assert uploads[0].mean.prompt.shape == (*tasks, 2, 2, WIDTH)
-        broadcast = method.broadcast(server, TASKS[1])
-        assert broadcast.wire.trained.prompt.shape == uploads[0].mean.prompt.shape
-        assert scalars(broadcast.held) == (0 if tasks else server.prompts.size)
-        servers[choice], _ = method.server(
-            None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0)
-        )
-        assert changed(server.prompts[1], servers[choice].prompts[1]).all()
-        np.testing.assert_allclose(servers[choice].prompts[0], server.prompts[0], rtol=1e-6)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), servers["current"], servers["all"])
+        assert uploads[0].mean.adapter.prompt.shape == (*tasks, 2, 2, WIDTH)
+        broadcast, before = broadcast_of(method, server, TASKS[1]), adapter_of(server).prompt
+        assert broadcast.wire.part.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
+        assert scalars(broadcast.held) == (0 if tasks else before.size)
+        after[choice], _ = served(method, server, TASKS[1], receive(uploads, (0, 1), (True, True)))
+        new = adapter_of(after[choice]).prompt
+        assert changed(before[1], new[1]).all()
+        np.testing.assert_allclose(new[0], before[0], rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after["current"], after["all"])
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -597,14 +613,13 @@ def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
     method, server = make(wo_debias=True)
     a, b = [2.0, 0, 0, 0], [0.0, 6, 0, 0]  # a is the mean of (1, 0) and (3, 0), b of a single row
     server, _ = serve(method, server, TASKS[1], [sent([a, None]), sent([b, None])], (0, 2))
-    prototypes = method.broadcast(server, TASKS[1]).wire.prototypes
+    prototypes, pool = prototypes_of(method, server, TASKS[1]), pool_of(server)
     np.testing.assert_array_equal(prototypes.held, [True, False])
     np.testing.assert_allclose(prototypes.vector, [[1, 3, 0, 0], [0, 0, 0, 0]])
-    client, label = np.nonzero(np.asarray(server.pool.held))
-    np.testing.assert_array_equal(
-        [client, label], [[0, 2], [2, 2]]
-    )  # what debias would train on: two rows, both of class 2
-    np.testing.assert_allclose(server.pool.vector[client, label], [a, b])
+    client, label = np.nonzero(np.asarray(pool.held))
+    # what debias would train on: two rows, both of class 2
+    np.testing.assert_array_equal([client, label], [[0, 2], [2, 2]])
+    np.testing.assert_allclose(pool.vector[client, label], [a, b])
 
 
 def test_a_round_replaces_a_clients_prototypes_of_its_task_and_leaves_earlier_tasks():
@@ -613,23 +628,22 @@ def test_a_round_replaces_a_clients_prototypes_of_its_task_and_leaves_earlier_ta
     server, _ = serve(method, server, TASKS[0], [sent([one, one])], (1,))
     server, _ = serve(method, server, TASKS[0], [sent([two, None])], (1,))
     server, _ = serve(method, server, TASKS[1], [sent([three, three])], (1,))
-    np.testing.assert_array_equal(server.pool.held[1], [True, False, True, True, False, False])
-    np.testing.assert_allclose(server.pool.vector[1, jnp.array([0, 2, 3]), 0], [2, 3, 3])
-    assert not server.pool.held[jnp.array([0, 2])].any()
+    pool = pool_of(server)
+    np.testing.assert_array_equal(pool.held[1], [True, False, True, True, False, False])
+    np.testing.assert_allclose(pool.vector[1, jnp.array([0, 2, 3]), 0], [2, 3, 3])
+    assert not pool.held[jnp.array([0, 2])].any()
 
 
 def test_clients_that_are_absent_or_rejected_leave_the_pool_as_it_is():
     method, server = make(wo_debias=True)
     server = full_pool(server)
     poison = sent([[np.nan] * WIDTH] * 2)
-    after, _ = serve(
-        method, server, TASKS[1], [sent([[7.0] * WIDTH] * 2), poison], (0, 2), valid=(True, False)
-    )
-    np.testing.assert_array_equal(after.pool.vector[1:], server.pool.vector[1:])
-    np.testing.assert_array_equal(
-        after.pool.vector[0, jnp.array([0, 1, 4, 5])], server.pool.vector[0, jnp.array([0, 1, 4, 5])]
-    )
-    np.testing.assert_array_equal(after.pool.vector[0, 2:4], np.full((2, WIDTH), 7.0))
+    sends, others = [sent([[7.0] * WIDTH] * 2), poison], jnp.array([0, 1, 4, 5])
+    after, _ = serve(method, server, TASKS[1], sends, (0, 2), valid=(True, False))
+    old, new = (pool_of(each).vector for each in (server, after))
+    np.testing.assert_array_equal(new[1:], old[1:])
+    np.testing.assert_array_equal(new[0, others], old[0, others])
+    np.testing.assert_array_equal(new[0, 2:4], np.full((2, WIDTH), 7.0))
 
 
 def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
@@ -643,7 +657,7 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
     _, metrics = debias(
         Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3
     )
-    assert float(metrics["debias_loss"].weight) == 80
+    assert float(metrics["loss"].weight) == 80
 
 
 def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
@@ -694,8 +708,8 @@ def test_debias_reads_every_stored_prototype_once_per_epoch(head_and_pool):
     client, label = np.nonzero(held)
     logits = np.asarray(vector)[client, label] @ np.asarray(head.kernel) + np.asarray(head.bias)
     once = np.sum(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), label])
-    assert float(metrics["debias_loss"].total) == pytest.approx(7 * once, rel=1e-5)
-    assert float(metrics["debias_loss"].weight) == 7 * 2  # batches of four rows and of two
+    assert float(metrics["loss"].total) == pytest.approx(7 * once, rel=1e-5)
+    assert float(metrics["loss"].weight) == 7 * 2  # batches of four rows and of two
 
 
 def test_an_empty_pool_leaves_the_head(head_and_pool):
@@ -712,54 +726,48 @@ def test_an_empty_pool_leaves_the_head(head_and_pool):
 ])  # fmt: skip
 def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, trained, rate):
     method, server = make(**fields)
-    pool = full_pool(server).pool
-    server = server._replace(pool=pool._replace(held=pool.held & TASKS[0].seen))
+    pool = pool_of(full_pool(server))
+    server = with_pool(server, pool._replace(held=pool.held & TASKS[0].seen))
     vectors = np.random.default_rng(0).normal(size=(3, 2, WIDTH))
     after, metrics = serve(method, server, TASKS[1], [sent(list(v)) for v in vectors], (0, 1, 2))
-    np.testing.assert_allclose(
-        jnp.abs(after.head.bias - server.head.bias),
-        np.where(np.isin(np.arange(6), trained), rate, 0),
-        rtol=1e-3,
-    )
-    np.testing.assert_array_equal(after.pool.held, np.tile(TASKS[1].seen, (3, 1)))
+    moved = jnp.abs(after.params.classifier.bias - server.params.classifier.bias)
+    np.testing.assert_allclose(moved, np.where(np.isin(np.arange(6), trained), rate, 0), rtol=1e-3)
+    np.testing.assert_array_equal(pool_of(after).held, np.tile(TASKS[1].seen, (3, 1)))
     assert ("debias_loss" in metrics) == bool(trained)
 
 
 def test_without_debias_the_head_is_the_mean_of_the_clients_heads():
     method, server = make(wo_debias=True)
     uploads = [upload_of(method, server, TASKS[1], data) for data in (batch([2, 3, 3]), batch([2], seed=4))]
-    after, _ = method.server(
-        None, server, receive(uploads, (0, 1), (True, True)), TASKS[1], jax.random.key(0)
-    )
-    mean = jax.tree.map(
-        lambda a, b: (3 * np.asarray(a) + np.asarray(b)) / 4, *(upload.mean for upload in uploads)
-    )
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), after.head, mean.head)
-    np.testing.assert_allclose(after.prompts[1], mean.prompt, rtol=1e-5)
+    after, _ = served(method, server, TASKS[1], receive(uploads, (0, 1), (True, True)))
+    of_rows = lambda a, b: (3 * np.asarray(a) + np.asarray(b)) / 4
+    mean, close = jax.tree.map(of_rows, *(upload.mean for upload in uploads)), np.testing.assert_allclose
+    jax.tree.map(partial(close, rtol=1e-5, atol=1e-7), after.params.classifier, mean.classifier)
+    close(adapter_of(after).prompt[1], mean.adapter.prompt, rtol=1e-5)
 
 
 def test_without_pool_and_debias_no_prototype_is_made_or_sent():
     method, server = make(wo_unified=True, wo_debias=True)
-    assert len(method.client.phases) == 1
-    assert upload_of(method, server, TASKS[0], batch([0, 1])).gather == ()
+    assert len(program_of(method).phases) == 1 and server.steps == ()
+    assert upload_of(method, server, TASKS[0], batch([0, 1])).gather == {}
 
 
 def test_fedavg_sends_no_prototypes():
     method, server = make(name="fedavg")
-    upload, broadcast = upload_of(method, server, TASKS[1], batch([2, 3])), method.broadcast(server, TASKS[1])
-    assert upload.gather == () and broadcast.wire.prototypes == () and len(method.client.phases) == 1
-    after, metrics = method.server(
-        None, server, receive([upload], (0,), (True,)), TASKS[1], jax.random.key(0)
-    )
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after.head, upload.mean.head)
-    assert metrics == {} and not after.pool.held.any()
+    upload = upload_of(method, server, TASKS[1], batch([2, 3]))
+    assert upload.gather == {} == broadcast_of(method, server, TASKS[1]).wire.sent
+    assert len(program_of(method).phases) == 1 and server.steps == ()  # there is no pool
+    after, metrics = served(method, server, TASKS[1], receive([upload], (0,), (True,)))
+    equal = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(equal, after.params.classifier, upload.mean.classifier)
+    assert metrics == {}
 
 
 @pytest.mark.parametrize("name", ["fppl", "fedavg"])
 def test_logits_of_unseen_classes_never_win(name):
     method, server = make(name=name)
-    server = server._replace(head=server.head._replace(bias=jnp.arange(6) * 1e6))
-    logits = method.predict(None, server, batch([0, 0, 0, 0]).image, None, TASKS[1])
+    server = with_head(server, server.params.classifier._replace(bias=jnp.arange(6) * 1e6))
+    logits = predict(method, server, TASKS[1], batch([0, 0, 0, 0]).image)
     np.testing.assert_array_equal(jnp.argmax(logits, -1), [3, 3, 3, 3])
     np.testing.assert_array_equal(logits[:, 4:], np.full((4, 2), LOWEST))
 
@@ -767,8 +775,10 @@ def test_logits_of_unseen_classes_never_win(name):
 def test_cached_queries_change_no_prediction():
     method, server = make()
     image = batch([0, 0, 0, 0]).image
-    cached = method.predict(None, server, image, FORMULA.encode(None, image, None), TASKS[2])
-    np.testing.assert_array_equal(cached, method.predict(None, server, image, None, TASKS[2]))
+    cached = predict(method, server, TASKS[2], image, query=encode(image, None))
+    np.testing.assert_array_equal(cached, predict(method, server, TASKS[2], image))
+    other = predict(method, server, TASKS[2], image, query=-image)
+    assert jnp.abs(other - cached)[:, :6].max() > 1e-3  # it is the query that the gate reads
 
 
 # ---- uneven tasks: the padding class -1 --------------------------------------------------------------------
@@ -779,14 +789,13 @@ def test_padding_classes_store_and_send_nothing():
     method, server = make(setting=UNEVEN)
     server = full_pool(server)
     junk = jax.tree.map(lambda x: x[None], sent([[1.0] * WIDTH, None, [9.0] * WIDTH]))
-    pool = jax.jit(store_prototypes)(
-        server.pool, junk, jnp.array([1]), jnp.array([True]), UNEVEN_TASKS[1].classes
-    )
-    np.testing.assert_array_equal(pool.vector[:, :3], server.pool.vector[:, :3])
+    who, classes, old = (jnp.array([1]), jnp.array([True])), UNEVEN_TASKS[1].classes, pool_of(server)
+    pool = jax.jit(store_prototypes)(old, junk, *who, classes)
+    np.testing.assert_array_equal(pool.vector[:, :3], old.vector[:, :3])
     np.testing.assert_array_equal(pool.vector[1, 3], [1.0] * WIDTH)
     np.testing.assert_array_equal(pool.held[1], [True, True, True, True, False])
-    broadcast = jax.jit(method.broadcast)(server._replace(pool=pool), UNEVEN_TASKS[1])
-    np.testing.assert_array_equal(broadcast.wire.prototypes.held, [True, True, False])
+    sends = jax.jit(partial(prototypes_of, method))(with_pool(server, pool), UNEVEN_TASKS[1])
+    np.testing.assert_array_equal(sends.held, [True, True, False])
 
 
 def test_no_row_is_of_a_padding_class():
@@ -810,10 +819,8 @@ def test_a_padding_class_adds_nothing_to_the_unified_loss():
 @pytest.fixture(scope="module")
 def short_run():
     """Two uneven tasks of two rounds with three clients; client 2 has no row of the second task."""
-    options = dataclasses.replace(
-        resolve_options("fppl", FPPLConfig(), "intended"), prompt_length=3, prompt_blocks=2
-    )
-    method = fppl(options, UNEVEN, FORMULA, epochs=4, batch_size=4, lr=0.03)
+    fields = dict(epochs=4, batch_size=4, lr=0.03, prompt_length=3, prompt_blocks=2)
+    method = method_of("fppl", UNEVEN, FORMULA, **fields)
     label = np.tile(np.arange(5), 12)
     owner = np.where(label >= 3, np.arange(60) // 5 % 2, np.arange(60) // 5 % 3)
     centre = 4 * np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [-1, -1, 0, 0]])
@@ -821,19 +828,19 @@ def short_run():
     data = (jnp.asarray(image, jnp.float32), jnp.asarray(label, jnp.int32))
     rosters = [deal(task, label, owner) for task in UNEVEN_TASKS]
     fetch = lambda data, rows, keys, augment: (data[0][rows], data[1][rows], None)
-    engine = make_engine(method, fetch, Lanes(), capacity(method.client, rosters, 1, 8))
-    server = method.init(jax.random.key(1), None)
-    states, reports, servers = init_clients(method, server, 3, jax.random.key(2)), [], [server]
+    engine = engine_of(method, Lanes(), rosters, NOTHING, data, UNEVEN_TASKS[0], fetch)
+    server, states = begin(method, NOTHING, 1, UNEVEN.clients)
+    reports, servers = [], [server]
     for t, task in enumerate(UNEVEN_TASKS):
-        server = method.begin_task(server, task, jax.random.key(0))
+        server = compiled(method.begin_task)(turn(task, frozen=NOTHING), server, jax.random.key(0))
         ids = np.flatnonzero(rosters[t].count)
         for r in range(2):
             server, states, report = run_round(
-                engine, None, server, states, data, rosters[t], ids, task, r, jax.random.key(3)
+                engine, NOTHING, server, states, data, rosters[t], ids, task, r, jax.random.key(3)
             )
             reports.append(report)
         servers.append(server)
-    logits = jax.jit(method.predict)(None, server, data[0], None, UNEVEN_TASKS[1])
+    logits = predict(method, server, UNEVEN_TASKS[1], data[0])
     return engine, servers, reports, label, owner, logits
 
 
@@ -847,11 +854,11 @@ def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
     _, servers, reports, label, owner, _ = short_run
     holds = np.zeros((3, 5), bool)
     holds[owner, label] = True
-    np.testing.assert_array_equal(servers[-1].pool.held, holds)
-    np.testing.assert_array_equal(servers[-1].pool.vector[:, :3], servers[1].pool.vector[:, :3])
-    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(
-        r.rejected for r in reports
-    )
+    first, last = pool_of(servers[1]), pool_of(servers[-1])
+    np.testing.assert_array_equal(last.held, holds)
+    np.testing.assert_array_equal(last.vector[:, :3], first.vector[:, :3])
+    assert [report.participants for report in reports] == [3, 3, 2, 2]
+    assert not any(report.rejected for report in reports)
 
 
 def test_a_run_learns_and_traces_everything_once(short_run):
@@ -863,8 +870,8 @@ def test_a_run_learns_and_traces_everything_once(short_run):
 
 
 def test_a_run_leaves_prompts_of_other_tasks_exactly_as_they_were(short_run):
-    _, (start, first, last), _, _, _, _ = short_run
-    np.testing.assert_array_equal(first.prompts[1], start.prompts[1])
-    np.testing.assert_array_equal(last.prompts[0], first.prompts[0])
-    assert changed(first.prompts[0], last.prompts[1]).any()
+    start, first, last = map(adapter_of, short_run[1])
+    np.testing.assert_array_equal(first.prompt[1], start.prompt[1])
+    np.testing.assert_array_equal(last.prompt[0], first.prompt[0])
+    assert changed(first.prompt[0], last.prompt[1]).any()
     np.testing.assert_allclose(first.gate.psi[1], start.gate.psi[1], rtol=1e-6)

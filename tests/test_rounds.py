@@ -243,7 +243,8 @@ def test_an_upload_that_is_spoilt_as_it_arrives_is_left_out(data):
     assert received.valid.tolist() == [False, True] and int(received.rejected) == 1
 
 
-def test_narrow_uploads_of_3000_clients_are_summed_in_full(data):
+@pytest.mark.parametrize("slots", [128, 3000], ids=["in chunks", "at once"])
+def test_narrow_uploads_of_3000_clients_are_summed_in_full(slots, data):
     """A bfloat16 sum of ones stops at 256. Means are exact, sums are rounded to bfloat16 once, at the end."""
     value = jnp.array([1, 3], jnp.bfloat16)
 
@@ -258,7 +259,7 @@ def test_narrow_uploads_of_3000_clients_are_summed_in_full(data):
         init=lambda key, frozen: (0 * value, 0 * value),
         predict=lambda turn, server, batch: toys.logits(jnp.ones(3), batch),
     )  # fmt: skip
-    engine = toys.build(method, [roster], Lanes(8, "vmap"))
+    engine = toys.build(method, [roster], Lanes(8, "vmap"), slots)
     (mean, total), _, report = play(engine, (0 * value, 0 * value), (), data, roster)
     assert mean.dtype == total.dtype == jnp.bfloat16
     same(mean, value)

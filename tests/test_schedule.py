@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from fcljax.data.partition import count_matrix, dirichlet
 from fcljax.errors import InputError
-from fcljax.federated.schedule import Roster, capacity, pack, participants, phase_steps, plan_round, tabulate
-from fcljax.types import Phase, Program, View
+from fcljax.federated.schedule import (
+    Roster,
+    capacities,
+    capacity,
+    pack,
+    participants,
+    phase_steps,
+    plan_round,
+    tabulate,
+)
+from fcljax.types import Method, Phase, Program, Round, Task, View
 
 UNTIMED = settings(
     deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -149,6 +158,32 @@ def test_more_participants_than_the_capacity_was_made_for_are_refused():
     shapes = capacity(work, [holds], 2, 128, participation=0.5)
     with pytest.raises(InputError, match="ids: 3 clients take part where the capacity holds 2"):
         plan_round(work, holds, np.array([0, 1, 2]), 0, 2, shapes)
+
+
+def test_rounds_of_everyone_have_room_for_all_and_others_for_the_sampled():
+    """Half of the four clients with rows, and all four."""
+    work, holds = program(View(1, 4)), roster([5, 3, 0, 9, 1])
+    rounds = (Round(work), Round(work, who="everyone", when="opening"))
+    sampled, everyone = capacities(Method(None, None, rounds, None), [holds], 2, 128, 0.5)
+    assert (sampled.participants, everyone.participants) == (2, 4)
+    assert (sampled.clients, everyone.clients) == (5, 5)
+    assert sampled == capacity(work, [holds], 2, 128, 0.5)
+
+
+def test_chunks_carry_the_tasks_of_their_clients():
+    """Clients 4 and 2 have the most rows, client 0 is alone in the last chunk; its free slot has a task
+    too."""
+    work, holds = program(View(1, 4)), roster([5, 0, 9, 1, 30, 2, 8])
+    index = 10 * np.arange(7, dtype=np.int32)
+    own = Task(index, index[:, None], index[:, None] > 20, index[:, None] > 30)
+    chunks, _ = plan_round(
+        work, holds._replace(task=own), np.array([0, 2, 4]), 0, 2, capacity(work, [holds], 2, 2)
+    )
+    assert [chunk.id.tolist() for chunk in chunks] == [[4, 2], [0, 7]]
+    assert [chunk.task.index.tolist() for chunk in chunks] == [[40, 20], [0, 0]]
+    assert chunks[0].task.current.tolist() == [[True], [False]]
+    (chunk,), _ = plan_round(work, holds, np.array([0]), 0, 2, capacity(work, [holds], 2, 2))
+    assert chunk.task is None
 
 
 def test_lanes_stay_busy_on_very_skewed_clients():

@@ -1,14 +1,17 @@
 """The adapters by name: what a method may train inside a network. One table, written out."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fcljax.adapters import full, linear, lora, prompts
 from fcljax.learner import Adapter
 from fcljax.types import Network, Setting
 
 
-class AdapterEntry(NamedTuple):
+Options = TypeVar("Options")
+
+
+class AdapterEntry(NamedTuple, Generic[Options]):
     """How the command line makes an adapter.
 
     options: frozen dataclass of the adapter's own settings; None values are filled from the method's
@@ -17,8 +20,8 @@ class AdapterEntry(NamedTuple):
     """
 
     summary: str
-    options: type
-    build: Callable[[Any, Setting, Network], Adapter]
+    options: type[Options]
+    build: Callable[[Options, Setting, Network], Adapter]
     fidelity: dict[str, dict[str, Any]]
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.learner import Adapter
 from fcljax.models.vit import Injection, Lora, check_blocks
-from fcljax.options import option
+from fcljax.options import option, resolved
 from fcljax.types import Network, Setting, Task
 
 LoraInit = Literal["kaiming_uniform", "gaussian"]
@@ -45,21 +45,21 @@ def init_pairs(
     return Lora(draw(query), zeros, draw(value), zeros)
 
 
-def pair_of(pairs: Lora | tuple[()], task: ArrayLike) -> Lora | tuple[()]:
-    """The pair of one task, leaves [blocks, ...]; () of ()."""
+def pair_of(pairs: Lora, task: ArrayLike) -> Lora:
+    """The pair of one task, leaves [blocks, ...]."""
     return jax.tree.map(lambda leaf: leaf[task], pairs)
 
 
-def put_pair(pairs: Lora | tuple[()], task: ArrayLike, pair: Lora | tuple[()]) -> Lora | tuple[()]:
-    """All pairs with that of one task replaced; () of ()."""
+def put_pair(pairs: Lora, task: ArrayLike, pair: Lora) -> Lora:
+    """All pairs with that of one task replaced."""
     return jax.tree.map(lambda leaf, new: leaf.at[task].set(new), pairs, pair)
 
 
-def summed(pairs: Lora, current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
+def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
     """The pair that acts for tasks 0..task; slot `task` is `current`, which alone gets a gradient.
 
     Args:
-      pairs: leaves [tasks, blocks, ...]; not read by the rule "current".
+      pairs: leaves [tasks, blocks, ...]; not read by the rule "current", which may have ().
       current: the pair of the task, leaves [blocks, ...].
       task: t.
       rule: "sum" is the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6). "current" is B_t A_t alone
@@ -149,22 +149,24 @@ def lora(options: LoraOptions, setting: Setting, network: Network) -> Adapter:
     check_blocks("lora_blocks", options.lora_blocks, network)
     one = options.lora_pairs == "one"
     slot = (lambda task: 0) if one else (lambda task: task.index)
+    local, evaluated = resolved(options.local_lora), resolved(options.global_lora)
 
     def init(key: PRNGKeyArray, frozen) -> Lora:
         del frozen
         tasks = 1 if one else setting.tasks
         blocks, rank = options.lora_blocks, options.lora_rank
-        return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
+        return init_pairs(key, tasks, blocks, rank, network.width, resolved(options.lora_init))
 
     def held(params: Lora) -> Lora | tuple[()]:
         """Of earlier pairs only A is read where the current pair acts alone: by the orthogonality loss."""
         if one:
             return ()
-        return params._replace(b_q=None, b_v=None) if options.local_lora == "current" else params
+        # pyrefly: ignore[bad-argument-type]  # what clients do not need is None in what they hold
+        return params._replace(b_q=None, b_v=None) if local == "current" else params
 
     def inject(held: Lora | tuple[()], part: Lora, query: Array | None, task: Task, train: bool) -> Injection:
         del query
-        rule = "current" if one else options.local_lora if train else options.global_lora
+        rule = "current" if one else local if train else evaluated
         return lora_injection(summed(held, part, slot(task), rule))
 
     return Adapter(

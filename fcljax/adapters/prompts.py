@@ -5,7 +5,7 @@ takes prompts, queries and masks.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,16 @@ class Prompts(NamedTuple):
     """Prompts and their gate; as a part, `prompt` is that of the current task, [blocks, length, width]."""
 
     prompt: Float[Array, "tasks blocks length width"] | Float[Array, "blocks length width"]
-    gate: Gate | None
+    gate: Gate
+
+
+class HeldPrompts(NamedTuple):
+    """What clients hold besides their part: all prompts, and not the gate, which is in the part."""
+
+    prompt: Float[Array, "tasks blocks length width"]
+
+
+Held: TypeAlias = Prompts | HeldPrompts | tuple[()]  # the server's parameters, or what a client holds
 
 
 def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapter:
@@ -132,19 +141,20 @@ def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapt
     def current(part: Prompts, task: Task) -> Prompts:
         return part._replace(prompt=part.prompt[task.index]) if whole else part
 
-    def prompt(held: Prompts, part: Prompts, query: Array, task: Task) -> Array:
+    def prompt(held: Held, part: Prompts, query: Array, task: Task) -> Array:
         weights = gate_weights(
             part.gate, query, jnp.arange(setting.tasks) <= task.index, not options.wo_fusion
         )
-        return fuse(weights, part.prompt if whole else held.prompt, current(part, task).prompt, task.index)
+        past = held if isinstance(held, Prompts | HeldPrompts) and not whole else part
+        return fuse(weights, past.prompt, current(part, task).prompt, task.index)
 
-    def inject(held: Prompts, part: Prompts, query: Array, task: Task, train: bool) -> Injection:
+    def inject(held: Held, part: Prompts, query: Array, task: Task, train: bool) -> Injection:
         del train
         return prompt_injection(prompt(held, part, query, task))
 
     return Adapter(
         init, _transfer, part, put, inject=inject, prompt=prompt, trained=current, queries=True,
-        held=lambda params: () if whole else Prompts(params.prompt, None),
+        held=lambda params: () if whole else HeldPrompts(params.prompt),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ each pass as Pillow does: the clean view equals torchvision's on PIL images.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class Preprocess:
         return Geometry(int(MARGIN * self.image_size), self.resized, self.squash, self.kernel)
 
 
-_RELEASE = {  # what each paper's released code does, pixel range included
+_RELEASE: dict[str, dict[str, Any]] = {  # what each paper's released code does, pixel range included
     "fppl": {},
     "pmae": {},
     "pilora": dict(crop_scale=None, brightness=63 / 255, margin=1.0, kernel="bilinear", normalise="cifar100"),
@@ -201,7 +201,7 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
 
 def _central_weights(
     kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
-) -> Float[Array, "batch size pixels"]:
+) -> Float[Array | np.ndarray, "batch size pixels"]:
     """A line of `pixels` is resized to `resized`, a length per image, and its central `size` are kept."""
     start = jnp.round((resized - size) / 2).astype(jnp.int32)
     return jax.vmap(
@@ -262,7 +262,9 @@ def crop_resize(
     return _resample(images, vertical, jnp.where(flips[:, None, None], horizontal[:, ::-1], horizontal))
 
 
-def _box_weights(pixels: int, start: Array, length: Array, size: int) -> Float[Array, "batch size pixels"]:
+def _box_weights(
+    pixels: int, start: Array, length: Array, size: int
+) -> Float[Array | np.ndarray, "batch size pixels"]:
     return jax.vmap(
         lambda start, length: _weights(jnp, _triangle, pixels, start, length, size, jnp.arange(size))
     )(start, length)

@@ -101,14 +101,14 @@ def _font_path(font: str) -> pathlib.Path:
 def _characters(font: str) -> set[str]:
     """What a font can draw: of Computer Modern only ASCII letters, as its other code points are wrong."""
     with TTFont(_font_path(font), lazy=True) as file:
-        found = {chr(code) for code in file.getBestCmap()}
+        found = {chr(code) for code in file.getBestCmap() or ()}
     return {c for c in found if c.isascii() and c.isalpha()} if font.startswith("cm") else found
 
 
 def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
     """The character, white on black, centred in a side x side image, its longer side `extent` pixels."""
     left, top, right, bottom = font.getbbox(char)
-    ink = Image.new("L", (right - left + 2, bottom - top + 2))
+    ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
     ink = ink.crop(ink.getbbox())
     width, height = (max(1, round(length * extent / max(ink.size))) for length in ink.size)
@@ -134,9 +134,8 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
     """Distance field, half stroke width, half gap of a glyph. A bar's mean distance is 1/2 its half-width."""
     half_extent = _CELL / _REACH
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
-    distance = (
-        ndimage.distance_transform_edt(inside) - ndimage.distance_transform_edt(~inside)
-    ) / half_extent
+    to_border = lambda mask: np.asarray(ndimage.distance_transform_edt(mask))
+    distance = (to_border(inside) - to_border(~inside)) / half_extent
     rows, columns = np.nonzero(inside.any(1))[0], np.nonzero(inside.any(0))[0]
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     ink = 2 * box[box > 0].mean()
@@ -159,7 +158,8 @@ def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
             raise InputError(f"chars: no font of {', '.join(names)} has {char!r} (U+{ord(char):04X})")
     number = np.array([len(found) for found in glyphs])
     distance, ink, gap = zip(*(glyph for found in glyphs for glyph in found), strict=True)
-    return Fields(np.stack(distance), np.float32(ink), np.float32(gap), np.cumsum(number) - number, number)
+    first = np.cumsum(number) - number
+    return Fields(np.stack(distance), np.asarray(ink, np.float32), np.asarray(gap, np.float32), first, number)
 
 
 class _Draws(NamedTuple):
@@ -194,7 +194,7 @@ _COLUMNS = _SCALARS + 3 * _CONTROL**2
 
 def _split(uniform: np.ndarray) -> _Draws:
     points = uniform[:, _SCALARS:].reshape(-1, 3, _CONTROL, _CONTROL)
-    return _Draws(*uniform[:, :_SCALARS].T, points[:, :2], points[:, 2])
+    return _Draws(*uniform[:, :_SCALARS].T, warp=points[:, :2], press=points[:, 2])
 
 
 def _between(u: np.ndarray, low: float, high: float) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,8 @@ from jaxtyping import Int
 from fcljax.types import PyTree
 
 Carry = TypeVar("Carry")
+Item = TypeVar("Item")
+Window = TypeVar("Window")
 
 
 class Host(NamedTuple):
@@ -31,10 +33,10 @@ class Host(NamedTuple):
 
 
 def over_windows(
-    step: Callable[[Carry, Any, Any], Carry],
+    step: Callable[[Carry, Item, Window], Carry],
     carry: Carry,
-    items: Sequence[Any],
-    load: Callable[[Any], Any],
+    items: Sequence[Item],
+    load: Callable[[Item], Window],
     overlap: bool = True,
 ) -> Carry:
     """carry = step(carry, item, load(item)) over all items; a thread loads the next meanwhile.
@@ -46,8 +48,10 @@ def over_windows(
       load: reads an item's window and copies it to the device.
       overlap: False loads an item after the step before it has ended.
     """
+    if not items:
+        return carry
     with ThreadPoolExecutor(1) as loader:
-        coming = loader.submit(load, items[0]) if items else None
+        coming = loader.submit(load, items[0])
         for position, item in enumerate(items):
             window = coming.result()
             # the step before has ended and its window is free: never more than two

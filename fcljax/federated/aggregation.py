@@ -13,9 +13,9 @@ nor turns into NaN while uploads are finite, so one upload of 3e38 is one far ro
 `make_aggregation` composes a rule, clipping, noise and a server optimiser into one `Aggregation`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -25,7 +25,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from fcljax.errors import InputError, choose
-from fcljax.options import option
+from fcljax.options import check_ranges, check_value, option
 from fcljax.types import PyTree
 
 # keeps precisions of repeatedly conflated posteriors, and their sum over clients, far from float32's limit
@@ -320,22 +320,26 @@ Aggregator = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AggregationOptions:
     """Fields with default None take their usual value where the choice reads them, and are refused where it
     does not."""
 
     aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by the clients' rows
-    trim: float | None = None  # share that trimmed_mean drops at either end; default: 0.1
+    trim: float | None = option(None, below=0.5)  # share that trimmed_mean drops at either end; default: 0.1
     # hostile clients that krum and multi_krum assume; default: 1
     hostile_bound: int | None = option(None, least=0)
-    clip_radius: float | None = None  # L2 norm that centred_clipping clips changes to; default: 10
-    clip_norm: float | None = None  # L2 norm that every client's change is clipped to; default: no clipping
-    noise_multiplier: float | None = None  # noise over clip_norm: central differential privacy; default: none
+    # L2 norm that centred_clipping clips changes to; default: 10
+    clip_radius: float | None = option(None, positive=True)
+    # L2 norm that every client's change is clipped to; default: no clipping
+    clip_norm: float | None = option(None, positive=True)
+    # noise over clip_norm: central differential privacy; default: none
+    noise_multiplier: float | None = option(None, positive=True)
     server_optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"  # steps along the clients' change
-    server_step: float | None = None  # its step size; default: 1 for momentum, 0.1 for adam and yogi
-    server_momentum: float | None = None  # beta_1 of the server optimiser; default: 0.9
-    server_adaptivity: float | None = None  # tau of adam and yogi; default: 0.001
+    # its step size; default: 1 for momentum, 0.1 for adam and yogi
+    server_step: float | None = option(None, positive=True)
+    server_momentum: float | None = option(None, below=1.0)  # beta_1 of the server optimiser; default: 0.9
+    server_adaptivity: float | None = option(None, positive=True)  # tau of adam and yogi; default: 0.001
 
 
 _KRUMS, _ADAPTIVE = ("krum", "multi_krum"), ("adam", "yogi")
@@ -347,19 +351,6 @@ _READERS = {
     "server_step": ("server_optimiser", ("momentum", *_ADAPTIVE)),
     "server_momentum": ("server_optimiser", ("momentum", *_ADAPTIVE)),
     "server_adaptivity": ("server_optimiser", _ADAPTIVE),
-}
-_POSITIVE = (lambda x: 0 < x < np.inf, "positive and finite")
-# option: valid values, these in words, and the usual one
-_RANGES = {
-    "trim": (lambda x: 0 <= x < 0.5, "at least 0 and below 0.5", 0.1),
-    "hostile_bound": (lambda x: x >= 0, "at least 0", 1),
-    "clip_radius": (*_POSITIVE, 10.0),
-    "clip_norm": (*_POSITIVE, 1.0),
-    "noise_multiplier": (*_POSITIVE, 1.0),
-    "server_step": (*_POSITIVE, 1.0),
-    "server_momentum": (lambda x: 0 <= x < 1, "at least 0 and below 1", 0.9),
-    "server_adaptivity": (*_POSITIVE, 1e-3),
-    "factor": (lambda x: x >= 1, "at least 1", 3.0),
 }
 
 
@@ -435,7 +426,8 @@ def screen_prototypes(
     Raises:
       InputError: factor < 1.
     """
-    _check_range("factor", factor)
+    if not factor >= 1:
+        raise InputError(f"factor: {factor} is too small; nearest valid value: 1, and 3 is usual")
     holds = present & valid[:, None]
     apart = _apart(jnp.where(holds[..., None], _wide(vectors), 0), _wide(merged))
     distance = jax.vmap(jax.vmap(_norm))(apart)
@@ -455,9 +447,7 @@ def _check_options(options: AggregationOptions) -> None:
             verb = "reads" if len(readers) == 1 else "read"
             names = " and ".join(", ".join(readers).rsplit(", ", 1))
             raise InputError(f"{field}: only {names} {verb} it, and {decider} is {choice!r}")
-    for field in (*_READERS, "clip_norm", "noise_multiplier"):
-        if getattr(options, field) is not None:
-            _check_range(field, getattr(options, field))
+    check_ranges(options)
     _check_noise(options)
 
 
@@ -469,10 +459,9 @@ def _check_noise(options: AggregationOptions) -> None:
         raise InputError(f"noise_multiplier: {noise} is noise on a mean; use aggregator 'mean', not {rule!r}")
 
 
-def _check_range(field: str, value: float | int) -> None:
-    valid, words, usual = _RANGES[field]
-    if not valid(value):
-        raise InputError(f"{field}: must be {words}, got {value}; {usual:g} is usual")
+def _check_range(name: str, value: float | int) -> None:
+    """The range of an option, for a rule that is called without the options."""
+    check_value(next(field for field in dataclasses.fields(AggregationOptions) if field.name == name), value)
 
 
 def _name(options: AggregationOptions) -> str:

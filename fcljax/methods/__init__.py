@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.federate import Kit
@@ -17,7 +17,11 @@ from fcljax.methods import ewc, fedavg, fedclm, fedncm, fppl, icarl, lwf, pilora
 from fcljax.types import Method
 
 
-class MethodEntry(NamedTuple):
+Options = TypeVar("Options")
+Loaded = TypeVar("Loaded")
+
+
+class MethodEntry(NamedTuple, Generic[Options]):
     """How the command line makes a method.
 
     options: frozen dataclass of the method's own settings; None values are filled from `fidelity`.
@@ -33,12 +37,12 @@ class MethodEntry(NamedTuple):
     """
 
     summary: str
-    options: type
-    build: Callable[[Any, Kit], Method]
+    options: type[Options]
+    build: Callable[[Options, Kit], Method]
     adapter: str
     fidelity: dict[str, dict[str, Any]] = {}
     defaults: dict[str, Any] = {}
-    options_with: dict[str, type] = {}
+    options_with: dict[str, type[Options]] = {}
     excludes: dict[str, str] = {}
     merges: str = ""
     joint: bool = False
@@ -62,7 +66,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "pilora": MethodEntry(
         "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
-        pilora.PiloraOptions, pilora.pilora, "lora", pilora.FIDELITY, {"weight_decay": 1e-5},
+        pilora.PiloraOptions, pilora.pilora, "lora", pilora.FIDELITY, {"lr": 0.1, "weight_decay": 1e-5},
         {"lora": pilora.PiloraLoraOptions},
         merges="prototypes are weighted by PILoRA's own rule; with --wo-reweight any rule merges them",
     ),
@@ -128,12 +132,14 @@ def _load_file(place: str) -> ModuleType:
     if not Path(place).is_file():
         raise InputError(f"method: no file {place!r}")
     spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None:
+        raise InputError(f"method: {place!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    _load(place, lambda: spec.loader.exec_module(module))
+    _load(place, functools.partial(spec.loader.exec_module, module))
     return module
 
 
-def _load(name: str, load: Callable[[], Any]) -> Any:
+def _load(name: str, load: Callable[[], Loaded]) -> Loaded:
     try:
         return load()
     except Exception as error:  # whatever a stranger's file raises while it is loaded

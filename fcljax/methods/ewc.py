@@ -66,7 +66,7 @@ def elastic(weight: float, limit: float, batch_size: int) -> Term:
       batch_size: of the pass that measures it.
     """
 
-    def loss(learner: Learner, seen: Seen, memory: Memory) -> Float[Array, ""]:
+    def loss(learner: Learner, seen: Seen, memory: Memory) -> Float[Array, ""] | float:
         del learner
         anchor = memory.anchor
         pull = jax.tree.map(

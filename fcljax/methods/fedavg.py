@@ -16,6 +16,7 @@ from fcljax.federate import CROSS_ENTROPY, Kit, Term, federate
 from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
 from fcljax.models.classifiers import linear
+from fcljax.options import resolved
 from fcljax.types import Method
 
 
@@ -40,7 +41,8 @@ FIDELITY = {
 
 def fedavg(options: FedAvgOptions, kit: Kit) -> Method:
     """FedAvg with the losses of FPPL's release."""
-    return averaging(kit, Objective(options.local_classes, options.reduction), fppl.three_keys)
+    objective = Objective(resolved(options.local_classes), resolved(options.reduction))
+    return averaging(kit, objective, fppl.three_keys)
 
 
 def plain(options: NoOptions, kit: Kit) -> Method:

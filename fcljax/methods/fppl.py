@@ -21,9 +21,12 @@ from fcljax.federate import Kit, Seen, ServerStep, Term, federate
 from fcljax.federated.aggregation import per_class, screen_prototypes
 from fcljax.learner import Learner, Model, Objective, learner
 from fcljax.models.classifiers import linear
-from fcljax.models.heads import Head, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
-from fcljax.options import option
+from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
+from fcljax.options import option, resolved
 from fcljax.types import Aggregate, Method, Task, Turn, View, Weighted
+
+
+Average = Literal["holders", "batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,8 @@ class FPPLOptions:
     wo_debias: bool = False  # ablation: no server training of the classifier
     wo_pool: bool = False  # ablation: debias on the current task's prototypes only
     local_classes: Literal["current", "all"] | None = None  # classes in the client's cross-entropy
-    reduction: Literal["mean", "sum"] | None = None  # of the losses over a batch, at clients and server
-    unified_average: Literal["holders", "batch"] | None = (
-        None  # unified loss over rows with a prototype, or all
-    )
+    reduction: Reduction | None = None  # of the losses over a batch, at clients and server
+    unified_average: Average | None = None  # unified loss over rows with a prototype, or all
     prototype_view: Literal["augmented", "clean"] | None = None  # images that local prototypes are made of
     prototype_download: Literal["current", "seen"] | None = None  # prototypes sent down
 
@@ -74,10 +75,11 @@ def fppl(options: FPPLOptions, kit: Kit) -> Method:
     model = learner(kit.network, kit.adapter, linear(width, setting.classes), three_keys)
     terms = () if options.wo_unified else (unified_term(options),)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
+    objective = Objective(resolved(options.local_classes), resolved(options.reduction))
     return federate(
         model, setting, kit.train, terms + kit.terms,
         steps=(prototype_step(options, kit),) if reads_prototypes else (),
-        objective=Objective(options.local_classes, options.reduction), aggregation=kit.aggregation,
+        objective=objective, aggregation=kit.aggregation,
     )  # fmt: skip
 
 
@@ -86,14 +88,15 @@ def fppl(options: FPPLOptions, kit: Kit) -> Method:
 
 def unified_term(options: FPPLOptions) -> Term:
     """lambda L_ur (eq. 6), on the global prototypes that came down."""
+    average, reduction = resolved(options.unified_average), resolved(options.reduction)
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del learner, memory
         task, batch = seen.ctx.task, seen.batch
         prototypes, classes = _of_task(seen.ctx.wire.sent["debias"], task, options)
         pull = unified_representation_loss(
-            seen.output.feature, batch.label, batch.mask, prototypes, classes, options.temperature,
-            options.unified_average, options.reduction,
+            seen.output.feature, batch.label, batch.mask, prototypes, classes, options.temperature, average,
+            reduction,
         )  # fmt: skip
         return options.unified_weight * pull
 
@@ -114,8 +117,8 @@ def unified_representation_loss(
     prototypes: Prototypes,
     classes: Int[Array, " Ct"],
     temperature: float,
-    average: str = "holders",
-    reduction: str = "mean",
+    average: Average = "holders",
+    reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
     """L_ur (FPPL eq. 6): InfoNCE of each feature against the global prototypes of `classes` that exist.
 
@@ -143,6 +146,7 @@ def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
     """
     setting, width, batch_size = kit.setting, kit.network.width, kit.train.batch_size
     merge, robust = per_class(kit.aggregation), kit.aggregation.reduce is not None
+    reduction = resolved(options.reduction)
     everyone, equal = jnp.ones(setting.clients, bool), jnp.ones(setting.clients)
 
     def init() -> Prototypes:
@@ -169,7 +173,7 @@ def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
             held = screen_prototypes(pool.vector, held, merged(pool).vector, everyone)
         head, metrics = debias(
             params.classifier, pool._replace(held=held), key, options.server_epochs,
-            options.server_batch_size or batch_size, options.server_lr or kit.train.lr, options.reduction,
+            options.server_batch_size or batch_size, options.server_lr or kit.train.lr, reduction,
         )  # fmt: skip
         return params._replace(classifier=head), pool, metrics
 
@@ -198,7 +202,7 @@ def store_prototypes(
 
 def debias(
     head: Head, pool: Prototypes, key: PRNGKeyArray, epochs: int, batch_size: int, lr: float,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
 ) -> tuple[Head, dict[str, Weighted]]:  # fmt: skip
     """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes
     without a prototype masked. pool: vectors [K, C, width] and held [K, C], a training row per held entry."""

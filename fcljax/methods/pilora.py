@@ -7,6 +7,7 @@ paper and release differ, a field of `PiloraOptions` or of the adapter says whic
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -20,10 +21,13 @@ from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federa
 from fcljax.federated.aggregation import prototype_reweight, uniform_mean
 from fcljax.learner import Learner, Model, Objective, learner
 from fcljax.models.classifiers import Sums, current_rows, prototypes, put_current
-from fcljax.models.prototypes import class_means, pl_loss
+from fcljax.models.prototypes import Distance, class_means, pl_loss
 from fcljax.models.vit import Lora
-from fcljax.options import option
+from fcljax.options import option, resolved
 from fcljax.types import Aggregate, Method, Turn, View
+
+
+Schedule = Literal["cosine", "cosine_lag", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,10 @@ class PiloraOptions:
     prototype_init: float = option(0.1, positive=True)  # standard deviation of the first prototypes
     wo_reweight: bool = False  # ablation: prototypes are averaged uniformly
     headtune: bool = False  # +HT: a new task's prototypes start at the mean features of all clients (FedNCM)
-    distance: Literal["sqrt_scaled", "squared"] | None = None  # ||f - m|| / sqrt(width), or ||f - m||^2
+    distance: Distance | None = None  # ||f - m|| / sqrt(width), or ||f - m||^2
     negatives: Literal["seen", "all"] | None = None  # prototypes in the loss; all: of coming classes too
     predict_classes: Literal["seen", "all"] | None = None  # prototypes that compete in predictions
-    schedule: Literal["cosine", "cosine_lag", "constant"] | None = None  # of the rates over a task's rounds
+    schedule: Schedule | None = None  # of the rates over a task's rounds
     mean_features: Literal["trajectory", "clean"] | None = None  # of training's features, or a pass after it
     reweight_distance: Literal["l2", "l2sq"] | None = None  # prototype to mean feature
     reweight_mode: Literal["divide", "multiply"] | None = None  # what eta does to the reciprocals
@@ -77,8 +81,8 @@ FIDELITY: dict[str, dict[str, Any]] = {
 def pilora(options: PiloraOptions, kit: Kit) -> Method:
     """PILoRA as a method, on any adapter. `options` must be resolved."""
     setting, width = kit.setting, kit.network.width
-    classifier = prototypes(width, setting.classes, options.distance, options.prototype_init)
-    factor = lambda round_, rounds: learning_rate_factor(options.schedule, round_, rounds)
+    classifier = prototypes(width, setting.classes, resolved(options.distance), options.prototype_init)
+    factor = functools.partial(learning_rate_factor, resolved(options.schedule))
     step = average_step(kit) if options.wo_reweight else reweight_step(options, kit)
     on_lora = (lora_term(options),) if isinstance(options, PiloraLoraOptions) else ()
     return federate(
@@ -87,9 +91,9 @@ def pilora(options: PiloraOptions, kit: Kit) -> Method:
         terms=(prototype_term(options.pl_weight), *on_lora, *kit.terms),
         steps=(step,),
         surveys=(headtune(kit),) if options.headtune else (),
-        objective=Objective(options.negatives, hardness=options.hardness),
+        objective=Objective(resolved(options.negatives), hardness=options.hardness),
         aggregation=kit.aggregation,
-        predicts=options.predict_classes,
+        predicts=resolved(options.predict_classes),
     )  # fmt: skip
 
 
@@ -99,7 +103,7 @@ def _classifier_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return second, first
 
 
-def learning_rate_factor(schedule: str, round_: ArrayLike, rounds: int) -> Float[Array, ""]:
+def learning_rate_factor(schedule: Schedule, round_: ArrayLike, rounds: int) -> Float[Array, ""]:
     """The factor on all learning rates in round r of a task of R rounds.
 
     1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, 1 in the first
@@ -152,14 +156,14 @@ def feature_collect(options: PiloraOptions, kit: Kit) -> Collect:
 
 def reweight_step(options: PiloraOptions, kit: Kit) -> ServerStep:
     """Prototypes by their weights (eq. 11-14). LoRA is averaged by rows, A and B apart."""
+    distance, mode = resolved(options.reweight_distance), resolved(options.reweight_mode)
 
     def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
         del learner, key
         features: Prototypes = aggregate.gather["features"]
         merged = prototype_reweight(
             aggregate.gather["classifier"], features.vector, features.held, aggregate.valid,
-            distance=options.reweight_distance, temperature=options.reweight_temperature,
-            temperature_mode=options.reweight_mode,
+            distance=distance, temperature=options.reweight_temperature, temperature_mode=mode,
         )  # fmt: skip
         return params._replace(classifier=put_current(params.classifier, turn.task, merged)), state, {}
 

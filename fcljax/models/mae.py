@@ -149,6 +149,7 @@ def decode(
       prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch,
         length, width] (pMAE's reconstructive prompt).
     """
+    # pyrefly: ignore[bad-return]  # a pair only where variables may change
     return Decoder(config).apply({"params": params}, latent, restore, prompt)
 
 

@@ -200,6 +200,7 @@ def apply_vit(
       injection: what an adapter adds.
       full: also return all tokens; else the last block computes the class token alone (same value, cheaper).
     """
+    # pyrefly: ignore[bad-return]  # a pair only where variables may change
     return ViT(config).apply({"params": params}, image, injection, full)
 
 

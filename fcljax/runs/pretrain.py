@@ -260,7 +260,8 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
 
 def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
     """A safetensors file of float16 tensors (the library's writer shuffles the metadata of equal runs)."""
-    header, data = {"__metadata__": metadata}, b""
+    header: dict[str, Mapping[str, object]] = {"__metadata__": metadata}
+    data = b""
     for name, value in sorted(flatten_dict(params, sep=".").items()):
         raw = np.asarray(value, "<f2").tobytes()
         header[name] = {

@@ -223,7 +223,8 @@ def class_holdings(
     else:
         _cells_map(figure, axes, counts)
         step = math.ceil(len(tasks) / 25)
-        axes.set_xticks(((edges[1:] + edges[:-1] - 1) / 2)[::step], range(1, len(tasks) + 1, step))
+        middles, numbers = (edges[1:] + edges[:-1] - 1) / 2, range(1, len(tasks) + 1, step)
+        axes.set_xticks(middles[::step], [str(number) for number in numbers])
         axes.set_xlabel("Task, one column for each of its classes")
     axes.set_yticks(range(0, clients, math.ceil(clients / 25)))
     axes.set(ylabel="Client", xlim=(-0.5, classes - 0.5), ylim=(clients - 0.5, -0.5))

@@ -110,8 +110,9 @@ def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
         raw = named.find(base, choice)
         if raw is not None:
             return raw
-    versions = [_tfds_version(folder / _TFDS / builder) for builder in named.tfds]
-    if not versions or None in versions:
+    found = [_tfds_version(folder / _TFDS / builder) for builder in named.tfds]
+    versions = [version for version in found if version is not None]
+    if named.tfds_listing is None or not versions or len(versions) < len(found):
         return None
     return Raw(
         "tfds",
@@ -525,20 +526,21 @@ def _fashion_mnist(base: Path, choice: Choice) -> Raw | None:
     stems = [
         f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
     ]
-    files = [
+    found = [
         next((base / name for name in (stem, f"{stem}.gz") if (base / name).is_file()), None)
         for stem in stems
     ]
-    if not any(files):
+    if not any(found):
         return None
-    if None in files:
-        missing = stems[files.index(None)]
+    if None in found:
+        missing = stems[found.index(None)]
         raise InputError(
             f"dataset: {str(base / missing)!r} is missing; expected {NAMED['fashion_mnist'].put}"
         )
+    files = [file for file in found if file is not None]
 
     def listing() -> Listing:
-        return Listing(base, _FASHION, *(_idx_split(*pair) for pair in (files[:2], files[2:])))
+        return Listing(base, _FASHION, _idx_split(files[0], files[1]), _idx_split(files[2], files[3]))
 
     return Raw("files", base, lambda: _scan_arrays(base, files, listing))
 
@@ -640,6 +642,7 @@ def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
         # images as files, for our own decoder
         raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
         for split in splits:
+            # pyrefly: ignore[bad-argument-type]  # the library wraps its methods, which hides their self
             sources.append(builder.as_data_source(split, decoders=raw))
             names.append(f"{version}, {split}")
     return _Records(sources, names, features)

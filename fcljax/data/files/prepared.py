@@ -145,10 +145,12 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         ):
             raise ValueError("labels do not fit the class names")
         skipped = tuple(entry["reason"] for entry in manifest["skipped"])
-        arrays = {"size_train": None, "size_test": None} | arrays
+        size_train, size_test = arrays.pop("size_train", None), arrays.pop("size_test", None)
         return Prepared(
             target,
             **arrays,
+            size_train=size_train,
+            size_test=size_test,
             class_names=tuple(manifest["class_names"]),
             digest=manifest["digest"],
             skipped=skipped,

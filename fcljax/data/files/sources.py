@@ -233,6 +233,8 @@ def _from_cache(
     if raw:
         target, fresh = _built(name, raw, options, choice, force)
         full = full and not fresh
+    if target is None:
+        raise InputError(f"dataset: what was downloaded is not {name!r} as it is known here")
     data = prepared.open_prepared(target, name, full)
     if data.skipped and not options.skip_corrupt:
         raise InputError(
@@ -320,9 +322,9 @@ def _prepared_without_raw(name: str, options: _Options, choice: listings.Choice)
 def _digits() -> Dataset:
     from sklearn.datasets import load_digits
 
-    source = load_digits()
-    labels = source.target.astype(np.int64)
-    images = np.stack([_enlarge(np.rint(image * (255 / 16)).astype(np.uint8)) for image in source.images])
+    pixels, target = load_digits(return_X_y=True)
+    labels, grey = np.asarray(target).astype(np.int64), np.asarray(pixels).reshape(-1, 8, 8)
+    images = np.stack([_enlarge(np.rint(image * (255 / 16)).astype(np.uint8)) for image in grey])
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False

@@ -23,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -134,7 +134,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def imports(stream: io.BufferedIOBase) -> list[str]:
+def imports(stream: IO[bytes]) -> list[str]:
     """The dotted names that a pickle would import, found by reading its opcodes, not by running them.
 
     "?" stands for a name that is put together in a way which opcodes alone do not show.
@@ -157,9 +157,9 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
         if kind == "MEMOIZE":
             memo[len(memo)] = strings[-1] if strings else None
         elif kind in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[int(argument)] = strings[-1] if strings else None
+            memo[int(argument or 0)] = strings[-1] if strings else None
         elif kind in ("GET", "BINGET", "LONG_BINGET"):
-            strings.append(memo.get(int(argument)))
+            strings.append(memo.get(int(argument or 0)))
         elif kind not in ("PROTO", "FRAME", "MARK", "STOP"):
             strings.append(argument if isinstance(argument, str) else None)
     return names
@@ -213,7 +213,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         return {name: _array(file, name) for name in file.files}
 
 
-def _array(file: Any, name: str) -> np.ndarray:
+def _array(file: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
     """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
     member = name if name in file.zip.namelist() else f"{name}.npy"
     with file.zip.open(member) as stream:
@@ -299,7 +299,7 @@ def _legacy_imports(path: Path) -> list[str]:
         return suspicious
 
 
-def _plumbing() -> list[Any]:
+def _plumbing() -> list[object]:
     """What the loader may build beside tensors: settings and learning rates of DINO, iBOT and MAE."""
     import _codecs
 
@@ -313,7 +313,7 @@ def _plumbing() -> list[Any]:
     return [argparse.Namespace, _codecs.encode, np.dtype, *types, *names]
 
 
-def _flatten(prefix: str, content: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _flatten(prefix: str, content: object) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
     if isinstance(content, dict):
         for key, value in content.items():

@@ -104,6 +104,7 @@ _HF = (
     "classifier",
 )
 _BIG = ("embedding", "cls", "Transformer/posembed_input/pos_embedding", "Transformer/encoder_norm", "head")
+_FCLJAX = ("decoder.embed", "decoder.mask", "decoder.pos", "decoder.norm", "decoder.predict")
 _MAE = ("decoder_embed", "mask_token", "decoder_pos_embed", "decoder_norm", "decoder_pred")
 ENCODERS = (
     Naming("fcljax", "ours", "patch", "cls", "pos", "norm", "head", "block_%02d.", _OURS),
@@ -115,12 +116,7 @@ ENCODERS = (
     Naming("google", "google", *_BIG, "Transformer/encoderblock_%d/", _GOOGLE),
 )
 DECODERS = (
-    Naming(
-        "fcljax",
-        "ours",
-        *(f"decoder.{x}" for x in ("embed", "mask", "pos", "norm", "predict", "block_%02d.")),
-        _OURS,
-    ),
+    Naming("fcljax", "ours", *_FCLJAX, "decoder.block_%02d.", _OURS),
     Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", _TIMM),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF4),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF5),
@@ -507,18 +503,20 @@ def _recipes(theirs: Naming, ours: Naming, stack: _Stack) -> dict[str, _Recipe]:
     return dict(sorted(recipes.items()))
 
 
-def _layers(
-    theirs: Naming, ours: Naming, stack: _Stack
-) -> list[tuple[str, tuple[str, ...], dict[str, tuple[int, ...]]]]:
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _layers(theirs: Naming, ours: Naming, stack: _Stack) -> list[tuple[str, tuple[str, ...], _Shapes]]:
     """Modules: our name, their names, and the shapes of our leaves."""
     width, mlp = stack.width, stack.mlp
-    norm = {"scale": (width,), "bias": (width,)}
+    norm: _Shapes = {"scale": (width,), "bias": (width,)}
 
-    def matrix(inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+    def matrix(inputs: int, outputs: int) -> _Shapes:
         return {"kernel": (inputs, outputs), "bias": (outputs,)}
 
     inside = {"norm1": norm, "attn.qkv": matrix(width, 3 * width), "attn.proj": matrix(width, width)}
     inside |= {"norm2": norm, "fc1": matrix(width, mlp), "fc2": matrix(mlp, width)}
+    layers: list[tuple[str, tuple[str, ...], _Shapes]]
     layers = [(ours.embed, (theirs.embed,), matrix(stack.inputs, width))]
     layers += [(ours.norm, (theirs.norm,), norm)] if stack.final_norm else []
     layers += [(ours.out, (theirs.out,), matrix(width, stack.outputs))] if stack.outputs is not None else []
@@ -539,7 +537,7 @@ def _their_shape(layout: str, module: str, shape: tuple[int, ...], stack: _Stack
     patch, width, heads = stack.patch, stack.width, stack.heads
     if layout == "ours":
         return shape
-    if module == _OUR_ENCODER.embed and len(shape) == 2:
+    if module == _OUR_ENCODER.embed and len(shape) == 2 and patch is not None:
         return (width, 3, patch, patch) if layout == "torch" else (patch, patch, 3, width)
     if layout == "torch":
         return shape[::-1]

@@ -293,8 +293,10 @@ def _decoded(file: checkpoints.Checkpoint, key: str) -> Any:
         raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}") from None
 
 
-def _whole(file: checkpoints.Checkpoint, what: str, value: Any) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+def _whole(file: checkpoints.Checkpoint, what: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"checkpoint: {file.source!r} says of itself that it has {value!r} {what}")
     return value
 
@@ -359,12 +361,13 @@ def _constants(
     return mean, std, [f"{assumed}: the checkpoint does not tell them"]
 
 
-def _colour(file: checkpoints.Checkpoint, what: str, value: Any) -> Colour:
+def _colour(file: checkpoints.Checkpoint, what: str, value: object) -> Colour:
     values = value if isinstance(value, list) else [value] * 3
     good = len(values) == 3 and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
     if not good or ("std" in what and min(values) <= 0):
         raise InputError(f"checkpoint: {file.source!r} has a {what} that is not three numbers: {value!r}")
-    return tuple(float(x) for x in values)
+    red, green, blue = map(float, values)
+    return red, green, blue
 
 
 def _stored(tree: PyTree, dtype: str) -> PyTree:
