@@ -19,6 +19,7 @@ test-long: .venv/ready
 
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments
+	$(BIN)/pyrefly check --output-format min-text
 
 # Made anew when what it installs changes; the file at the end says that the installation is complete.
 .venv/ready: requirements.txt setup.cfg pyproject.toml

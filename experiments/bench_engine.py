@@ -21,17 +21,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fcljax import config
 from fcljax.data.partition import count_matrix, dirichlet
 from fcljax.data.store import client_rows
 from fcljax.data.tasks import make_tasks
+from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacity, plan_round
-from fcljax.methods import METHODS, resolve_options
-from fcljax.methods.fppl import FPPLConfig
+from fcljax.federated.schedule import Roster, capacities, plan_round
 from fcljax.models.heads import cross_entropy
-from fcljax.models.vit import vit_backbone
 from fcljax.models.weights.pretrained import load_backbone
-from fcljax.types import Broadcast, Method, Phase, Program, Setting, Upload, View, Weighted
+from fcljax.runs.build import frozen_of, make_method, network_of
+from fcljax.types import (
+    Batch,
+    Broadcast,
+    ClientInfo,
+    Ctx,
+    Method,
+    Phase,
+    Program,
+    Round,
+    Setting,
+    Upload,
+    View,
+    Weighted,
+)
 
 WIDTH, HIDDEN, CLASSES, BATCH = 64, 32, 10, 16
 KEY = jax.random.key(0)
@@ -48,29 +61,26 @@ def small_method(epochs: int = 1) -> Method:
             second, (HIDDEN, CLASSES)
         )
 
-    def step(frozen, broadcast, local, batch, task, key):
+    def logits(params, batch):
+        return jax.nn.relu(batch.image @ params[0]) @ params[1]
+
+    def step(ctx, local, batch, key):
         params, optimiser = local
-        loss, gradient = jax.value_and_grad(
-            lambda p: cross_entropy(
-                jax.nn.relu(batch.image @ p[0]) @ p[1], batch.label, task.current, batch.mask
-            )
-        )(params)
+        loss_of = lambda p: cross_entropy(logits(p, batch), batch.label, ctx.task.current, batch.mask)
+        loss, gradient = jax.value_and_grad(loss_of)(params)
         update, optimiser = sgd.update(gradient, optimiser)
         return (optax.apply_updates(params, update), optimiser), {"loss": Weighted(loss, jnp.ones(()))}
 
+    program = Program(
+        start=lambda ctx, state, key: (ctx.wire, sgd.init(ctx.wire)),
+        phases=(Phase(View(epochs, BATCH), step),),
+        finish=lambda ctx, local, state: (Upload(mean=local[0], weight=ctx.info.rows), state),
+    )
     return Method(
         init=init,
-        broadcast=lambda server, task: Broadcast(server),
-        client=Program(
-            start=lambda broadcast, state, task, info, key: (broadcast.wire, sgd.init(broadcast.wire)),
-            phases=(Phase(View(epochs, BATCH), step),),
-            finish=lambda broadcast, local, state, task, info: (
-                Upload(mean=local[0], weight=info.rows),
-                state,
-            ),
-        ),
-        server=lambda frozen, server, aggregate, task, key: (aggregate.mean, {}),
-        predict=lambda frozen, server, image, query, task: jax.nn.relu(image @ server[0]) @ server[1],
+        broadcast=lambda turn, server: Broadcast(server),
+        rounds=(Round(program, lambda turn, server, aggregate, key: (aggregate.mean, {})),),
+        predict=lambda turn, server, batch: logits(server, batch),
     )
 
 
@@ -102,7 +112,8 @@ def timed_round(
     method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3
 ):
     """(seconds of one round, rows it reads, traces)."""
-    engine = make_engine(method, reader, lanes, capacity(method.client, [roster], lanes.count, 128))
+    rooms = capacities(method, [roster], lanes.count, 128)
+    engine = make_engine(method, reader, lanes, rooms, Example(frozen, data, task))
     server = method.init(KEY, frozen)
     ids = np.arange(len(roster.count))
     states = [init_clients(method, server, len(ids), KEY)]
@@ -121,8 +132,8 @@ def slots() -> None:
     method = small_method()
     for beta in (0.05, 0.5):
         _, roster = skewed(5000, 100, beta)
-        shapes = capacity(method.client, [roster], 8, 128)
-        _, (useful, paid) = plan_round(method.client, roster, np.arange(100), 0, 8, shapes)
+        (room,) = capacities(method, [roster], 8, 128)
+        _, (useful, paid) = plan_round(method.rounds[0].program, roster, np.arange(100), 0, 8, room)
         emit(
             "slots",
             clients=100,
@@ -141,21 +152,20 @@ def packed() -> None:
     image = np.random.default_rng(0).normal(size=(len(label), WIDTH)).astype(np.float32)
     method = small_method()
     server = method.init(KEY, ())
-    step = jax.jit(method.client.phases[0].step)
-    start = jax.jit(method.client.start)
+    program = method.rounds[0].program
+    step, start = jax.jit(program.phases[0].step), jax.jit(program.start)
+    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(CLASSES, np.int32), np.int32(0))
     total = jax.jit(lambda mean, params, weight: jax.tree.map(lambda m, p: m + weight * p, mean, params))
 
     def dispatched():
-        mean = jax.tree.map(jnp.zeros_like, server)
+        mean, ctx = jax.tree.map(jnp.zeros_like, server), Ctx((), server, (), TASK, info)
         for client in range(100):
             rows = roster.rows[roster.offset[client] : roster.offset[client + 1]]
-            local = start(Broadcast(server), (), TASK, None, KEY)
+            local = start(ctx, (), KEY)
             for i in range(0, len(rows), BATCH):
                 mine = np.resize(rows[i : i + BATCH], BATCH)
                 mask = np.arange(BATCH) < len(rows) - i
-                local, _ = step(
-                    (), Broadcast(server), local, _batch(image[mine], label[mine], mask), TASK, KEY
-                )
+                local, _ = step(ctx, local, _batch(image[mine], label[mine], mask), KEY)
             mean = total(mean, local[0], np.float32(len(rows) / len(label)))
         jax.block_until_ready(mean)
 
@@ -164,14 +174,13 @@ def packed() -> None:
     for lanes in (Lanes(1, "loop"), Lanes(8, "vmap")):
         seconds, rows, traces = timed_round(method, roster, data, lanes, repeats=5)
         emit(
-            "packed", lanes=lanes.count, mode=lanes.mode, round_ms=round(1000 * seconds, 2), dispatched_ms=round(1000 * by_hand, 2),
-            ratio=round(by_hand / seconds, 2), rows=rows, traces=traces,
+            "packed", lanes=lanes.count, mode=lanes.mode, round_ms=round(1000 * seconds, 2),
+            dispatched_ms=round(1000 * by_hand, 2), ratio=round(by_hand / seconds, 2), rows=rows,
+            traces=traces,
         )  # fmt: skip
 
 
 def _batch(image, label, mask):
-    from fcljax.types import Batch
-
     return Batch(image, label.astype(np.int32), mask, np.zeros(BATCH, np.int32))
 
 
@@ -181,13 +190,13 @@ def lanes() -> None:
     data = (jax.random.normal(KEY, (len(label), WIDTH)), jnp.asarray(label, jnp.int32))
     emit_modes("two-layer network", small_method(), roster, data)
 
-    vit, frozen = load_backbone("vit_micro", None, None)[:2]
+    backbone = load_backbone("vit_micro", None, None)
+    settings = config.from_mapping("fppl", {"epochs": 1, "batch_size": 32, "clients": 16}, "bench")
     setting = Setting(CLASSES, 1, CLASSES, 16)
-    options = resolve_options("fppl", FPPLConfig(), "intended")
-    method = METHODS["fppl"].build(options, setting, vit_backbone(vit), 1, 32, 1e-3)
+    method = make_method("fppl", config.resolve("fppl", settings), setting, network_of(backbone))
     label, roster = skewed(1600, 16, 5.0)
     data = (jax.random.normal(KEY, (len(label), 32, 32, 3)), jnp.asarray(label, jnp.int32))
-    emit_modes("fppl on vit_micro", method, roster, data, frozen, repeats=2)
+    emit_modes("fppl on vit_micro", method, roster, data, frozen_of(backbone), repeats=2)
 
 
 def emit_modes(model: str, method: Method, roster: Roster, data, frozen=(), repeats: int = 3) -> None:
@@ -221,7 +230,7 @@ def one_memory(clients: int) -> None:
     image = np.random.default_rng(0).normal(size=(len(label), WIDTH)).astype(np.float32)
     data = (jnp.asarray(image), jnp.asarray(label, jnp.int32))
     seconds, rows, traces = timed_round(small_method(), roster, data, Lanes(8, "vmap"))
-    held = image.nbytes + sum(array.nbytes for array in (label, *roster))
+    held = image.nbytes + sum(array.nbytes for array in (label, *roster[:3]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         json.dumps(

@@ -22,15 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fcljax import config
 from fcljax.data.augment import preset
 from fcljax.data.store import Split, client_rows
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
-from fcljax.federated.engine import Lanes, default_lanes, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacity
-from fcljax.methods import METHODS
-from fcljax.models.vit import vit_backbone
+from fcljax.federated.check import Example
+from fcljax.federated.engine import default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacities
 from fcljax.models.weights.pretrained import load_backbone
+from fcljax.runs.build import frozen_of, make_method, network_of
 from fcljax.runs.inputs import fetch
 from fcljax.types import Setting
 
@@ -56,7 +57,7 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     """Write the file, then time the ways of reading it."""
     label = np.arange(options.images, dtype=np.int32) % CLASSES
     split = Split(write_images(path, options.images, options.side), label)
-    play, rows = make_round(label)
+    play, rows = make_round(split)
     resident = jax.tree.map(jnp.asarray, split)
     ways = {
         "resident": resident,
@@ -107,31 +108,27 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def make_round(label: np.ndarray):
+def make_round(split: Split):
     """(data -> server after one round of one epoch, the rows that it reads in some order)."""
-    loaded = load_backbone("vit_micro", None, None)
-    setting = Setting(CLASSES, 1, CLASSES, CLIENTS)
-    method = METHODS["linear"].build(
-        METHODS["linear"].options(), setting, vit_backbone(loaded.config), 1, BATCH, 1e-3
-    )
+    loaded, label = load_backbone("vit_micro", None, None), split.label
+    setting, frozen = Setting(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
+    settings = config.from_mapping("linear", {"epochs": 1, "batch_size": BATCH}, "bench")
+    method = make_method("linear", config.resolve("linear", settings), setting, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
     rows, offset = client_rows(parts, label, task)
     held = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
     roster = Roster(rows, offset, held)
-    lanes: Lanes = default_lanes(jax.default_backend(), CLIENTS)
+    lanes = default_lanes(jax.default_backend(), CLIENTS)
     reader = partial(fetch, preset("fppl", loaded.config.image_size), False)
-    engine = make_engine(method, reader, lanes, capacity(method.client, [roster], lanes.count, CLIENTS))
+    rooms, example = capacities(method, [roster], lanes.count, CLIENTS), Example(frozen, Host(split, 1), task)
+    engine = make_engine(method, reader, lanes, rooms, example)
     key = jax.random.key(0)
-    server = method.init(key, loaded.params)
+    server = method.init(key, frozen)
 
     def play(data):
-        states = init_clients(method, server, CLIENTS, key)
-        return jax.device_get(
-            run_round(engine, loaded.params, server, states, data, roster, np.arange(CLIENTS), task, 0, key)[
-                0
-            ]
-        )
+        states, ids = init_clients(method, server, CLIENTS, key), np.arange(CLIENTS)
+        return jax.device_get(run_round(engine, frozen, server, states, data, roster, ids, task, 0, key)[0])
 
     return play, rows
 

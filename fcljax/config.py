@@ -236,8 +236,8 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         )
     entry = find_method(method)
     usual = ADAPTERS[resolved(config.adapter)].fidelity[config.fidelity]
-    preset = usual | entry.fidelity.get(config.fidelity, {})
-    chosen = {
+    preset = {**usual, **entry.fidelity.get(config.fidelity, {})}
+    chosen: dict[str, Any] = {
         name: value
         for name, value in preset.items()
         if hasattr(config, name) and getattr(config, name) is None

@@ -1,5 +1,6 @@
 """Who holds what, and when: the tasks of a run, and the training rows of every client in every round."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
         held = lambda _, r: merge([by_task(t, r) for t in range(cfg.tasks)])
     deals = rounds if cfg.population == "redrawn" else 1
     dealt = [[_roster(held(t, r), train_label, classes) for r in range(deals)] for t in range(len(tasks))]
-    holdings = sum(roster.class_rows for of_task in dealt for roster in of_task)
+    holdings = functools.reduce(np.add, (roster.class_rows for of_task in dealt for roster in of_task))
     # a static population has one roster for all rounds of a task
     return Scenario(
         train_label, test_label, tasks, [of_task * (rounds // deals) for of_task in dealt], holdings

@@ -1,5 +1,5 @@
 """One micro federation for tests of methods and of their parts: a tiny ViT, five classes in two tasks, four
-clients of which one has no rows. And a single client's work without an engine, for numbers derived by hand."""
+clients of which one has no rows. And one client's work without an engine, for numbers derived by hand."""
 
 import functools
 
@@ -98,6 +98,14 @@ def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN
             server = end_task(turn_of(task, round_, last, frozen), server, KEY) if last else server
             history.append((*jax.tree.map(jnp.copy, (server, states)), reports["round"]))
     return history
+
+
+def receive(engine, index, server, states, roster, ids, task, frozen=FROZEN, data=DATA):
+    """What the engine receives in one of the method's rounds, before the server's part: (accumulator, new
+    states). Gathered uploads are in order of id, `mean` is the sum of weight times upload."""
+    player = engine.players[index]
+    one = engine._replace(players=(player,))
+    return toys.receive(one, frozen, server, states, data, roster, ids, task)
 
 
 # ---- one client at a time ----------------------------------------------------------------------------------

@@ -9,91 +9,72 @@ import numpy as np
 import optax
 import pytest
 import toys
-from toys import KEY, close, receive, same
+from micro import (
+    DATA,
+    DEALS,
+    FROZEN,
+    KEY,
+    LABEL,
+    SETTING,
+    STREAM,
+    TINY,
+    begin,
+    compiled,
+    engine_of,
+    method_of,
+    play,
+    receive,
+    turn_of,
+)
+from toys import close, same
 
-from fcljax.data.tasks import make_tasks
-from fcljax.federated.engine import Lanes, extra_method, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacity
-from fcljax.methods import METHODS, resolve_options
-from fcljax.models.vit import Injection, ViTConfig, apply_vit, init_vit, vit_backbone
-from fcljax.types import Setting
+from fcljax.federated.engine import Lanes
+from fcljax.methods import METHODS
+from fcljax.models.vit import Injection, apply_vit
+from fcljax.types import Batch
 
-TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
-SETTING = Setting(
-    classes=5, tasks=2, task_classes=3, clients=4, rounds=2
-)  # the second task has two classes and a padding class
-STREAM = make_tasks(5, 2)
 RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
 LORA = {"lora_lr": RATE, "lora_blocks": 2}
 OPTIONS = {
-    "fppl": PROMPTS | {"server_epochs": 2}, "fedavg": PROMPTS, "linear": {}, "pilora": LORA, "fedncm": {}, "fedclm": LORA, "joint": LORA,
-    "ewc": LORA, "lwf": LORA, "icarl": LORA | {"memory_size": 6},
-}  # fmt: skip
-STATEFUL = {"fedncm", "ewc", "lwf", "icarl"}
-FROZEN = init_vit(jax.random.key(1), TINY)
-
-
-def read(data, index, keys, augment):
-    return data.image[index], data.label[index], None
-
-
-def deal(label, task, counts) -> Roster:
-    mine = np.flatnonzero(task.current[label])[1 : 1 + sum(counts)]
-    return toys.make_roster(np.split(mine, np.cumsum(counts)[:-1]), label, SETTING.classes)
-
-
-LABEL = np.arange(60) % SETTING.classes
-DATA = toys.Rows(
-    jnp.asarray(np.random.default_rng(0).normal(size=(60, 8, 8, 3)), jnp.float32),
-    jnp.asarray(LABEL, jnp.int32),
-)
-DEALS = [deal(LABEL, task, (9, 0, 4, 7)) for task in STREAM]
+    "fppl": PROMPTS | {"server_epochs": 2},
+    "fedavg": PROMPTS,
+    "linear": {},
+    "pilora": LORA,
+    "fedncm": {},
+    "fedclm": LORA,
+    "joint": LORA,
+    "ewc": LORA,
+    "lwf": LORA,
+    "icarl": LORA | {"memory_size": 6},
+}
+STATEFUL = {"ewc", "lwf", "icarl"}
+PRESENT = [0, 2, 3]  # clients with rows
 
 
 class Federation:
-    """A method with its engines, all made once."""
+    """A method with its engine, made once."""
 
     def __init__(self, name):
-        options = resolve_options(name, METHODS[name].options(**OPTIONS[name]), "intended")
-        self.method = METHODS[name].build(options, SETTING, vit_backbone(TINY), 2, 4, RATE)
-        self.engine = self.build(self.method, Lanes(2, "vmap"))
-        extras = {"opening": self.method.opening, "closing": self.method.closing}
-        self.extras = {
-            when: self.build(extra_method(self.method, extra), Lanes(2, "vmap"))
-            for when, extra in extras.items()
-            if extra
-        }
-        self.start = jax.jit(self.method.init)(jax.random.key(2), FROZEN)
-        self.begin = jax.jit(self.method.begin_task)
-
-    def build(self, method, lanes):
-        return make_engine(method, read, lanes, capacity(method.client, DEALS, lanes.count, 128))
-
-    @functools.cached_property
-    def states(self):
-        return init_clients(self.method, self.start, SETTING.clients, KEY)
+        self.method = method_of(name, epochs=2, batch_size=4, lr=RATE, **OPTIONS[name])
+        self.engine = engine_of(self.method)
+        self.start, self.states = begin(self.method)
 
     def run(self, deals=DEALS, ids=None, data=DATA):
         """(server, states) after every round of both tasks, with whatever comes before and after the rounds
         of a task."""
-        server, states, history = self.start, jax.tree.map(jnp.copy, self.states), []
-        for task, roster in zip(STREAM, deals, strict=True):
-            server = self.begin(server, task, KEY)
-            everyone = np.flatnonzero(roster.count)
-            for round_ in range(SETTING.rounds):
-                if round_ == 0 and "opening" in self.extras:
-                    server, states, _ = self.play("opening", server, states, data, roster, everyone, task, 0)
-                chosen = everyone if ids is None else np.intersect1d(everyone, ids)
-                server, states, _ = self.play(None, server, states, data, roster, chosen, task, round_)
-                if round_ == SETTING.rounds - 1 and "closing" in self.extras:
-                    server, states, _ = self.play("closing", server, states, data, roster, everyone, task, 0)
-                history.append(jax.tree.map(jnp.copy, (server, states)))
-        return history
+        history = play(self.engine, self.start, self.states, deals, ids, data)
+        return [(server, states) for server, states, _ in history]
 
-    def play(self, when, server, states, data, roster, ids, task, round_):
-        engine = self.extras.get(when, self.engine)
-        return run_round(engine, FROZEN, server, states, data, roster, ids, task, round_, jax.random.key(3))
+    def receive(self, index, ids, engine=None):
+        """What arrives in one of the method's rounds of the second task."""
+        server, states = history_of(self)[1]
+        return receive(engine or self.engine, index, server, states, DEALS[1], ids, STREAM[1])
+
+    @property
+    def rounds(self):
+        """The places of the method's rounds."""
+        return range(len(self.method.rounds))
 
 
 @functools.cache
@@ -102,8 +83,19 @@ def federation(name):
 
 
 @functools.cache
+def history_of(made):
+    return made.run()
+
+
 def history(name):
-    return federation(name).run()
+    return history_of(federation(name))
+
+
+def predict(name, server, task):
+    """Logits of all images."""
+    nothing = jnp.zeros(len(LABEL), jnp.int32)
+    rows = Batch(DATA.image, nothing, nothing == 0, nothing)
+    return compiled(federation(name).method.predict)(turn_of(task), server, rows)
 
 
 @pytest.fixture(params=OPTIONS)
@@ -127,32 +119,30 @@ def test_everything_stays_finite_and_the_model_moves(name):
 
 
 def test_uploads_and_states_do_not_depend_on_who_else_takes_part(name):
-    made, (server, states) = federation(name), history(name)[1]
-    play = lambda ids: receive(made.engine, FROZEN, server, states, DATA, DEALS[1], ids, STREAM[1])
-    together, after = play([0, 2, 3])
-    total = jax.tree.map(jnp.zeros_like, (together.mean, together.sum))
-    for rank, client in enumerate([0, 2, 3]):
-        alone, its = play([client])
-        same(
-            jax.tree.map(lambda x: x[0], alone.gather), jax.tree.map(lambda x, i=rank: x[i], together.gather)
-        )
-        same(jax.tree.map(lambda x, i=client: x[i], its), jax.tree.map(lambda x, i=client: x[i], after))
-        total = jax.tree.map(jnp.add, total, (alone.mean, alone.sum))
-    close(total, (together.mean, together.sum), atol=1e-4)
+    """In every kind of round that the method has."""
+    made = federation(name)
+    for index in made.rounds:
+        together, after = made.receive(index, PRESENT)
+        total = jax.tree.map(jnp.zeros_like, (together.mean, together.sum))
+        for rank, client in enumerate(PRESENT):
+            alone, its = made.receive(index, [client])
+            mine = jax.tree.map(lambda x, i=rank: x[i], together.gather)
+            same(jax.tree.map(lambda x: x[0], alone.gather), mine)
+            same(jax.tree.map(lambda x, i=client: x[i], its), jax.tree.map(lambda x, i=client: x[i], after))
+            total = jax.tree.map(jnp.add, total, (alone.mean, alone.sum))
+        close(total, (together.mean, together.sum), atol=1e-4)
 
 
 def test_uploads_do_not_depend_on_lanes(name):
-    made, (server, states) = federation(name), history(name)[1]
-    single = made.build(made.method, Lanes(1, "loop"))
-    two, one = (
-        receive(engine, FROZEN, server, states, DATA, DEALS[1], [0, 2, 3], STREAM[1])
-        for engine in (made.engine, single)
-    )
-    # A student that still equals its teacher has a gradient of nothing but rounding, of which Adam makes
-    # whole steps.
-    steps = RATE * 6 * float(jnp.sum(two[0].weight)) if name == "lwf" else 1e-3
-    close((two[0].mean, two[0].sum, two[0].gather), (one[0].mean, one[0].sum, one[0].gather), atol=steps)
-    assert two[0].valid.tolist() == one[0].valid.tolist() and two[0].id.tolist() == one[0].id.tolist()
+    made = federation(name)
+    single = engine_of(made.method, Lanes(1, "loop"))
+    for index in made.rounds:
+        two, one = (made.receive(index, PRESENT, engine)[0] for engine in (made.engine, single))
+        # A student that still equals its teacher has a gradient of nothing but rounding, of which Adam makes
+        # whole steps.
+        steps = RATE * 6 * float(jnp.sum(two.weight)) if name == "lwf" else 1e-3
+        close((two.mean, two.sum, two.gather), (one.mean, one.sum, one.gather), atol=steps)
+        assert two.valid.tolist() == one.valid.tolist() and two.id.tolist() == one.id.tolist()
 
 
 def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
@@ -189,22 +179,19 @@ def test_permuting_clients_changes_no_prediction(name):
         owned = np.split(roster.rows, roster.offset[1:-1])
         renamed.append(toys.make_roster([owned[i] for i in order], LABEL, SETTING.classes))
     server, expected = federation(name).run(deals=renamed)[-1][0], history(name)[-1][0]
-    predict = jax.jit(federation(name).method.predict)
-    close(*(predict(FROZEN, s, DATA.image, None, STREAM[1]) for s in (server, expected)), atol=2e-3)
+    close(*(predict(name, each, STREAM[1]) for each in (server, expected)), atol=2e-3)
 
 
 def test_classes_not_seen_and_padding_classes_never_win(name):
-    predict = jax.jit(federation(name).method.predict)
     for (server, _), task in ((history(name)[1], STREAM[0]), (history(name)[3], STREAM[1])):
-        logits = predict(FROZEN, server, DATA.image, None, task)
+        logits = predict(name, server, task)
         assert logits.shape == (60, SETTING.classes) and np.all(np.isfinite(logits))
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 
 
 def test_all_rounds_of_all_tasks_share_one_trace(name):
     history(name)
-    for engine in (federation(name).engine, *federation(name).extras.values()):
-        assert set(engine.traces.values()) == {1}
+    assert set(federation(name).engine.traces.values()) == {1}
 
 
 def test_the_next_task_starts_where_the_last_one_ended_and_replays_bit_for_bit(name):
@@ -218,16 +205,19 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
     alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SETTING.classes)
     made = federation(method)
-    engine = make_engine(made.method, read, Lanes(1, "loop"), capacity(made.method.client, [alone], 1, 128))
-    received, _ = receive(engine, FROZEN, made.start, made.states, DATA, alone, [0], STREAM[0])
+    engine = engine_of(made.method, Lanes(1, "loop"), [alone])
+    received, _ = receive(engine, 0, made.start, made.states, alone, [0], STREAM[0])
     trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
 
     def loss(tuned, image, label):
-        injection = Injection(lora={m: jax.tree.map(lambda leaf, m=m: leaf[m], tuned.lora) for m in range(2)})
-        logits = apply_vit(TINY, FROZEN, image, injection).cls @ tuned.head.kernel + tuned.head.bias
+        lora, head = tuned
+        injection = Injection(lora={m: jax.tree.map(lambda leaf, m=m: leaf[m], lora) for m in range(2)})
+        logits = apply_vit(TINY, FROZEN.network, image, injection).cls @ head.kernel + head.bias
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :3], label))
 
-    tuned = made.start.tuned if method == "fedclm" else made.start
+    pairs, head, _ = made.start.params
+    head = head.inner if method == "fedclm" else head
+    tuned = (jax.tree.map(lambda leaf: leaf[0], pairs), head)  # the one pair of the stream
     adam = optax.adam(RATE)
     optimiser, gradient_of = adam.init(tuned), jax.jit(jax.grad(loss))
     for epoch in range(2):
@@ -237,6 +227,5 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
                 gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser
             )
             tuned = optax.apply_updates(tuned, update)
-    close(trained, tuned, atol=RATE / 20)
-    start = made.start.tuned if method == "fedclm" else made.start
-    assert float(jnp.max(jnp.abs(tuned.head.kernel - start.head.kernel))) > 3 * RATE  # it did train
+    close((trained.adapter, trained.classifier), tuned, atol=RATE / 20)
+    assert float(jnp.max(jnp.abs(tuned[1].kernel - head.kernel))) > 3 * RATE  # it did train

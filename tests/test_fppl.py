@@ -93,7 +93,12 @@ def broadcast_of(method, server, task):
 def start(method, server, task, rows=1, id_=0):
     """What a client may read, and the client before its first step."""
     ctx = ctx_of(method, server, task, info(rows, id_), NOTHING)
-    return ctx, program_of(method).start(ctx, (), jax.random.key(0))
+    return ctx, program_of(method).start(ctx, state_of(method, server), jax.random.key(0))
+
+
+def state_of(method, server):
+    """A client's state before it ever took part."""
+    return method.init_client(jax.random.key(0), server)
 
 
 def program_of(method):
@@ -113,7 +118,7 @@ def upload_of(method, server, task, data, id_=0):
     ctx, local = start(method, server, task, jnp.sum(data.mask), id_)
     for phase in program_of(method).phases:
         local, _ = phase.step(ctx, local, data, jax.random.key(0))
-    return program_of(method).finish(ctx, local, ())[0]
+    return program_of(method).finish(ctx, local, state_of(method, server))[0]
 
 
 def receive(uploads, ids, valid):
@@ -236,7 +241,9 @@ QUERY, PSI, SEEN = (
 
 
 @pytest.mark.parametrize(("sigma", "soft", "weights"), [
-    (1.0, True, (0.450166, 0.549834, 0)), (None, True, (0.450166, 0.549834, 0)), (2.0, True, (0.401312, 0.598688, 0)),
+    (1.0, True, (0.450166, 0.549834, 0)),
+    (None, True, (0.450166, 0.549834, 0)),
+    (2.0, True, (0.401312, 0.598688, 0)),
     (1.0, False, (0, 1, 0)),
 ])  # fmt: skip
 def test_gate_weights_are_a_softmax_of_cosines_over_the_seen_tasks(sigma, soft, weights):
@@ -366,7 +373,9 @@ def test_unified_loss_contrasts_a_feature_with_the_global_prototypes(label, loss
 
 
 @pytest.mark.parametrize(("how", "loss"), [
-    (dict(), 2.374459), (dict(average="batch"), 2.374459 / 2), (dict(average="batch", reduction="sum"), 2.374459),
+    (dict(), 2.374459),
+    (dict(average="batch"), 2.374459 / 2),
+    (dict(average="batch", reduction="sum"), 2.374459),
     (dict(average="holders", reduction="sum"), 2.374459),
 ])  # fmt: skip
 def test_rows_without_a_prototype_stay_out_of_the_average(how, loss):
@@ -434,7 +443,8 @@ def test_the_first_round_of_a_task_has_no_unified_loss():
     for wo_unified in (False, True):
         method, server = make(wo_unified=wo_unified)
         old = Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True))
-        results.append(client_step(method, with_pool(server, old), TASKS[1], batch([2, 3, 3]))[1].part)
+        part = client_step(method, with_pool(server, old), TASKS[1], batch([2, 3, 3]))[1].part
+        results.append((part.adapter, part.classifier))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -482,7 +492,7 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     local = local._replace(part=local.part._replace(adapter=local.part.adapter._replace(prompt=trained)))
     for data in (first, second):
         local, _ = program_of(method).phases[1].step(ctx, local, data, jax.random.key(0))
-    own = program_of(method).finish(ctx, local, ())[0].gather["prototypes"]
+    own = program_of(method).finish(ctx, local, state_of(method, server))[0].gather["prototypes"]
     shift = np.asarray(trained).mean(1).sum(0)  # in the first task the gate's weight is 1
     images = np.concatenate([first.image[:3], second.image[:2]])
     np.testing.assert_array_equal(own.held, [False, True])

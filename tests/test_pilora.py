@@ -1,8 +1,8 @@
 """PILoRA: the numeric oracles of the paper and its release, what crosses the wire, the ablations, and every
 point on which the two differ.
 
-Most tests run the method on a backbone that is a formula: the feature of an image is the scaled image plus
-  its LoRA updates.
+Most tests run the method on a network that is a formula: the feature of an image is the scaled image plus its
+LoRA updates.
 """
 
 import dataclasses
@@ -14,55 +14,62 @@ import numpy as np
 import optax
 import pytest
 import toys
+from micro import begin as first_state
+from micro import ctx_of, engine_of, info_of, method_of, resolved, rows_of
+from micro import turn_of as turn
 
+from fcljax.adapters import ADAPTERS
+from fcljax.adapters.lora import l1, orthogonality, pair_of
+from fcljax.collects import Prototypes
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
-from fcljax.federated.engine import Lanes, extra_method, init_clients, make_engine, run_round
-from fcljax.federated.schedule import capacity
-from fcljax.methods.pilora import (
-    FIDELITY,
-    PiloraConfig,
-    Sent,
-    current_part,
-    learning_rate_factor,
-    pilora,
-)  # fmt: skip
-from fcljax.adapters.lora import l1, orthogonality, pair_of
+from fcljax.federated.engine import Lanes, run_round
+from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
-from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_backbone
-from fcljax.types import Aggregate, Backbone, Batch, ClientInfo, Setting
+from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
+from fcljax.types import Aggregate, Batch, Ctx, Features, Frozen, Network, Setting
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
 SETTING = Setting(classes=6, tasks=3, task_classes=2, clients=3, rounds=30)
 TASKS = jax.tree.map(jnp.asarray, make_tasks(6, 3))
 UNEVEN = Setting(classes=5, tasks=2, task_classes=3, clients=3, rounds=2)
 UNEVEN_TASKS = jax.tree.map(jnp.asarray, make_tasks(5, 2))
-FROZEN = {"scale": jnp.ones(WIDTH)}
+FROZEN = Frozen({"scale": jnp.ones(WIDTH)})
 KEY = jax.random.key(0)
 
 
-def encode(frozen, image, injection):
-    x = image * frozen["scale"]
+def encode(params, image, injection):
+    x = image * params["scale"]
     return x + sum(
         x @ m.a_q.T @ m.b_q.T + 2 * x @ m.a_v.T @ m.b_v.T
         for m in (injection.lora.values() if injection else ())
     )
 
 
-FORMULA = Backbone(encode, WIDTH, 2)
+def apply(params, stats, image, injection, train):
+    return Features(encode(params, image, injection), None, {}), stats
 
 
-def resolve(fidelity="intended", **fields):
-    return PiloraConfig(**FIDELITY[fidelity] | fields)
+FORMULA = Network(lambda key: FROZEN.network, apply, WIDTH, 2, (WIDTH,))
+batch = functools.partial(rows_of, width=WIDTH)
+
+
+def options(adapter="lora", **fields):
+    """A pair of rank 2, where there are pairs."""
+    own = dict(lora_rank=2, lora_lr=1e-3) if adapter == "lora" else {}
+    return own | dict(adapter=adapter) | fields
+
+
+def build(setting=UNEVEN, network=FORMULA, **fields):
+    return method_of("pilora", setting, network, **options(**fields))
 
 
 def make(fidelity="intended", setting=SETTING, lr=1e-2, **fields):
     """A method on the formula, and a server whose prototypes and pairs are all far from 0, as after some
     training."""
-    config = resolve(fidelity, **dict(lora_rank=2, lora_lr=1e-3) | fields)
-    method = pilora(config, setting, FORMULA, 1, 8, lr)
+    method = build(setting, fidelity=fidelity, epochs=1, batch_size=8, lr=lr, **fields)
     return method, trained_server(method)
 
 
@@ -70,38 +77,64 @@ def trained_server(method, seed=3):
     rng = np.random.default_rng(seed)
     server = method.init(KEY, FROZEN)
     draw = lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), jnp.float32)
-    return server._replace(prototypes=draw(server.prototypes), lora=jax.tree.map(draw, server.lora))
+    params, of_network = server.params, isinstance(server.params.adapter, dict)
+    pairs = params.adapter if of_network else jax.tree.map(draw, params.adapter)
+    return server._replace(params=params._replace(classifier=draw(params.classifier), adapter=pairs))
 
 
-def batch(labels, seed=1, padding=0.0):
-    """Up to four rows, always padded to four."""
-    image = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
-    image[len(labels) :] = padding
-    mask = np.arange(4) < len(labels)
-    return jax.tree.map(
-        jnp.asarray,
-        Batch(image, np.asarray([*labels, 0, 0, 0, 0][:4]), mask, np.where(mask, np.arange(4), -1)),
-    )
+def prototypes_of(server):
+    return server.params.classifier
+
+
+def with_prototypes(server, prototypes):
+    return server._replace(params=server.params._replace(classifier=prototypes))
+
+
+def lora_of(server):
+    """The pairs of all tasks."""
+    return server.params.adapter
 
 
 def info(rows=1, round_=0):
-    return ClientInfo(jnp.int32(0), jnp.int32(rows), jnp.zeros(SETTING.classes, jnp.int32), jnp.int32(round_))
+    return info_of(SETTING.classes, rows, round_=round_)
 
 
-def begin(method, server, task, round_=0):
-    broadcast = method.broadcast(server, task)
-    return broadcast, method.client.start(broadcast, (), task, info(round_=round_), KEY)
+def main_of(method):
+    (main,) = [each for each in method.rounds if each.when == "round"]
+    return main
+
+
+def phases_of(method):
+    return main_of(method).program.phases
+
+
+def begin(method, server, task, round_=0, rows=1):
+    """What a client may read, and the client before its first step."""
+    ctx, state = ctx_of(method, server, task, info(rows, round_), FROZEN), method.init_client(KEY, server)
+    return ctx, main_of(method).program.start(ctx, state, KEY)
 
 
 def client_step(method, server, task, data, round_=0):
     """The client before and after one step."""
-    broadcast, before = begin(method, server, task, round_)
-    after, metrics = jax.jit(method.client.phases[0].step)(FROZEN, broadcast, before, data, task, KEY)
+    ctx, before = begin(method, server, task, round_)
+    after, metrics = jax.jit(phases_of(method)[0].step)(ctx, before, data, KEY)
     return before, after, metrics
 
 
 def finish(method, server, task, local, rows):
-    return method.client.finish(method.broadcast(server, task), local, (), task, info(rows))[0]
+    ctx, state = ctx_of(method, server, task, info(rows), FROZEN), method.init_client(KEY, server)
+    return main_of(method).program.finish(ctx, local, state)[0]
+
+
+def turn_after(method, server, task):
+    """What the server may read once clients have answered."""
+    now = turn(task, frozen=FROZEN)
+    return now._replace(previous=method.broadcast(now, server))
+
+
+def unchanged(method, server, task):
+    """The mean of clients that changed nothing."""
+    return turn_after(method, server, task).previous.wire.part._replace(classifier=())
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
@@ -109,30 +142,34 @@ def serve(method, server, task, prototypes, means, valid=None, mean=None):
     client has no rows."""
     pad = lambda v: [0.0] * WIDTH if v is None else [*v, *[0.0] * (WIDTH - len(v))]
     table = lambda rows: jnp.asarray([[pad(v) for v in client] for client in rows])
-    sent = Sent(
-        table(prototypes), table(means), jnp.asarray([[v is not None for v in client] for client in means])
-    )
+    held = jnp.asarray([[v is not None for v in client] for client in means])
+    sent = {"classifier": table(prototypes), "features": Prototypes(table(means), held)}
     valid = jnp.ones(len(prototypes), bool) if valid is None else jnp.asarray(valid)
-    mean = current_part(server, task)._replace(prototypes=()) if mean is None else mean
+    mean = unchanged(method, server, task) if mean is None else mean
     aggregate = Aggregate(mean, (), sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
-    return jax.jit(method.server)(None, server, aggregate, task, KEY)[0]
+    return jax.jit(main_of(method).server)(turn_after(method, server, task), server, aggregate, KEY)[0]
 
 
-def expected_loss(config, server, task, data, lora=None):
+def predict(method, server, task, image, query=None):
+    nothing = jnp.zeros(len(image), jnp.int32)
+    rows = Batch(image, nothing, nothing == 0, nothing, query)
+    return method.predict(turn(task, frozen=FROZEN), server, rows)
+
+
+def expected_loss(cfg, server, task, data, lora=None):
     """The loss from its parts, for the network with `lora` as its only pair."""
-    feature = encode(FROZEN, data.image, None)
+    feature = encode(FROZEN.network, data.image, None)
     if lora is not None:
         a_q, b_q, a_v, b_v = (x[0] for x in lora)
         feature = data.image @ (jnp.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
-    distance = distances(feature, server.prototypes, config.distance)
-    allowed = jnp.ones(6, bool) if config.negatives == "all" else task.seen
-    loss = dce_loss(distance, data.label, allowed, data.mask) + 0.001 * pl_loss(
-        distance, data.label, data.mask
-    )
-    if config.tune == "lora":
-        current = pair_of(server.lora, task.index)
-        loss += 0 if config.wo_orthogonality else 0.5 * orthogonality(server.lora, current, task.index)
-        loss += config.l1_weight * l1(current)
+    distance = distances(feature, prototypes_of(server), cfg.distance)
+    allowed = jnp.ones(6, bool) if cfg.negatives == "all" else task.seen
+    dce, pl = dce_loss(distance, data.label, allowed, data.mask), pl_loss(distance, data.label, data.mask)
+    loss = dce + 0.001 * pl
+    if cfg.adapter == "lora":
+        current = pair_of(lora_of(server), task.index)
+        loss += 0 if cfg.wo_orthogonality else 0.5 * orthogonality(lora_of(server), current, task.index)
+        loss += cfg.l1_weight * l1(current)
     return float(loss)
 
 
@@ -144,19 +181,21 @@ VIT_B16 = parameter_shapes(VITS["vit_b16"])
 @functools.cache
 def counts(fidelity="intended", classes=100, **fields):
     """Shapes of upload, broadcast, trained parts and server of PILoRA on ViT-B/16 with ten tasks; nothing is
-    computed."""
+    computed. Ranks and rates are the papers'."""
     setting, vit = Setting(classes, 10, classes // 10, 10, 30), VITS["vit_b16"]
-    method = pilora(resolve(fidelity, **fields), setting, vit_backbone(vit), 10, 64, 2e-3)
-    task = make_tasks(classes, 10)[0]
+    method = method_of(
+        "pilora", setting, vit_network(vit), fidelity=fidelity, batch_size=64, lr=2e-3, **fields
+    )
+    task, program = make_tasks(classes, 10)[0], main_of(method).program
 
     def client(key, frozen):
-        server = method.init(key, frozen)
-        broadcast = method.broadcast(server, task)
-        local = method.client.start(broadcast, (), task, info(), key)
-        upload, _ = method.client.finish(broadcast, local, (), task, info())
-        return upload, broadcast, method.trainable(server, task), server
+        server, now = method.init(key, frozen), turn(task, frozen=frozen)
+        broadcast, state = method.broadcast(now, server), method.init_client(key, server)
+        ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info_of(classes))
+        upload, _ = program.finish(ctx, program.start(ctx, state, key), state)
+        return upload, broadcast, method.trainable(now, server), server
 
-    return jax.eval_shape(client, KEY, VIT_B16)
+    return jax.eval_shape(client, KEY, Frozen(VIT_B16))
 
 
 @pytest.mark.parametrize("fidelity", FIDELITY)
@@ -164,66 +203,71 @@ def counts(fidelity="intended", classes=100, **fields):
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
     assert traffic(upload, broadcast)[::2] == (up, down)
-    assert scalars(upload.mean) == scalars(broadcast.wire.lora) == 12_288
-    assert scalars(upload.gather.prototypes) == scalars(upload.gather.features) == 768 * classes // 10
+    assert scalars(upload.mean) == scalars(broadcast.wire.part.adapter) == 12_288
+    sent = upload.gather
+    assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
 
 
 def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
     upload, broadcast, _, _ = counts()
     floats = sum(traffic(upload, broadcast)[::2])
     assert 4 * floats * 300 == 57_139_200
-    assert (
-        traffic(upload, broadcast).upload_bytes == 110_592 + 10 + 4
-    )  # which classes are present, and the weight
+    # which classes are present, and the weight
+    assert traffic(upload, broadcast).upload_bytes == 110_592 + 10 + 4
     assert scalars(VIT_B16) == 85_798_656
 
 
 def test_the_a_matrices_that_clients_keep_are_the_papers_share_of_the_network():
     _, broadcast, _, _ = counts("released")
-    per_task = scalars(broadcast.held.lora) / 10
+    per_task = scalars(broadcast.held.adapter) / 10
     assert per_task == 6_144
     assert 100 * per_task * np.mean(np.arange(1, 11)) / scalars(VIT_B16) == pytest.approx(0.0394, abs=5e-5)
     _, broadcast, _, _ = counts("intended")
-    assert scalars(broadcast.held.lora) == 10 * 12_288
+    assert scalars(broadcast.held.adapter) == 10 * 12_288
     assert extra_storage(broadcast)["scalars"] == 10 * 12_288 + 76_800
 
 
 def test_ablations_send_only_what_they_need():
-    upload, broadcast, trainable, server = counts(tune="none")
-    assert (
-        traffic(upload, broadcast)[::2] == (15_360, 7_680)
-        and scalars(server) == scalars(broadcast.held) == 76_800
-    )
+    upload, broadcast, trainable, server = counts(adapter="linear")
+    assert traffic(upload, broadcast)[::2] == (15_360, 7_680)
+    assert scalars(server) == scalars(broadcast.held) == 76_800
     assert scalars(trainable) == 7_680
     upload, _, _, _ = counts(wo_reweight=True)
     assert scalars(upload) == 19_968
-    upload, broadcast, _, server = counts(tune="all")
+    upload, broadcast, _, server = counts(adapter="full")
     assert traffic(upload, broadcast)[::2] == (85_798_656 + 15_360, 85_798_656 + 7_680)
     assert scalars(server) == 85_798_656 + 76_800
 
 
 def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
-    for tune in ("lora", "none"):
-        assert counts(tune=tune)[3].backbone == ()
-    tuned = pilora(resolve(tune="all"), SETTING, FORMULA, 1, 8, 1e-3).init(
-        KEY, {"scale": jnp.ones(WIDTH, jnp.bfloat16)}
-    )
-    assert tuned.backbone["scale"].dtype == jnp.float32
+    for adapter, pairs in (("lora", 10 * 12_288), ("linear", 0)):
+        server = counts(adapter=adapter)[3]
+        assert scalars(server.params.adapter) == pairs and scalars(server) == pairs + 76_800
+    frozen = Frozen({"scale": jnp.ones(WIDTH, jnp.bfloat16)})
+    tuned = build(SETTING, adapter="full").init(KEY, frozen)
+    assert tuned.params.adapter["scale"].dtype == jnp.float32
 
 
 # ---- presets -----------------------------------------------------------------------------------------------
 
 
 def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
-    undecided = {field.name for field in dataclasses.fields(PiloraConfig) if field.default is None}
+    """Its own fields and those of its adapter."""
+    undecided = {
+        field.name
+        for options in (PiloraLoraOptions, ADAPTERS["lora"].options)
+        for field in dataclasses.fields(options)
+        if field.default is None
+    }
     assert all(set(preset) == undecided for preset in FIDELITY.values())
 
 
-@pytest.mark.parametrize("blocks", [0, 3])
-def test_more_lora_blocks_than_the_network_has_are_refused(blocks):
-    with pytest.raises(
-        InputError, match=rf"lora_blocks: must be 1 to 2, got {blocks}; nearest: {min(max(blocks, 1), 2)}"
-    ):
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [(0, "0 is too small; nearest valid value: 1"), (3, "3 where the network has 2 blocks; nearest: 2")],
+)
+def test_lora_blocks_that_the_network_does_not_have_are_refused(blocks, said):
+    with pytest.raises(InputError, match=f"^lora_blocks: {said}$"):
         make(lora_blocks=blocks)
 
 
@@ -244,73 +288,75 @@ def test_learning_rates_follow_the_round_of_the_task(schedule, factors):
 def test_the_first_step_of_adam_moves_every_part_by_its_learning_rate_and_nothing_else(round_):
     method, server = make()
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]), round_)
-    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.trained, after.trained)
+    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.part, after.part)
     factor = {0: 1, 15: 0.5}[round_]
-    np.testing.assert_allclose(move.prototypes, 1e-2 * factor, rtol=1e-3)
-    jax.tree.map(lambda x: np.testing.assert_allclose(x, 1e-3 * factor, rtol=1e-2), move.lora)
+    np.testing.assert_allclose(move.classifier, 1e-2 * factor, rtol=1e-3)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, 1e-3 * factor, rtol=1e-2), move.adapter)
 
 
 def test_steps_are_adam_with_l2_in_the_gradient():
     """Three steps on one batch against Adam written out, with a weight decay that would be seen."""
-    method, server = make(weight_decay=0.3, tune="none")
+    method, server = make(weight_decay=0.3, adapter="linear")
     data, task = batch([2, 3, 3]), TASKS[1]
-    broadcast, local = begin(method, server, task)
-    x = np.asarray(local.trained.prototypes, np.float64)
+    ctx, local = begin(method, server, task)
+    x = np.asarray(local.part.classifier, np.float64)
     loss = lambda m: expected_loss_of_prototypes(server, data, m)
     gradient_of, first, second = jax.jit(jax.grad(loss)), np.zeros_like(x), np.zeros_like(x)
-    step = jax.jit(method.client.phases[0].step)
+    step = jax.jit(phases_of(method)[0].step)
     for i in range(1, 4):
-        local, _ = step(FROZEN, broadcast, local, data, task, KEY)
+        local, _ = step(ctx, local, data, KEY)
         g = np.asarray(gradient_of(jnp.asarray(x, jnp.float32))) + 0.3 * x
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
         x = x - 1e-2 * (first / (1 - 0.9**i)) / (np.sqrt(second / (1 - 0.999**i)) + 1e-8)
-    np.testing.assert_allclose(local.trained.prototypes, x, atol=1e-5)
+    np.testing.assert_allclose(local.part.classifier, x, atol=1e-5)
 
 
 def expected_loss_of_prototypes(server, data, current):
-    distance = distances(data.image, server.prototypes.at[2:4].set(current))
-    return dce_loss(distance, data.label, jnp.ones(6, bool), data.mask) + 0.001 * pl_loss(
-        distance, data.label, data.mask
-    )
+    distance = distances(data.image, prototypes_of(server).at[2:4].set(current))
+    dce = dce_loss(distance, data.label, jnp.ones(6, bool), data.mask)
+    return dce + 0.001 * pl_loss(distance, data.label, data.mask)
 
 
-@pytest.mark.parametrize(("fidelity", "fields", "pairs"), [
-    ("intended", {}, "sum"), ("paper", {}, "sum"), ("released", {}, "current"), ("intended", dict(negatives="seen"), "sum"),
-    ("intended", dict(wo_orthogonality=True), "sum"), ("intended", dict(tune="none"), None), ("intended", dict(tune="all"), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fidelity", "fields", "pairs"),
+    [
+        ("intended", {}, "sum"),
+        ("paper", {}, "sum"),
+        ("released", {}, "current"),
+        ("intended", dict(negatives="seen"), "sum"),
+        ("intended", dict(wo_orthogonality=True), "sum"),
+        ("intended", dict(adapter="linear"), None),
+        ("intended", dict(adapter="full"), None),
+    ],
+)
 def test_the_reported_loss_is_the_papers_or_the_releases(fidelity, fields, pairs):
     method, server = make(fidelity, **fields)
     data = batch([2, 3, 3])
     lora = {
-        "sum": lambda: [x[0] + x[1] for x in server.lora],
-        "current": lambda: [x[1] for x in server.lora],
+        "sum": lambda: [x[0] + x[1] for x in lora_of(server)],
+        "current": lambda: [x[1] for x in lora_of(server)],
         None: lambda: None,
     }[pairs]()
     _, _, metrics = client_step(method, server, TASKS[1], data)
-    total = expected_loss(resolve(fidelity, **fields), server, TASKS[1], data, lora)
-    assert (
-        float(metrics["loss"].total) == pytest.approx(3 * total, rel=1e-4)
-        and float(metrics["loss"].weight) == 3
-    )
+    cfg = resolved("pilora", fidelity=fidelity, **options(**fields))
+    total = expected_loss(cfg, server, TASKS[1], data, lora)
+    assert float(metrics["loss"].total) == pytest.approx(3 * total, rel=1e-4)
+    assert float(metrics["loss"].weight) == 3
 
 
 def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
     """Pairs of all tasks as the client holds them, and the held rows of the prototypes that it trains."""
     method, server = make()
-    broadcast, local = begin(method, server, TASKS[1])
+    ctx, _ = begin(method, server, TASKS[1])
 
-    def loss(held, wire):
-        received = broadcast._replace(wire=wire, held=held)
-        start = method.client.start(received, (), TASKS[1], info(), KEY)
-        return (
-            method.client.phases[0]
-            .step(FROZEN, received, start, batch([2, 3, 3]), TASKS[1], KEY)[1]["loss"]
-            .total
-        )
+    def loss(held, part):
+        received = ctx._replace(wire=ctx.wire._replace(part=part), held=held)
+        start = main_of(method).program.start(received, method.init_client(KEY, server), KEY)
+        return phases_of(method)[0].step(received, start, batch([2, 3, 3]), KEY)[1]["loss"].total
 
-    held, wire = jax.jit(jax.grad(loss, argnums=(0, 1)))(broadcast.held, broadcast.wire)
-    assert not any(leaf.any() for leaf in held.lora) and not held.prototypes[2:4].any()
-    assert all(leaf.any() for leaf in wire.lora) and wire.prototypes.all()
+    held, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(ctx.held, ctx.wire.part)
+    assert not any(leaf.any() for leaf in held.adapter) and not held.classifier[2:4].any()
+    assert all(leaf.any() for leaf in part.adapter) and part.classifier.all()
 
 
 def test_padding_rows_change_no_upload():
@@ -323,52 +369,49 @@ def test_padding_rows_change_no_upload():
 
 
 def test_means_on_the_way_are_of_features_before_each_update_and_a_class_without_rows_is_absent():
-    method, server = make(tune="all", backbone_lr=0.1)
+    method, server = make(adapter="full", full_lr=0.1)
     first, second = batch([3, 3, 3]), batch([3, 3], seed=9)
-    broadcast, local = begin(method, server, TASKS[1])
-    local, _ = method.client.phases[0].step(FROZEN, broadcast, local, first, TASKS[1], KEY)
-    scale = np.asarray(local.trained.backbone["scale"])
+    (train,), (ctx, local) = phases_of(method), begin(method, server, TASKS[1])
+    local, _ = train.step(ctx, local, first, KEY)
+    scale = np.asarray(local.part.adapter["scale"])
     assert np.abs(scale - 1).min() > 0.09
-    local, _ = method.client.phases[0].step(FROZEN, broadcast, local, second, TASKS[1], KEY)
-    sent = finish(method, server, TASKS[1], local, 5).gather
-    assert len(method.client.phases) == 1 and sent.present.tolist() == [False, True]
+    local, _ = train.step(ctx, local, second, KEY)
+    sent = finish(method, server, TASKS[1], local, 5).gather["features"]
+    assert sent.held.tolist() == [False, True]
     images = np.concatenate([first.image[:3], scale * second.image[:2]])
-    np.testing.assert_allclose(sent.features, [[0] * WIDTH, images.mean(0)], rtol=1e-5)
+    np.testing.assert_allclose(sent.vector, [[0] * WIDTH, images.mean(0)], rtol=1e-5)
 
 
 def test_clean_means_are_of_one_pass_with_the_trained_model():
-    method, server = make(tune="all", backbone_lr=0.1, mean_features="clean")
-    train, extract = method.client.phases
+    method, server = make(adapter="full", full_lr=0.1, mean_features="clean")
+    train, extract = phases_of(method)
     assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=False)
     data = batch([2, 2])
-    broadcast, local = begin(method, server, TASKS[1])
-    for phase in method.client.phases:
-        local, _ = phase.step(FROZEN, broadcast, local, data, TASKS[1], KEY)
-    sent = finish(method, server, TASKS[1], local, 2).gather
-    np.testing.assert_allclose(
-        sent.features[0], local.trained.backbone["scale"] * data.image[:2].mean(0), rtol=1e-5
-    )
+    ctx, local = begin(method, server, TASKS[1])
+    for phase in (train, extract):
+        local, _ = phase.step(ctx, local, data, KEY)
+    sent, scale = finish(method, server, TASKS[1], local, 2).gather["features"], local.part.adapter["scale"]
+    assert np.abs(scale - 1).min() > 0.09
+    np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
 
 
 def test_without_reweighting_no_features_are_summed_or_sent():
     for means in ("trajectory", "clean"):
         method, server = make(wo_reweight=True, mean_features=means)
         _, local, _ = client_step(method, server, TASKS[1], batch([2, 3]))
-        assert len(method.client.phases) == 1 and not local.counts.any()
-        assert finish(method, server, TASKS[1], local, 2).gather[1:] == ((), ())
+        assert len(phases_of(method)) == 1 and local.collected == {}
+        assert set(finish(method, server, TASKS[1], local, 2).gather) == {"classifier"}
 
 
 def test_a_frozen_network_reads_cached_features():
-    method, server = make(tune="none")
+    method, server = make(adapter="linear")
     assert method.queries and not make()[0].queries
     data = batch([2, 3, 3])
     cached = data._replace(image=jnp.zeros_like(data.image), query=data.image)
     plain, by_query = (client_step(method, server, TASKS[1], x)[1] for x in (data, cached))
     jax.tree.map(np.testing.assert_array_equal, plain, by_query)
-    np.testing.assert_array_equal(
-        method.predict(FROZEN, server, cached.image, cached.query, TASKS[1]),
-        method.predict(FROZEN, server, data.image, None, TASKS[1]),
-    )
+    logits = predict(method, server, TASKS[1], data.image)
+    np.testing.assert_array_equal(predict(method, server, TASKS[1], cached.image, cached.query), logits)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -381,7 +424,7 @@ def test_prototypes_are_reweighted_by_their_distance_to_the_mean_features(fideli
     method, server = make(fidelity)
     prototypes = [[[9.0], [1.0]], [[9.0], [2.0]], [[9.0], [4.0]]]
     after = serve(method, server, TASKS[1], prototypes, [[None, [0.0]], [None, [0.0]], [None, None]])
-    np.testing.assert_allclose(after.prototypes[2:4], [[9, 0, 0, 0], [expected, 0, 0, 0]], atol=2e-6)
+    np.testing.assert_allclose(prototypes_of(after)[2:4], [[9, 0, 0, 0], [expected, 0, 0, 0]], atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +434,7 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
     method, server = make(fidelity)
     prototypes = [[[0.0, 0], [0.0]], [[3.0, 4], [0.0]], [[6.0, 8], [0.0]]]
     after = serve(method, server, TASKS[1], prototypes, [[[0.0, 0], None], [[3.0, 4], None], [None, None]])
-    np.testing.assert_allclose(after.prototypes[2, :2], expected, atol=5e-6)
+    np.testing.assert_allclose(prototypes_of(after)[2, :2], expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("fidelity", FIDELITY)
@@ -404,38 +447,37 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
 def test_degenerate_rounds_end_in_the_plain_mean(fidelity, prototypes, means, expected):
     method, server = make(fidelity)
     after = serve(method, server, TASKS[1], [[p, [0.0]] for p in prototypes], [[m, None] for m in means])
-    assert after.prototypes[2, 0] == pytest.approx(expected, abs=1e-6) and np.isfinite(after.prototypes).all()
+    assert prototypes_of(after)[2, 0] == pytest.approx(expected, abs=1e-6)
+    assert np.isfinite(prototypes_of(after)).all()
 
 
 def test_a_prototype_at_distance_zero_takes_the_weight_of_the_nearest():
     method, server = make()
     after = serve(method, server, TASKS[1], [[[0.0], [0.0]], [[1.0], [0.0]]], [[[0.0], None], [None, None]])
-    assert after.prototypes[2, 0] == pytest.approx(1 / (1 + np.exp(5)), rel=1e-5)
+    assert prototypes_of(after)[2, 0] == pytest.approx(1 / (1 + np.exp(5)), rel=1e-5)
 
 
 def test_without_reweighting_prototypes_are_averaged_uniformly_over_valid_clients():
     method, server = make(wo_reweight=True)
     table = jnp.asarray([[[1.0] * WIDTH] * 2, [[3.0] * WIDTH] * 2, [[jnp.nan] * WIDTH] * 2])
-    mean = current_part(server, TASKS[1])._replace(prototypes=())
-    valid = jnp.array([True, True, False])
-    aggregate = Aggregate(mean, (), Sent(table, (), ()), jnp.array([1.0, 9, 0]), jnp.arange(3), valid)
-    after, _ = method.server(None, server, aggregate, TASKS[1], KEY)
-    np.testing.assert_array_equal(after.prototypes[2:4], np.full((2, WIDTH), 2.0))
+    mean, valid = unchanged(method, server, TASKS[1]), jnp.array([True, True, False])
+    sent, weight = {"classifier": table}, jnp.array([1.0, 9, 0])
+    aggregate = Aggregate(mean, (), sent, weight, jnp.arange(3), valid)
+    after, _ = main_of(method).server(turn_after(method, server, TASKS[1]), server, aggregate, KEY)
+    np.testing.assert_array_equal(prototypes_of(after)[2:4], np.full((2, WIDTH), 2.0))
 
 
 def test_lora_is_averaged_by_rows_with_a_and_b_apart():  # O13
     method, server = make()
     _, local, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
     upload = finish(method, server, TASKS[1], local, 240)
-    assert int(upload.weight) == 240 and upload.mean.prototypes == ()
-    one, six = (
-        upload.mean._replace(lora=jax.tree.map(lambda x, v=v: jnp.full_like(x, v), upload.mean.lora))
-        for v in (1, 6)
-    )
+    assert int(upload.weight) == 240 and upload.mean.classifier == ()
+    full = lambda value: jax.tree.map(lambda x: jnp.full_like(x, value), upload.mean.adapter)
+    one, six = (upload.mean._replace(adapter=full(value)) for value in (1, 6))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), one, six)
     mean = weighted_mean(stacked, jnp.array([240, 160]), jnp.ones(2, bool))
     after = serve(method, server, TASKS[1], [[[0.0], [0.0]]] * 2, [[None, None]] * 2, mean=mean)
-    for leaf, old in zip(after.lora, server.lora, strict=True):
+    for leaf, old in zip(lora_of(after), lora_of(server), strict=True):
         np.testing.assert_allclose(leaf[1], 3.0, rtol=1e-6)
         np.testing.assert_array_equal(leaf[::2], old[::2])
 
@@ -443,9 +485,9 @@ def test_lora_is_averaged_by_rows_with_a_and_b_apart():  # O13
 def test_prototypes_of_other_tasks_never_change():
     method, server = make()
     after = serve(method, server, TASKS[1], [[[1.0], [2.0]]], [[[1.0], None]])
-    others = jnp.array([0, 1, 4, 5])
-    np.testing.assert_array_equal(after.prototypes[others], server.prototypes[others])
-    assert (after.prototypes[2:4, 0] != server.prototypes[2:4, 0]).all()
+    others, old, new = jnp.array([0, 1, 4, 5]), prototypes_of(server), prototypes_of(after)
+    np.testing.assert_array_equal(new[others], old[others])
+    assert (new[2:4, 0] != old[2:4, 0]).all()
 
 
 # ---- predictions -------------------------------------------------------------------------------------------
@@ -454,10 +496,9 @@ def test_prototypes_of_other_tasks_never_change():
 def predicted_feature(method, server, task):
     """The feature that predictions see of an image of ones, from its distances to prototypes at 0 and at the
     unit vectors."""
-    server = server._replace(
-        prototypes=jnp.concatenate([jnp.zeros((1, WIDTH)), jnp.eye(WIDTH), jnp.zeros((1, WIDTH))])
-    )
-    squared = -np.asarray(method.predict(FROZEN, server, jnp.ones((1, WIDTH)), None, task), np.float64)[0]
+    nothing = jnp.zeros((1, WIDTH))
+    server = with_prototypes(server, jnp.concatenate([nothing, jnp.eye(WIDTH), nothing]))
+    squared = -np.asarray(predict(method, server, task, jnp.ones((1, WIDTH))), np.float64)[0]
     return (squared[0] + 1 - squared[1:5]) / 2
 
 
@@ -465,7 +506,7 @@ def predicted_feature(method, server, task):
 def test_the_evaluated_model_follows_the_global_rule(rule, first, last):
     method, server = make(global_lora=rule, distance="squared", predict_classes="all")
     stop = 3 if rule == "sum" else 1
-    a_q, b_q, a_v, b_v = (np.asarray(x[:stop, 0]).sum(0) for x in server.lora)
+    a_q, b_q, a_v, b_v = (np.asarray(x[:stop, 0]).sum(0) for x in lora_of(server))
     expected = np.ones(WIDTH) @ (np.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
     np.testing.assert_allclose(predicted_feature(method, server, TASKS[2]), expected, atol=1e-4)
 
@@ -474,57 +515,60 @@ def test_products_of_pairs_add_up_in_the_evaluated_model():
     method, server = make(
         global_lora="products", local_lora="products", distance="squared", predict_classes="all"
     )
-    product = sum(np.asarray(b[i, 0]) @ np.asarray(a[i, 0]) * w for a, b, w in
-                  ((server.lora.a_q, server.lora.b_q, 1), (server.lora.a_v, server.lora.b_v, 2)) for i in range(2))  # fmt: skip
+    a_q, b_q, a_v, b_v = (np.asarray(x[:2, 0]) for x in lora_of(server))
+    product = (b_q @ a_q + 2 * b_v @ a_v).sum(0)
     np.testing.assert_allclose(
         predicted_feature(method, server, TASKS[1]), np.ones(WIDTH) @ (np.eye(WIDTH) + product).T, atol=1e-4
     )
 
 
 def test_unseen_classes_never_win_unless_the_release_is_asked_for():
-    method, server = make(tune="none")
-    server = server._replace(prototypes=jnp.zeros((6, WIDTH)).at[:4].set(100.0))
-    logits = method.predict(FROZEN, server, jnp.zeros((2, WIDTH)), None, TASKS[1])
+    method, server = make(adapter="linear")
+    server = with_prototypes(server, jnp.zeros((6, WIDTH)).at[:4].set(100.0))
+    logits = predict(method, server, TASKS[1], jnp.zeros((2, WIDTH)))
     np.testing.assert_array_equal(logits[:, 4:], np.full((2, 2), LOWEST))
     assert (jnp.argmax(logits, -1) < 4).all()
-    released, _ = make("released", tune="none")
-    assert (
-        jnp.argmax(released.predict(FROZEN, server, jnp.zeros((2, WIDTH)), None, TASKS[1]), -1) >= 4
-    ).all()
+    released, _ = make("released", adapter="linear")
+    assert (jnp.argmax(predict(released, server, TASKS[1], jnp.zeros((2, WIDTH))), -1) >= 4).all()
 
 
 # ---- HeadTune ----------------------------------------------------------------------------------------------
 
 
+def opening_of(method):
+    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    return opening
+
+
 def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
-    method, server = make(tune="none", headtune=True)
-    program, tune = method.opening
-    task, data = TASKS[1], [batch([2, 2, 2]), batch([2], seed=7)]
-    broadcast, sums = method.broadcast(server, task), []
+    method, server = make(adapter="linear", headtune=True)
+    opening = opening_of(method)
+    program, task, data = opening.program, TASKS[1], [batch([2, 2, 2]), batch([2], seed=7)]
+    sums, state = [], method.init_client(KEY, server)
     for rows in data:
-        local = program.start(broadcast, (), task, info(), KEY)
-        local, _ = program.phases[0].step(FROZEN, broadcast, local, rows, task, KEY)
-        sums.append(program.finish(broadcast, local, (), task, info(int(rows.mask.sum())))[0].sum)
+        ctx = ctx_of(method, server, task, info(int(rows.mask.sum())), FROZEN)
+        local, _ = program.phases[0].step(ctx, program.start(ctx, state, KEY), rows, KEY)
+        sums.append(program.finish(ctx, local, state)[0].sum)
     assert not program.phases[0].view.augment and program.phases[0].view.epochs == 1
+    assert opening.who == "everyone"
     total = jax.tree.map(lambda *x: sum(x), *sums)
-    after, _ = tune(
-        FROZEN, server, Aggregate((), total, (), jnp.ones(2), jnp.arange(2), jnp.ones(2, bool)), task, KEY
-    )
+    aggregate = Aggregate((), total, {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
+    after, _ = opening.server(turn_after(method, server, task), server, aggregate, KEY)
     means = np.concatenate([data[0].image[:3], data[1].image[:1]]).mean(0)
-    np.testing.assert_allclose(after.prototypes[2], means, rtol=1e-5)
+    np.testing.assert_allclose(prototypes_of(after)[2], means, rtol=1e-5)
     others = jnp.array([0, 1, 3, 4, 5])  # class 3 has no rows
-    np.testing.assert_array_equal(after.prototypes[others], server.prototypes[others])
+    np.testing.assert_array_equal(prototypes_of(after)[others], prototypes_of(server)[others])
 
 
 def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
-    assert make()[0].opening is None
-    method = pilora(resolve(headtune=True), UNEVEN, FORMULA, 1, 8, 1e-2)
-    (start, _, end), reports, _ = play(extra_method(method, method.opening))
-    means = np.stack(
-        [IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)]
-    )  # every B is 0, so that features are images
-    np.testing.assert_allclose(end.prototypes, means, rtol=1e-4, atol=1e-5)
-    toys.same(end.lora, start.lora)
+    assert [each.when for each in make()[0].rounds] == ["round"]
+    method = build(headtune=True, epochs=1, batch_size=8)
+    (start, _, end), reports, _ = play(method, when="opening")
+    # every B is 0, so that features are images
+    means = np.stack([IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)])
+    np.testing.assert_allclose(prototypes_of(end), means, rtol=1e-4, atol=1e-5)
+    toys.same(lora_of(end), lora_of(start))
+    assert [report.participants for report in reports] == [3, 2]
     assert not any(report.rejected for report in reports)
 
 
@@ -536,10 +580,11 @@ def test_padding_classes_send_zeros_and_store_nothing():
     task = UNEVEN_TASKS[1]
     assert task.classes.tolist() == [3, 4, -1]
     before, after, _ = client_step(method, server, task, batch([3, 4, 4]))
-    assert not before.trained.prototypes[2].any() and not after.trained.prototypes[2].any()
-    np.testing.assert_array_equal(before.trained.prototypes[:2], server.prototypes[3:])
+    assert not before.part.classifier[2].any() and not after.part.classifier[2].any()
+    old = prototypes_of(server)
+    np.testing.assert_array_equal(before.part.classifier[:2], old[3:])
     served = serve(method, server, task, [[[1.0], [2.0], [9.0]]], [[[1.0], None, None]])
-    np.testing.assert_array_equal(served.prototypes[:, 0], [*server.prototypes[:3, 0], 1, 2])
+    np.testing.assert_array_equal(prototypes_of(served)[:, 0], [*old[:3, 0], 1, 2])
 
 
 # ---- all of it ---------------------------------------------------------------------------------------------
@@ -560,20 +605,20 @@ def fetch(data, rows, keys, augment):
     return data[0][rows], data[1][rows], None
 
 
-def play(method, deals=DEALS, rounds=1, image=IMAGE, frozen=FROZEN, batches=8, tasks=UNEVEN_TASKS):
+def play(
+    method, deals=DEALS, rounds=1, image=IMAGE, frozen=FROZEN, tasks=UNEVEN_TASKS, when="round", server=None
+):
     """Servers after every task, reports, and the engine."""
-    engine = make_engine(method, fetch, Lanes(), capacity(method.client, deals, 1, batches))
-    server = jax.jit(method.init)(jax.random.key(1), frozen)
-    data, states = (
-        (jnp.asarray(image), jnp.asarray(LABEL, jnp.int32)),
-        init_clients(method, server, 3, jax.random.key(2)),
-    )
+    data = jnp.asarray(image), jnp.asarray(LABEL, jnp.int32)
+    engine = engine_of(method, Lanes(), deals, frozen, data, tasks[0], fetch)
+    first, states = first_state(method, frozen, 1, UNEVEN.clients)
+    server = first if server is None else server
     servers, reports = [server], []
     for task, deal in zip(tasks, deals, strict=True):
         for round_ in range(rounds):
             ids = np.flatnonzero(deal.count)
             server, states, report = run_round(
-                engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3)
+                engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3), when=when
             )
             reports.append(report)
         servers.append(server)
@@ -583,96 +628,91 @@ def play(method, deals=DEALS, rounds=1, image=IMAGE, frozen=FROZEN, batches=8, t
 @pytest.fixture(scope="module")
 def short_run():
     """Two uneven tasks of two rounds; among the clients are one with a single image and one without any."""
-    config = resolve("intended", lora_rank=2, lora_lr=1e-3)
-    method = pilora(config, UNEVEN, FORMULA, epochs=30, batch_size=8, lr=0.03)
+    method = build(epochs=30, batch_size=8, lr=0.03)
     return *play(method, rounds=2), method
 
 
 def test_a_run_learns_and_traces_everything_once(short_run):
     servers, reports, engine, method = short_run
-    assert [report.participants for report in reports] == [3, 3, 2, 2] and not any(
-        r.rejected for r in reports
-    )
+    assert [report.participants for report in reports] == [3, 3, 2, 2]
+    assert not any(report.rejected for report in reports)
     assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
-    logits = jax.jit(method.predict)(FROZEN, servers[-1], jnp.asarray(IMAGE), None, UNEVEN_TASKS[1])
+    logits = predict(method, servers[-1], UNEVEN_TASKS[1], jnp.asarray(IMAGE))
     assert float(np.mean(np.argmax(logits, -1) == LABEL)) > 0.9
     assert set(engine.traces.values()) == {1}
 
 
 def test_a_run_leaves_prototypes_and_pairs_of_other_tasks_exactly_as_they_were(short_run):
     start, first, last = short_run[0]
-    np.testing.assert_array_equal(first.prototypes[3:], start.prototypes[3:])
-    np.testing.assert_array_equal(last.prototypes[:3], first.prototypes[:3])
-    for leaf in ("a_q", "b_q", "a_v", "b_v"):
-        begun, done, end = (np.asarray(getattr(server.lora, leaf)) for server in (start, first, last))
+    np.testing.assert_array_equal(prototypes_of(first)[3:], prototypes_of(start)[3:])
+    np.testing.assert_array_equal(prototypes_of(last)[:3], prototypes_of(first)[:3])
+    for begun, done, end in zip(*map(lora_of, (start, first, last)), strict=True):
+        begun, done, end = map(np.asarray, (begun, done, end))
         np.testing.assert_array_equal(done[1], begun[1])
         np.testing.assert_array_equal(end[0], done[0])
         assert (done[0] != begun[0]).any() and (end[1] != done[1]).any()
 
 
 VARIANTS = {
-    "paper": ("paper", {}), "released": ("released", {}), "products": ("intended", dict(local_lora="products", global_lora="products")),
+    "paper": ("paper", {}),
+    "released": ("released", {}),
+    "products": ("intended", dict(local_lora="products", global_lora="products")),
     "w/o PR": ("intended", dict(wo_reweight=True, schedule="constant")),
     "w/o l_ort": ("intended", dict(wo_orthogonality=True, negatives="seen", lora_blocks=2)),
-    "frozen": ("intended", dict(tune="none")), "fine-tuned": ("intended", dict(tune="all")),
-}  # fmt: skip
+    "frozen": ("intended", dict(adapter="linear")),
+    "fine-tuned": ("intended", dict(adapter="full")),
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_plays_both_tasks_and_stays_finite(name):
     fidelity, fields = VARIANTS[name]
-    method = pilora(resolve(fidelity, lora_rank=2, **fields), UNEVEN, FORMULA, 2, 8, 0.03)
+    method = build(fidelity=fidelity, epochs=2, batch_size=8, lr=0.03, **fields)
     servers, reports, engine = play(method)
     assert not any(report.rejected for report in reports) and set(engine.traces.values()) == {1}
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(servers))
-    assert (servers[2].prototypes != servers[0].prototypes).all()
+    assert (prototypes_of(servers[2]) != prototypes_of(servers[0])).all()
 
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=1, heads=2, mlp=32)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(tune="all")])
+@pytest.mark.parametrize("fields", [{}, dict(adapter="full")])
 def test_a_round_on_a_transformer_changes_exactly_what_is_tuned(fields):
-    method = pilora(resolve(lora_lr=1e-3, **fields), UNEVEN, vit_backbone(TINY), 1, 8, 0.01)
+    method = build(network=vit_network(TINY), epochs=1, batch_size=8, lr=0.01, **fields)
     image = np.random.default_rng(0).normal(size=(60, 8, 8, 3)).astype(np.float32)
-    (start, end), reports, _ = play(
-        method, DEALS[:1], image=image, frozen=init_vit(jax.random.key(1), TINY), tasks=UNEVEN_TASKS[:1]
-    )
+    frozen = Frozen(init_vit(jax.random.key(1), TINY))
+    (start, end), reports, _ = play(method, DEALS[:1], image=image, frozen=frozen, tasks=UNEVEN_TASKS[:1])
     assert np.isfinite(reports[0].metrics["loss"]) and not reports[0].rejected
-    moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), start, end)
-    assert (
-        moved.prototypes
-        and all(jax.tree.leaves((moved.lora, moved.backbone)))
-        and jax.tree.leaves((moved.lora, moved.backbone))
-    )
+    differ = lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b)))
+    moved = jax.tree.leaves(jax.tree.map(differ, start.params, end.params))
+    assert len(moved) == 1 + len(jax.tree.leaves(start.params.adapter)) > 4 and all(moved)
 
 
 def test_one_client_that_holds_all_rows_is_centralised_training():
     """A plain optax loop on unpadded batches, written from the paper's equations, in the second task."""
     epochs, size, rate, lora_rate, task = 2, 8, 0.03, 1e-3, UNEVEN_TASKS[1]
-    method = pilora(resolve(lora_rank=2, lora_lr=lora_rate), UNEVEN, FORMULA, epochs, size, rate)
+    method = build(lora_lr=lora_rate, epochs=epochs, batch_size=size, lr=rate)
     rows = np.flatnonzero(task.current[LABEL])
     alone = toys.make_roster([rows, rows[:0], rows[:0]], LABEL, 5)
-    engine = make_engine(method, fetch, Lanes(), capacity(method.client, [alone], 1, 8))
-    server, key = trained_server(method), jax.random.key(3)
-    data, states = (jnp.asarray(IMAGE), jnp.asarray(LABEL, jnp.int32)), init_clients(method, server, 3, KEY)
-    after, _, _ = run_round(engine, FROZEN, server, states, data, alone, np.array([0]), task, 0, key)
+    server, key, data = trained_server(method), jax.random.key(3), (jnp.asarray(IMAGE), jnp.asarray(LABEL))
+    (_, after), _, _ = play(method, [alone], tasks=[task], server=server)
+    before, pairs = prototypes_of(server), lora_of(server)
 
     def loss(parameters, image, label):
         current, lora = parameters
-        a_q, b_q, a_v, b_v = (old[0, 0] + new[0] for old, new in zip(server.lora, lora, strict=True))
+        a_q, b_q, a_v, b_v = (old[0, 0] + new[0] for old, new in zip(pairs, lora, strict=True))
         feature = image @ (jnp.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
-        prototypes = jnp.concatenate([server.prototypes[:3], current])
+        prototypes = jnp.concatenate([before[:3], current])
         distance = jnp.linalg.norm(feature[:, None] - prototypes, axis=-1) / WIDTH**0.5
         own = distance[jnp.arange(len(label)), label]
         dce = jnp.mean(own + jax.nn.logsumexp(-distance, axis=-1))
         overlap = sum(
-            jnp.abs(old[0, 0] @ new[0].T).sum()
-            for old, new in ((server.lora.a_q, lora.a_q), (server.lora.a_v, lora.a_v))
+            jnp.abs(old[0, 0] @ new[0].T).sum() for old, new in ((pairs.a_q, lora.a_q), (pairs.a_v, lora.a_v))
         )
         return dce + 0.001 * jnp.mean(own) + 0.5 * overlap
 
-    parameters = (server.prototypes[3:], pair_of(server.lora, 1))
+    parameters = (before[3:], pair_of(pairs, 1))
     by_part = optax.partition(
         {"prototypes": optax.adam(rate), "lora": optax.adam(lora_rate)}, ("prototypes", "lora")
     )
@@ -684,5 +724,5 @@ def test_one_client_that_holds_all_rows_is_centralised_training():
             gradient = gradient_of(parameters, data[0][chosen], data[1][chosen])
             update, optimiser = adam.update(gradient, optimiser, parameters)
             parameters = optax.apply_updates(parameters, update)
-    toys.close((after.prototypes[3:], pair_of(after.lora, 1)), parameters, atol=1e-5)
-    assert float(jnp.abs(parameters[0] - server.prototypes[3:]).max()) > rate
+    toys.close((prototypes_of(after)[3:], pair_of(lora_of(after), 1)), parameters, atol=1e-5)
+    assert float(jnp.abs(parameters[0] - before[3:]).max()) > rate

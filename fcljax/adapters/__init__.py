@@ -1,17 +1,14 @@
 """The adapters by name: what a method may train inside a network. One table, written out."""
 
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from fcljax.adapters import full, linear, lora, prompts
 from fcljax.learner import Adapter
 from fcljax.types import Network, Setting
 
 
-Options = TypeVar("Options")
-
-
-class AdapterEntry(NamedTuple, Generic[Options]):
+class AdapterEntry(NamedTuple):
     """How the command line makes an adapter.
 
     options: frozen dataclass of the adapter's own settings; None values are filled from the method's
@@ -20,12 +17,12 @@ class AdapterEntry(NamedTuple, Generic[Options]):
     """
 
     summary: str
-    options: type[Options]
-    build: Callable[[Options, Setting, Network], Adapter]
-    fidelity: dict[str, dict[str, Any]]
+    options: type
+    build: Callable[[Any, Setting, Network], Adapter]
+    fidelity: Mapping[str, Mapping[str, object]]
 
 
-_NONE: dict[str, dict[str, Any]] = {"intended": {}, "paper": {}, "released": {}}
+_NONE: dict[str, dict[str, object]] = {"intended": {}, "paper": {}, "released": {}}
 
 ADAPTERS: dict[str, AdapterEntry] = {
     "linear": AdapterEntry(

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError, Value, choose
 from fcljax.options import check_ranges, check_value, option
 from fcljax.types import PyTree
 
@@ -470,7 +470,7 @@ def _name(options: AggregationOptions) -> str:
     return ", ".join([options.aggregator, *on, *server])
 
 
-def _usual(value: float | int | None, usual: float | int) -> float | int:
+def _usual(value: Value | None, usual: Value) -> Value:
     return usual if value is None else value
 
 
@@ -539,15 +539,15 @@ def _reduce_around(radius, stacked, reference, weight, valid, key):
 
 
 def _at_server(options: AggregationOptions) -> Callable | None:
-    optimiser, noise = _optimiser(options), options.noise_multiplier
+    optimiser, noise, bound = _optimiser(options), options.noise_multiplier, options.clip_norm
     if optimiser is None and noise is None:
         return None
 
     def post(
         mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray
     ) -> tuple[PyTree, PyTree]:
-        if noise is not None:
-            mean = add_noise(mean, noise * options.clip_norm / jnp.maximum(count, 1), key)
+        if noise is not None and bound is not None:
+            mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
         return (mean, state) if optimiser is None else _server_step(optimiser, mean, reference, state)
 
     return post
@@ -592,10 +592,10 @@ def adaptive(step: float, beta: float, adaptivity: float, signed: bool) -> optax
         square = jnp.square(g)
         return v - (1 - SERVER_BETA2) * (square * jnp.sign(v - square) if signed else v - square)
 
-    def update(gradient: PyTree, state: tuple, params: PyTree = None) -> tuple[PyTree, tuple]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
-        m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], gradient)
-        v = jax.tree.map(second, state[1], gradient)
+        m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], updates)
+        v = jax.tree.map(second, state[1], updates)
         return jax.tree.map(lambda m, v: -step * m / (jnp.sqrt(v) + adaptivity), m, v), (m, v)
 
     return optax.GradientTransformation(init, update)

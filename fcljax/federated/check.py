@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fcljax.errors import InputError
 from fcljax.federated.sweep import Fetch, Shapes, example_batch
@@ -61,7 +60,7 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     """
     key, task = jax.eval_shape(lambda: jax.random.key(0)), example.task
     server = _call("init", method.init, key, example.frozen)
-    turn = Turn(example.frozen, task, np.int32(0), np.bool_(False))
+    turn = Turn.on_host(example.frozen, task, 0, False)
     same = lambda name, *args: _alike(name, _call(name, getattr(method, name), turn, server, *args), server)
     same("begin_task", key)
     same("end_task", key)
@@ -87,7 +86,7 @@ def _check_round(
     key: PyTree,
 ) -> Shapes:  # fmt: skip
     program, task = each.program, turn.task
-    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(task.current.shape, np.int32), np.int32(0))
+    info = ClientInfo.example(task.current.shape[0])
     ctx = Ctx(turn.frozen, turn.previous.wire, turn.previous.held, task, info)
     local = _call(f"{where}start", program.start, ctx, state, key)
     if not program.phases:
@@ -100,7 +99,7 @@ def _check_round(
     )
     upload = _check_finish(where, program, ctx, local, state)
     if each.server:
-        _check_server(f"{where}server", each, turn, server, upload, key)
+        _check_server(f"{where}server", each.server, turn, server, upload, key)
     return Shapes(local, upload, metrics)
 
 
@@ -124,7 +123,7 @@ def _check_phase(
 
 def _places(name: str, got: PyTree, size: int | None) -> None:
     """Check that what was returned are whole numbers [size], of any size if None."""
-    whole = jnp.issubdtype(getattr(got, "dtype", None), jnp.integer) and len(got.shape) == 1
+    whole = hasattr(got, "dtype") and jnp.issubdtype(got.dtype, jnp.integer) and len(got.shape) == 1
     if not whole or (size is not None and got.shape != (size,)):
         raise _wrong(name, got, f"whole numbers [{'M' if size is None else size}]")
 
@@ -134,41 +133,45 @@ def _check_finish(where: str, program: Program, ctx: Ctx, local, state) -> Uploa
     upload, new = _pair(name, _call(name, program.finish, ctx, local, state), "(Upload, client state)")
     if not isinstance(upload, Upload):
         raise _wrong(name, upload, "an Upload as the first of two")
-    if upload.weight.shape:
+    if getattr(upload.weight, "shape", ()):
         raise _wrong(f"{name}, weight,", upload.weight, "a scalar")
     _alike(name, new, state)
-    # a weight is held in float32, however it comes
-    upload = upload._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
-    if program.receive:
-        receive = lambda *args: _with_weight(program.receive(*args))
-        _alike(f"{where}receive", _call(f"{where}receive", receive, ctx, upload), upload)
+    upload = jax.eval_shape(_with_weight, upload)
+    receive = program.receive
+    if receive:
+        weighed = lambda *args: _with_weight(receive(*args))
+        _alike(f"{where}receive", _call(f"{where}receive", weighed, ctx, upload), upload)
     return upload
 
 
 def _with_weight(upload: PyTree) -> PyTree:
-    """The upload with its weight in float32."""
+    """The upload with its weight in float32, in which it is held however it comes."""
     if not isinstance(upload, Upload):
         return upload
     return upload._replace(weight=jnp.asarray(upload.weight, jnp.float32))
 
 
-def _check_server(name: str, each: Round, turn: Turn, server, upload: Upload, key) -> None:
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), upload.gather)
-    aggregate = Aggregate(
-        upload.mean, upload.sum, stacked, np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool)
-    )  # fmt: skip
-    result = _pair(name, _call(name, each.server, turn, server, aggregate, key), "(server, metrics)")
+def _check_server(name: str, function: Callable, turn: Turn, server, upload: Upload, key) -> None:
+    aggregate = jax.eval_shape(_of_one, upload)
+    result = _pair(name, _call(name, function, turn, server, aggregate, key), "(server, metrics)")
     _alike(name, result[0], server)
     _weighted(name, result[1])
 
 
+def _of_one(upload: Upload) -> Aggregate:
+    """What the server sees of one client."""
+    gather, zero = jax.tree.map(lambda x: x[None], upload.gather), jnp.zeros(1, jnp.int32)
+    return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
+
+
 def _check_predictions(method: Method, turn: Turn, server, state, fetch: Fetch, example: Example) -> None:
-    row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    image, _, query = jax.eval_shape(
-        lambda data: fetch(data, jnp.zeros(1, jnp.int32), jax.random.split(jax.random.key(0), 1), False),
-        example.data,
-    )
-    batch = Batch(image, row, jax.ShapeDtypeStruct((1,), bool), row, query)
+
+    def one_row(data: PyTree) -> Batch:
+        row = jnp.zeros(1, jnp.int32)
+        image, _, query = fetch(data, row, jax.random.split(jax.random.key(0), 1), False)
+        return Batch(image, row, row == 0, row, query)
+
+    batch = jax.eval_shape(one_row, example.data)
     expected = (1, *turn.task.current.shape)
     results = {"predict": (turn, server, batch), "predict_client": (turn, server, state, batch)}
     for name, args in results.items():

@@ -197,12 +197,10 @@ def _player(
     def close(accumulator, states, carry, chunk):
         return close_chunk(accumulator, states, carry, chunk, capacity)
 
-    def whole(*args):
-        return play_on_mesh(program, shapes, *args, fetch=fetch, lanes=lanes, capacity=capacity, mesh=mesh)
-
-    def serve(turn, server, accumulator, key):
-        return _serve(each, shapes, turn, server, accumulator, key)
-
+    whole = mesh and functools.partial(
+        play_on_mesh, program, shapes, fetch=fetch, lanes=lanes, capacity=capacity, mesh=mesh
+    )
+    serve = functools.partial(_serve, each.server, shapes) if each.server else None
     sweeps = [
         jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=1)
         for i in range(len(program.phases))
@@ -212,8 +210,8 @@ def _player(
         memory=jit(f"{name} memory", memory) if program.memory else None,
         open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)),
-        whole=jit(name, whole, donate_argnums=(1, 2)) if mesh else None,
-        server=jit(f"{name} server", serve) if each.server else None,
+        whole=jit(name, whole, donate_argnums=(1, 2)) if whole else None,
+        server=jit(f"{name} server", serve) if serve else None,
     )  # fmt: skip
 
 
@@ -461,7 +459,7 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
 
 
 def _serve(
-    each: Round, shapes: Shapes, turn: Turn, server: PyTree, acc: Accumulator, key: PRNGKeyArray
+    function: Callable, shapes: Shapes, turn: Turn, server: PyTree, acc: Accumulator, key: PRNGKeyArray
 ) -> tuple[PyTree, Metrics, Array]:
     """Close the round: the aggregate, then the method's server part. With no valid upload, or with a result
     that is not finite, the server's state stays; the latter is told."""
@@ -469,7 +467,7 @@ def _serve(
     mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
     mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
     aggregate = Aggregate(mean, added, acc.gather, acc.weight, acc.id, acc.valid)
-    new, metrics = each.server(turn, server, aggregate, jax.random.fold_in(key, 0))
+    new, metrics = function(turn, server, aggregate, jax.random.fold_in(key, 0))
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(acc.valid & (acc.weight > 0))
     refused = anyone & _spoiled(new, server)

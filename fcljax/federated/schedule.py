@@ -28,6 +28,7 @@ class Roster(NamedTuple):
     task: Task | None = None  # each client's own task, leaves [K, ...]; None: all have the round's
 
     @property
+    # pyrefly: ignore[bad-override]  # of what a tuple counts nothing is meant here
     def count(self) -> Int[np.ndarray, " K"]:
         """Rows per client."""
         return np.diff(self.offset)

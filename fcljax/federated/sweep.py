@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -91,8 +92,8 @@ class Past(NamedTuple):
     `data` they are. Without `Program.memory` both are empty."""
 
     data: PyTree
-    ids: Int[Array, "S M"]
-    places: Int[Array, "S M"]
+    ids: Int[Array | np.ndarray, "S M"]
+    places: Int[Array | np.ndarray, "S M"]
 
 
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
@@ -137,7 +138,8 @@ def _receive(
 ) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
     negative weight, get weight 0 and are counted."""
-    weight, valid, rejected = finite_guard(upload, upload.weight, end)
+    sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape)
+    weight, valid, rejected = finite_guard(upload._replace(weight=sent), sent, end)
     position = jnp.where(valid, chunk.position[slot], acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
     return acc._replace(
@@ -259,7 +261,7 @@ def sweep(
         ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
         batch = _read(fetch, phase.view.augment, data, rows, place, mask, jax.random.fold_in(key, 0))
         if phase.recall:
-            batch = join(batch, _recalled(fetch, phase, ctx, past, slot, local, step_key))
+            batch = join(batch, _recalled(fetch, phase.recall, ctx, past, slot, local, step_key))
         new, metrics = phase.step(ctx, local, batch, step_key)
         return select(active, new, local), {k: _countable(value, active) for k, value in metrics.items()}
 
@@ -275,8 +277,8 @@ def sweep(
         carry = carry._replace(local=local, accumulator=accumulator)
         return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
 
-    # The trip count is data, so one trace serves rounds of any length.
-    return jax.lax.fori_loop(*ticks, tick, carry)
+    first, last = ticks  # the trip count is data, so one trace serves rounds of any length
+    return jax.lax.fori_loop(first, last, tick, carry)
 
 
 def _begin(program: Program, index: int, call: Call, each: Callable, slot, start, carry: Carry) -> PyTree:
@@ -303,8 +305,6 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
         return program.receive(ctx, upload) if program.receive else upload, new
 
     upload, new = each(one)(slot, carry.local)
-    weight = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape)
-    upload = upload._replace(weight=weight)
     accumulator, valid = _receive(carry.accumulator, upload, call.chunk, slot, end)
     there = jnp.where(valid, slot, slots)
     states = jax.tree.map(put(there), carry.states, new)
@@ -359,7 +359,7 @@ def _row_order(phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray) -> Int
     def shuffled(epoch):
         draw_key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 2), index), epoch)
         draw = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(draw_key, row)))(chunk.rows)
-        return jax.lax.sort((chunk.slot_of_row, draw, position), num_keys=2)[2]
+        return jax.lax.sort((jnp.asarray(chunk.slot_of_row), draw, position), num_keys=2)[2]
 
     if not phase.view.shuffle:
         return jnp.broadcast_to(position, (phase.view.epochs, position.shape[0]))
@@ -377,10 +377,10 @@ def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Arra
     return chunk.rows[position], mask
 
 
-def _recalled(fetch: Fetch, phase: Phase, ctx: Ctx, past: Past, slot, local, key) -> Batch:
+def _recalled(fetch: Fetch, recall: Callable, ctx: Ctx, past: Past, slot, local, key) -> Batch:
     """The rows of its past that the client chooses for this step, under the clean view; places outside of
     its memory are padding."""
-    choice, size = phase.recall(ctx, local, key), past.ids.shape[1]
+    choice, size = recall(ctx, local, key), past.ids.shape[1]
     ids, places = (rows[slot, jnp.clip(choice, 0, size - 1)] for rows in (past.ids, past.places))
     return _read(fetch, False, past.data, ids, places, (choice >= 0) & (choice < size) & (ids >= 0), key)
 
@@ -388,8 +388,9 @@ def _recalled(fetch: Fetch, phase: Phase, ctx: Ctx, past: Past, slot, local, key
 def join(batch: Batch, other: Batch) -> Batch:
     """Both batches as one, with cached features if both have them."""
     both = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
-    known = batch.query is not None and other.query is not None
-    return Batch(*both, query=jnp.concatenate([batch.query, other.query]) if known else None)
+    if batch.query is None or other.query is None:
+        return Batch(*both)
+    return Batch(*both, query=jnp.concatenate([batch.query, other.query]))
 
 
 def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key) -> Batch:
@@ -413,7 +414,7 @@ def ctx_of(call: Call, slot) -> Ctx:
     """What the client in a slot may read."""
     chunk = call.chunk
     task = call.task if chunk.task is None else _at(chunk.task, slot)
-    info = ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], chunk.round)
+    info = ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], jnp.asarray(chunk.round))
     return Ctx(call.frozen, call.broadcast.wire, call.broadcast.held, task, info)
 
 

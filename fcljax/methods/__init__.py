@@ -6,22 +6,20 @@ A method from outside the package is a file or module that holds a `MethodEntry`
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.federate import Kit
 from fcljax.methods import ewc, fedavg, fedclm, fedncm, fppl, icarl, lwf, pilora
 from fcljax.types import Method
 
-
-Options = TypeVar("Options")
 Loaded = TypeVar("Loaded")
 
 
-class MethodEntry(NamedTuple, Generic[Options]):
+class MethodEntry(NamedTuple):
     """How the command line makes a method.
 
     options: frozen dataclass of the method's own settings; None values are filled from `fidelity`.
@@ -37,13 +35,13 @@ class MethodEntry(NamedTuple, Generic[Options]):
     """
 
     summary: str
-    options: type[Options]
-    build: Callable[[Options, Kit], Method]
+    options: type
+    build: Callable[[Any, Kit], Method]
     adapter: str
-    fidelity: dict[str, dict[str, Any]] = {}
-    defaults: dict[str, Any] = {}
-    options_with: dict[str, type[Options]] = {}
-    excludes: dict[str, str] = {}
+    fidelity: Mapping[str, Mapping[str, object]] = {}
+    defaults: Mapping[str, object] = {}
+    options_with: Mapping[str, type] = {}
+    excludes: Mapping[str, str] = {}
     merges: str = ""
     joint: bool = False
 

@@ -25,7 +25,6 @@ from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entro
 from fcljax.options import option, resolved
 from fcljax.types import Aggregate, Method, Task, Turn, View, Weighted
 
-
 Average = Literal["holders", "batch"]
 
 

@@ -8,7 +8,7 @@ paper and release differ, a field of `PiloraOptions` or of the adapter says whic
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from fcljax.models.prototypes import Distance, class_means, pl_loss
 from fcljax.models.vit import Lora
 from fcljax.options import option, resolved
 from fcljax.types import Aggregate, Method, Turn, View
-
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 
@@ -59,7 +58,7 @@ class PiloraLoraOptions(PiloraOptions):
     l1_weight: float | None = None  # of the sum of |A|
 
 
-FIDELITY: dict[str, dict[str, Any]] = {
+FIDELITY: dict[str, dict[str, str | float]] = {
     "intended": dict(
         distance="sqrt_scaled", negatives="all", predict_classes="seen", l1_weight=0.0, local_lora="sum",
         global_lora="sum", lora_init="kaiming_uniform", schedule="cosine", mean_features="trajectory",

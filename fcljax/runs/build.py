@@ -28,6 +28,7 @@ from fcljax.methods import find_method
 from fcljax.models.mae import decode
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained
+from fcljax.options import resolved
 from fcljax.runs.inputs import (
     Inputs,
     fetch,
@@ -97,14 +98,14 @@ def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Net
     Raises:
       InputError: for options that it cannot honour.
     """
-    entry = find_method(method_name)
-    adapter_entry = ADAPTERS[cfg.adapter]
+    entry, adapter_name = find_method(method_name), resolved(cfg.adapter)
+    adapter_entry = ADAPTERS[adapter_name]
     adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), setting, network)
     aggregation = make_aggregation(config.part(AggregationOptions, cfg))
     terms = (prox(cfg.prox_weight),) if cfg.prox_weight else ()
     terms += (norm_bound(cfg.norm_bound),) if cfg.norm_bound is not None else ()
     kit = Kit(setting, network, adapter, make_train(cfg), aggregation, terms)
-    options = entry.options_with.get(cfg.adapter, entry.options)
+    options = entry.options_with.get(adapter_name, entry.options)
     method = entry.build(config.part(options, cfg), kit)
     if method.aggregation != aggregation.name:
         raise InputError(

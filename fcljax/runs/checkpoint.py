@@ -73,7 +73,7 @@ def latest(manager: ocp.CheckpointManager, template: PyTree) -> Snapshot | None:
         raise InputError(
             f"resume: checkpoint {step} in {str(manager.directory)!r} cannot be read: {_line(error)}"
         ) from error
-    return Snapshot(step, jax.tree.map(jax.numpy.asarray, restored.state), restored.records)
+    return Snapshot(step, jax.tree.map(jax.numpy.asarray, restored["state"]), restored["records"])
 
 
 def _unwritable(manager: ocp.CheckpointManager, error: Exception) -> InputError:

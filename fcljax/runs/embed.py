@@ -67,7 +67,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")
     tell(inputs, console)
     dataset, start = inputs.dataset, time.perf_counter()
-    labels = [label.astype(np.int64) for label in (dataset.y_train, dataset.y_test)]
+    labels = (dataset.y_train.astype(np.int64), dataset.y_test.astype(np.int64))
     with _progress(console) as progress:
         bar = progress.add_task("images", total=sum(map(len, labels)))
         features = _features(cfg, inputs, labels, lambda rows: progress.update(bar, advance=rows))
@@ -79,7 +79,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         "class_names": np.array(dataset.class_names),
     }
     head = inputs.backbone.head
-    if cfg.keep_head:
+    if cfg.keep_head and head is not None:
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
     with atomic(out) as temporary:
         np.savez(temporary, **arrays)
@@ -98,7 +98,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
 
 
 def _features(
-    cfg: EmbedConfig, inputs: Inputs, labels: list[np.ndarray], advance: Callable[[int], None]
+    cfg: EmbedConfig, inputs: Inputs, labels: tuple[np.ndarray, np.ndarray], advance: Callable[[int], None]
 ) -> list[np.ndarray]:
     compute = frozen_features(inputs, cfg.eval_batch_size, advance)
     splits = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)

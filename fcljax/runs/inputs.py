@@ -27,6 +27,7 @@ from fcljax.features import make_features
 from fcljax.files import atomic
 from fcljax.models.vit import VITS, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
+from fcljax.options import resolved
 from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
@@ -64,7 +65,7 @@ def load_inputs(cfg: InputConfig) -> Inputs:
     if cfg.normalise == "checkpoint":
         preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
     elif cfg.normalise != "release":
-        preprocess = preprocess.with_pixels(*NORMALISE[cfg.normalise])
+        preprocess = preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
     return Inputs(backbone, dataset, preprocess, dataset.augment if cfg.augment is None else cfg.augment)
 
 
@@ -107,7 +108,8 @@ def fetch(preprocess: Preprocess, augments: bool, split: Split, rows: Array, key
     return clean_view(preprocess, mine.image, mine.size), mine.label, mine.query
 
 
-def _take(split: Split, rows: Array) -> Split:
+def _take(split: Split, rows: Array) -> PyTree:
+    """A split of these rows, of jax's arrays alone."""
     # The barrier keeps XLA from fusing the gather with what follows. Without it the arithmetic after it would
     # be compiled another way for arrays of another length, and images on the host would not give the bits of
     # resident ones.

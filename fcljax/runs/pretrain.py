@@ -14,7 +14,7 @@ fixed: with the class means of the training digits, 97.8% of the test digits of 
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple

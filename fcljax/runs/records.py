@@ -52,7 +52,7 @@ class Records:
 
 def record(records: Records, t: int, r: int, done: RoundReport, row: list[float] | None) -> dict[str, Any]:
     """Add one round to the history; `row` holds accuracies per task where the round was evaluated."""
-    line = {"task": t, "round": r, **done.metrics, "participants": done.participants}
+    line: dict[str, Any] = {"task": t, "round": r, **done.metrics, "participants": done.participants}
     line |= {"rejected": done.rejected, "refused": done.refused, "slot_efficiency": done.slot_efficiency}
     if row is not None:
         line["accuracy"] = row
@@ -85,9 +85,9 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
-    def _heard(self, event: str, seconds: float, **_: object) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
-            self.compiling += seconds
+            self.compiling += duration_secs
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
@@ -113,8 +113,8 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def shown(records: Records) -> dict[str, str]:
-    """What the progress bar says of the last round."""
+def shown(records: Records) -> dict[str, Any]:
+    """What the progress bar says of the last round, as fields of its task."""
     last = records.rounds[-1] if records.rounds else {}
     accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
     return {

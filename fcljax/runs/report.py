@@ -6,7 +6,7 @@ a temporary name in its folder and then renamed, so a reader never meets half a 
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ SUMMARY_FIELDS = {
 }
 
 
-def write_json(path: str | Path, obj: Any) -> None:
+def write_json(path: str | Path, obj: object) -> None:
     """Write `obj` as strict JSON: NaN and infinity are null, arrays lists, named tuples and mappings objects.
 
     Raises:
@@ -140,7 +140,10 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
     return table, accuracy_curve(out, middle, spread)
 
 
-def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any] | None = None) -> Path:
+Series = Mapping[str, Sequence | np.ndarray]
+
+
+def accuracy_curve(path: str | Path, runs: Series, spread: Series | None = None) -> Path:
     """A_t over tasks, one line per run, as a PNG.
 
     Args:
@@ -172,7 +175,7 @@ def accuracy_curve(path: str | Path, runs: dict[str, Any], spread: dict[str, Any
     return _save(path, figure)
 
 
-def accuracy_matrix(path: str | Path, matrix: Any) -> Path:
+def accuracy_matrix(path: str | Path, matrix: Sequence | np.ndarray) -> Path:
     """The accuracy matrix [T, T] as a heat map PNG, with numbers up to 12 tasks.
 
     It holds fractions, and NaN or None above the diagonal.
@@ -243,7 +246,7 @@ def contact_sheet(
     """
     columns = max(map(len, images))
     figure = _figure(0.8 * columns + 0.2, len(images) + 0.2)
-    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.0, hspace=0.0)
+    figure.set_layout_engine("constrained", w_pad=0.02, h_pad=0.02, wspace=0.0, hspace=0.0)
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, name, cells in zip(images, names, grid, strict=True):
         for axes in cells:
@@ -302,7 +305,7 @@ def _save(path: str | Path, figure: Figure) -> Path:
     return path
 
 
-def _plain(obj: Any) -> Any:
+def _plain(obj: object) -> object:
     if hasattr(obj, "_asdict"):
         obj = obj._asdict()
     if hasattr(obj, "tolist"):  # numpy and jax arrays and scalars
@@ -316,7 +319,7 @@ def _plain(obj: Any) -> Any:
     return str(obj) if isinstance(obj, Path) else obj
 
 
-def _missing(summary: Any) -> list[str]:
+def _missing(summary: object) -> list[str]:
     if not isinstance(summary, dict):
         return ["every field: it is not a JSON object"]
     missing = [name for name in SUMMARY_FIELDS if name not in summary]
@@ -362,7 +365,7 @@ def _label(run: dict[str, Any]) -> str:
     return " ".join(filter(None, (run["method"], run.get("variant", ""))))
 
 
-def _short(setting: Any) -> str:
+def _short(setting: object) -> str:
     """A setting without the folders of a path."""
     return str(setting).rsplit("/", 1)[-1]
 

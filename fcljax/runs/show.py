@@ -1,8 +1,8 @@
 """`fcljax data show`: what a data set looks like, and who would hold it."""
 
 import dataclasses
+import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class ShowConfig(DealConfig):
     out: str | None = None  # folder for the two PNG files; default: the current one
 
 
-def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
+def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
     """Draw images of the first classes, and the client-by-class chart of the chosen partition.
 
     They go to images.png and classes.png; of a redrawn population the first round of each task is drawn.
@@ -44,9 +44,8 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, Any]]:
     classes = len(dataset.class_names)
     dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
     held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
-    counts = sum(
-        count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes) for rows, offset in held
-    )
+    count = lambda rows, offset: count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes)
+    counts = functools.reduce(np.add, (count(rows, offset) for rows, offset in held))
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]

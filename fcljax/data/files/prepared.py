@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ def build(
     listing: Listing,
     geometry: Geometry,
     *,
-    facts: dict[str, Any],
+    facts: Mapping[str, object],
     skip_corrupt: bool = False,
     force: bool = False,
     console: Console | None = None,
@@ -262,7 +262,12 @@ def _move(folder: Path, target: Path, force: bool) -> None:
 
 
 def _write(
-    folder: Path, listing: Listing, geometry: Geometry, facts: dict, skip_corrupt: bool, console: Console
+    folder: Path,
+    listing: Listing,
+    geometry: Geometry,
+    facts: Mapping[str, object],
+    skip_corrupt: bool,
+    console: Console,
 ) -> None:
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -213,7 +212,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         return {name: _array(file, name) for name in file.files}
 
 
-def _array(file: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+def _array(file: Any, name: str) -> np.ndarray:
     """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
     member = name if name in file.zip.namelist() else f"{name}.npy"
     with file.zip.open(member) as stream:
