@@ -1,5 +1,6 @@
 """One micro federation for tests of methods and of their parts: a tiny ViT, five classes in two tasks, four
-clients of which one has no rows. And one client's work without an engine, for numbers derived by hand."""
+clients of which one has no rows. And the same work without an engine, on a network that is a formula, for
+numbers derived by hand."""
 
 import functools
 
@@ -16,7 +17,7 @@ from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacities
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs.build import make_method
-from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Frozen, Setting, Turn
+from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Network, Setting, Turn
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 # the second task has two classes and a padding class
@@ -140,3 +141,80 @@ def aggregate_of(uploads, ids, valid, places):
     ids, valid = jnp.asarray([*ids, *[places] * pad]), jnp.asarray([*valid, *[False] * pad])
     weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
     return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
+
+
+# ---- whole rounds on a formula -----------------------------------------------------------------------------
+
+WIDTH = 4
+SCALE = Frozen({"scale": jnp.ones(WIDTH)})
+TASKS = jax.tree.map(jnp.asarray, STREAM)
+
+
+def formula(params, image, injection):
+    """The scaled image, plus its LoRA updates and the mean prompt of every block."""
+    x = image * params["scale"]
+    if injection is None:
+        return x
+    pairs = sum(x @ m.a_q.T @ m.b_q.T + 2 * x @ m.a_v.T @ m.b_v.T for m in injection.lora.values())
+    return x + pairs + sum(prompt.mean(-2) for prompt in injection.prompt.values())
+
+
+def _apply(params, stats, image, injection, train):
+    return Features(formula(params, image, injection), None, {}), stats
+
+
+FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, (WIDTH,))
+
+
+def main_of(method):
+    """What is played in every round of a task."""
+    (main,) = [each for each in method.rounds if each.when == "round"]
+    return main
+
+
+def train(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
+    """A client that takes a step on each of the batches: what it could read, and how it ends."""
+    program, rows = main_of(method).program, sum(int(batch.mask.sum()) for batch in batches)
+    ctx = ctx_of(method, server, task, info_of(SETTING.classes, rows, id_, round_), SCALE)
+    state = method.init_client(key, server) if state is None else state
+    local = compiled(program.start)(ctx, state, key)
+    for batch in batches:
+        local, _ = compiled(program.phases[0].step)(ctx, local, batch, key)
+    return ctx, local
+
+
+def client_round(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
+    """A client that trains on the batches and looks at them again: its upload as it arrives, its state."""
+    program = main_of(method).program
+    state = method.init_client(key, server) if state is None else state
+    ctx, local = train(method, server, task, batches, state, id_, round_, key)
+    for phase in program.phases[1:]:
+        for batch in batches:
+            local, _ = compiled(phase.step)(ctx, local, batch, key)
+    upload, state = compiled(program.finish)(ctx, local, state)
+    return compiled(program.receive)(ctx, upload) if program.receive else upload, state
+
+
+def server_round(method, server, task, aggregate, round_=0, key=KEY):
+    """The server after it got these uploads, and its metrics."""
+    now = turn_of(task, round_, frozen=SCALE)
+    turn = now._replace(previous=method.broadcast(now, server))
+    return compiled(main_of(method).server)(turn, server, aggregate, key)
+
+
+def by_hand(method, rounds=1):
+    """The server after so many rounds of both tasks, with two clients of two batches each."""
+    server, ids = compiled(method.init)(KEY, SCALE), (0, 2)
+    states = {i: method.init_client(jax.random.fold_in(KEY, i), server) for i in ids}
+    for task in TASKS:
+        own = [int(label) for label in task.classes if label >= 0]
+        server = compiled(method.begin_task)(turn_of(task, frozen=SCALE), server, KEY)
+        for round_ in range(rounds):
+            uploads = []
+            for i in ids:
+                batches = [rows_of([*own, own[i // 2]][:4], 3 * i), rows_of(own[: i + 1], 3 * i + 1)]
+                upload, states[i] = client_round(method, server, task, batches, states[i], i, round_)
+                uploads.append(upload)
+            aggregate = aggregate_of(uploads, ids, [True, True], SETTING.clients)
+            server, _ = server_round(method, server, task, aggregate, round_)
+    return server

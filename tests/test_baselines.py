@@ -8,41 +8,65 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
-from small_runs import COMMON
-from test_conformance import DATA, DEALS, FROZEN, LABEL, SETTING, STREAM, TINY, federation, history
-
-from fcljax import cli
-from fcljax.federated.communication import num_bytes
-from fcljax.methods.ewc import Anchor, consolidate
-from fcljax.methods.fedncm import Sums, mean_logits
-from fcljax.methods.finetune import (
-    FinetuneConfig,
-    Local,
-    Recipe,
-    Tuned,
-    features,
-    init_tuned,
-    logits_of,
-    train_step,
+from micro import (
+    DATA,
+    DEALS,
+    FROZEN,
+    LABEL,
+    NETWORK,
+    SETTING,
+    STREAM,
+    TINY,
+    ctx_of,
+    engine_of,
+    info_of,
+    method_of,
+    resolved,
 )
-from fcljax.methods.icarl import Exemplars, draw, join, keep_highest
+from small_runs import COMMON
+from test_conformance import federation, history
+
+from fcljax import cli, config
+from fcljax.adapters import ADAPTERS
+from fcljax.federate import Wire
+from fcljax.federated.communication import num_bytes
+from fcljax.federated.engine import Lanes, run_round
+from fcljax.learner import Model, learner
+from fcljax.methods.ewc import Anchor, consolidate
+from fcljax.methods.icarl import Exemplars, draw, keep_highest
 from fcljax.methods.lwf import Teacher, first_model_of_task
+from fcljax.models.classifiers import Sums, linear, mean_logits
 from fcljax.models.heads import distillation
-from fcljax.models.vit import apply_vit, vit_backbone
-from fcljax.types import Batch, Broadcast
+from fcljax.models.vit import apply_vit
+from fcljax.types import Batch, Ctx, Weighted
 
 KEY = jax.random.key(0)
-RECIPE = Recipe(FinetuneConfig(), SETTING, vit_backbone(TINY), 1, 4, 1e-3)
+PAIR = ADAPTERS["lora"].build(
+    config.part(ADAPTERS["lora"].options, resolved("joint", lora_blocks=2)), SETTING, NETWORK
+)
+LEARNER = learner(NETWORK, PAIR, linear(TINY.width, SETTING.classes))
 
 
 @pytest.fixture(scope="module")
 def tuned():
-    return init_tuned(RECIPE, KEY)
+    """A fresh pair and a classifier."""
+    return LEARNER.init(KEY, FROZEN)
 
 
 def batch_of(rows):
     rows = np.asarray(rows)
     return Batch(DATA.image[rows], DATA.label[rows], jnp.ones(len(rows), bool), jnp.asarray(rows, jnp.int32))
+
+
+def output_of(params, rows):
+    """Features and logits of these rows."""
+    task = STREAM[0]
+    return LEARNER.forward(FROZEN, params, LEARNER.part(params, task), batch_of(rows), task, False)
+
+
+def in_task(task, part=None):
+    """What a client can read that starts on this part."""
+    return Ctx(FROZEN, Wire(part, {}), (), task, info_of(SETTING.classes))
 
 
 # ---- distillation ------------------------------------------------------------------------------------------
@@ -80,24 +104,25 @@ def test_the_teacher_gets_no_gradient():
 
 
 def test_a_new_pair_changes_nothing_yet(tuned):
-    image = DATA.image[:3]
-    np.testing.assert_allclose(
-        features(RECIPE, FROZEN, tuned, image), apply_vit(TINY, FROZEN, image).cls, atol=1e-6
-    )
+    plain = apply_vit(TINY, FROZEN.network, DATA.image[:3]).cls
+    np.testing.assert_allclose(output_of(tuned, np.arange(3)).feature, plain, atol=1e-6)
 
 
-def test_head_and_pair_have_rates_of_their_own(tuned):
+def test_head_and_pair_have_rates_of_their_own():
     """Adam's first step has the size of the rate, wherever there is a gradient."""
-    recipe = RECIPE._replace(config=FinetuneConfig(lora_lr=1e-2), lr=1e-4)
-    start = Local(tuned, recipe.adam.init(tuned), ())
-    after, _ = jax.jit(train_step(recipe))(FROZEN, None, start, batch_of([1, 2, 5]), STREAM[0], KEY)
+    method = method_of("joint", lora_lr=1e-2, lr=1e-4, lora_blocks=2)
+    server, (main,) = method.init(KEY, FROZEN), method.rounds
+    ctx = ctx_of(method, server, STREAM[0], info_of(SETTING.classes, 3), FROZEN)
+    before = main.program.start(ctx, (), KEY)
+    after, _ = jax.jit(main.program.phases[0].step)(ctx, before, batch_of([1, 2, 5]), KEY)
+    (pair, head, _), (old_pair, old_head, _) = after.part, before.part
     largest = lambda new, old: max(
         float(jnp.max(jnp.abs(a - b)))
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     )
-    assert largest(after.tuned.lora, tuned.lora) == pytest.approx(1e-2, rel=1e-2)
-    assert largest(after.tuned.head, tuned.head) == pytest.approx(1e-4, rel=1e-2)
-    moved = np.abs(np.asarray(after.tuned.head.bias - tuned.head.bias)) > 0
+    assert largest(pair, old_pair) == pytest.approx(1e-2, rel=1e-2)
+    assert largest(head, old_head) == pytest.approx(1e-4, rel=1e-2)
+    moved = np.abs(np.asarray(head.bias - old_head.bias)) > 0
     assert moved.tolist() == STREAM[0].current.tolist()  # classes of other tasks have no gradient
 
 
@@ -105,29 +130,29 @@ def test_head_and_pair_have_rates_of_their_own(tuned):
 
 
 def test_the_anchor_is_merged_when_a_later_task_begins_and_only_then():
-    one = lambda value: Tuned(jnp.full(2, value), jnp.full(1, value))
+    one = lambda value: Model(jnp.full(2, value), jnp.full(1, value))
     state = Anchor(one(0.0), one(4.0), one(7.0), one(8.0), jnp.float32(0.25), jnp.int32(0))
-    same_task = consolidate(None, state, STREAM[0], None, None).anchor
-    assert (float(same_task.tuned.lora[0]), float(same_task.fisher.lora[0])) == (0, 4)
-    later = consolidate(None, state, STREAM[1], None, None).anchor
-    assert (float(later.tuned.lora[0]), float(later.fisher.lora[0])) == (7, 0.25 * 4 + 0.75 * 8)
+    same_task = consolidate(in_task(STREAM[0]), state, KEY).anchor
+    assert (float(same_task.part.adapter[0]), float(same_task.fisher.adapter[0])) == (0, 4)
+    later = consolidate(in_task(STREAM[1]), state, KEY).anchor
+    assert (float(later.part.adapter[0]), float(later.fisher.adapter[0])) == (7, 0.25 * 4 + 0.75 * 8)
 
 
 def test_a_client_without_a_past_has_no_penalty_and_later_its_fisher_is_positive_and_limited():
-    states = history("ewc")[1][1]  # after the first task
+    (states,) = history("ewc")[1][1]  # after the first task
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(states.fisher))
-    states = history("ewc")[3][1]
+    (states,) = history("ewc")[3][1]
     for client in (0, 2, 3):
         leaves = [np.asarray(leaf[client]) for leaf in jax.tree.leaves(states.fisher)]
         assert max(leaf.max() for leaf in leaves) > 0 and min(leaf.min() for leaf in leaves) >= 0
         assert max(leaf.max() for leaf in leaves) <= 1e-4 * (1 + 1e-6)
-    assert all(
-        np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher)
-    )  # client 1 has no rows
+    # client 1 has no rows
+    assert all(np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher))
 
 
 def test_anchors_of_different_clients_differ():
-    anchor = history("ewc")[3][1].tuned.head.kernel
+    (states,) = history("ewc")[3][1]
+    anchor = states.part.classifier.kernel
     assert np.abs(np.asarray(anchor[0] - anchor[2])).max() > 0
 
 
@@ -136,30 +161,27 @@ def test_anchors_of_different_clients_differ():
 
 def test_a_teacher_is_taken_once_a_task(tuned):
     newer = jax.tree.map(lambda x: x + 1, tuned)
-    first = first_model_of_task(Broadcast(tuned), Teacher(newer, jnp.int32(-1)), STREAM[0], None, None)
-    again = first_model_of_task(Broadcast(newer), first, STREAM[0], None, None)
-    later = first_model_of_task(Broadcast(newer), again, STREAM[1], None, None)
+    first = first_model_of_task(in_task(STREAM[0], tuned), Teacher(newer, jnp.int32(-1)), KEY)
+    again = first_model_of_task(in_task(STREAM[0], newer), first, KEY)
+    later = first_model_of_task(in_task(STREAM[1], newer), again, KEY)
     for found, expected in ((first, tuned), (again, tuned), (later, newer)):
-        jax.tree.map(np.testing.assert_array_equal, found.tuned, expected)
+        jax.tree.map(np.testing.assert_array_equal, found.part, expected)
     assert (int(again.task), int(later.task)) == (0, 1)
 
 
 def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():
-    server, states = history("lwf")[1][0], history("lwf")[3][1]
+    server, (states,) = history("lwf")[1][0], history("lwf")[3][1]
+    pair, head = jax.tree.map(lambda x: x[0], server.params.adapter), server.params.classifier
     for client in (0, 2, 3):
-        jax.tree.map(lambda x, y, i=client: np.testing.assert_array_equal(x[i], y), states.tuned, server)
+        equal = lambda x, y, i=client: np.testing.assert_array_equal(x[i], y)
+        jax.tree.map(equal, (states.part.adapter, states.part.classifier), (pair, head))
 
 
 # ---- iCaRL -------------------------------------------------------------------------------------------------
 
 
 def empty(size):
-    return Exemplars(
-        jnp.zeros((size, 8, 8, 3), jnp.float16),
-        jnp.zeros(size, jnp.int32),
-        jnp.full(size, -1),
-        jnp.full(size, -1.0),
-    )
+    return Exemplars(jnp.zeros(size, jnp.int32), jnp.full(size, -1), jnp.full(size, -1.0))
 
 
 def test_the_memory_is_the_same_sample_in_whatever_order_rows_come_and_however_often():
@@ -172,14 +194,10 @@ def test_the_memory_is_the_same_sample_in_whatever_order_rows_come_and_however_o
             memory = keep_highest(memory, batch_of(offered[part]), key)
         memories.append(memory)
     kept = [sorted(memory.row.tolist()) for memory in memories]
-    assert (
-        kept[0] == kept[1] == kept[2]
-        and len(set(kept[0])) == 5
-        and set(kept[0]) <= set(np.concatenate(offered).tolist())
-    )
+    assert kept[0] == kept[1] == kept[2] and len(set(kept[0])) == 5
+    assert set(kept[0]) <= set(np.concatenate(offered).tolist())
     for memory in memories:
         np.testing.assert_array_equal(memory.label, LABEL[np.asarray(memory.row)])
-        np.testing.assert_allclose(memory.image, DATA.image[memory.row], atol=2e-3)
 
 
 def test_every_row_is_equally_likely_to_be_kept():
@@ -193,22 +211,64 @@ def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_rehearse():
     padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), row=jnp.array([3, -1]))
     memory = keep_highest(empty(3), padded, jax.random.key_data(KEY))
     assert sorted(memory.row.tolist()) == [-1, -1, 3]
-    nothing = draw(empty(3), jnp.ones(5, bool), 4, KEY)
-    assert not np.any(nothing.mask) and not np.any(nothing.image)
+    assert draw(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
 
 
 def test_only_old_classes_are_rehearsed():
     memory = keep_highest(empty(20), batch_of(np.arange(1, 21)), jax.random.key_data(KEY))
     old = jnp.array([False, True, False, True, False])
-    drawn = draw(memory, old, 64, KEY)
-    assert set(drawn.label.tolist()) == {1, 3} and np.all(drawn.mask)
-    np.testing.assert_array_equal(drawn.label, LABEL[np.asarray(drawn.row)])
-    both = join(batch_of([7]), drawn)
-    assert both.image.shape == (65, 8, 8, 3) and both.query is None
+    places = np.asarray(draw(memory, old, 64, KEY))
+    assert places.shape == (64,) and places.min() >= 0
+    assert set(LABEL[np.asarray(memory.row)[places]].tolist()) == {1, 3}
+
+
+def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_the_client_has_kept():
+    """The memory holds row numbers, no images: the engine reads those. Through the engine, with a step that
+    only looks at what it gets."""
+    method, size = method_of("icarl", memory_size=6, batch_size=4, epochs=1, lora_blocks=2), 4
+    server, (main,) = method.init(KEY, FROZEN), method.rounds
+
+    def step(ctx, local, batch, key):
+        own, past = batch.mask[:size], batch.mask[size:]
+        right = jnp.all(batch.image == DATA.image[batch.row], axis=(1, 2, 3)) & (
+            batch.label == jnp.asarray(LABEL)[batch.row]
+        )
+        old = ctx.task.old[batch.label[size:]]
+        return local, {
+            "recalled": Weighted(jnp.sum(past).astype(jnp.float32), jnp.ones(())),
+            "right": Weighted(jnp.sum(right & batch.mask).astype(jnp.float32), jnp.sum(batch.mask) * 1.0),
+            "own_are_new": Weighted(
+                jnp.sum(own & ctx.task.current[batch.label[:size]]) * 1.0, jnp.sum(own) * 1.0
+            ),
+            "past_are_old": Weighted(jnp.sum(past & old) * 1.0, jnp.sum(past) * 1.0),
+        }
+
+    train, look = main.program.phases
+    program = main.program._replace(phases=(train._replace(step=step), look))
+    engine = engine_of(method._replace(rounds=(main._replace(program=program),)), Lanes())
+    states, play = federation("icarl").states, []
+    for task, roster in zip(STREAM, DEALS, strict=True):
+        args = (
+            FROZEN,
+            server,
+            jax.tree.map(jnp.copy, states),
+            DATA,
+            roster,
+            np.array([0, 2, 3]),
+            task,
+            0,
+            KEY,
+        )
+        server, states, report = run_round(engine, *args)
+        play.append(report.metrics)
+    assert play[0]["recalled"] == 0 and play[1]["recalled"] == size
+    assert [metrics["right"] for metrics in play] == [1, 1] == [m["own_are_new"] for m in play]
+    assert play[1]["past_are_old"] == 1
 
 
 def test_exemplars_are_a_clients_own():
-    rows = np.asarray(history("icarl")[3][1].exemplars.row)
+    memory, _ = history("icarl")[3][1]  # and LwF's teacher
+    rows = np.asarray(memory.exemplars.row)
     for client in (0, 2, 3):
         own = np.concatenate([np.split(deal.rows, deal.offset[1:-1])[client] for deal in DEALS])
         assert set(rows[client].tolist()) <= set(own.tolist())
@@ -219,31 +279,36 @@ def test_exemplars_are_a_clients_own():
 # ---- class means -------------------------------------------------------------------------------------------
 
 
-def means_of(rows, parameters=None):
+def means_of(rows, params=None):
     """Class means over these rows, by numpy."""
-    image = DATA.image[rows]
-    feature = (
-        apply_vit(TINY, FROZEN, image).cls
-        if parameters is None
-        else features(RECIPE, FROZEN, parameters, image)
-    )
-    return np.stack([np.asarray(feature)[LABEL[rows] == label].mean(0) for label in range(SETTING.classes)])
+    plain = lambda: apply_vit(TINY, FROZEN.network, DATA.image[rows]).cls
+    feature = np.asarray(plain() if params is None else output_of(params, rows).feature)
+    return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SETTING.classes)])
+
+
+def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
+    rounds = federation("fedncm").method.rounds
+    assert [(each.when, each.who, each.program.phases[0].view.epochs) for each in rounds] == [
+        ("opening", "everyone", 1)
+    ]
 
 
 def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
-    server = history("fedncm")[3][0]
+    sums = history("fedncm")[3][0].params.classifier.sums
     held = np.concatenate([deal.rows for deal in DEALS])
-    np.testing.assert_array_equal(server.rows, np.bincount(LABEL[held], minlength=5))
-    np.testing.assert_allclose(server.feature / np.asarray(server.rows)[:, None], means_of(held), atol=1e-4)
+    np.testing.assert_array_equal(sums.rows, np.bincount(LABEL[held], minlength=5))
+    np.testing.assert_allclose(sums.feature / np.asarray(sums.rows)[:, None], means_of(held), atol=1e-4)
 
 
 def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
-    first, last = history("fedclm")[1][0], history("fedclm")[3][0]
-    np.testing.assert_array_equal(last.sums.feature[:3], first.sums.feature[:3])
-    mean = np.asarray(last.sums.feature / jnp.maximum(last.sums.rows, 1)[:, None])
+    first, last = (history("fedclm")[i][0].params for i in (1, 3))
+    sums = last.classifier.sums
+    np.testing.assert_array_equal(sums.feature[:3], first.classifier.sums.feature[:3])
+    mean = np.asarray(sums.feature / jnp.maximum(sums.rows, 1)[:, None])
     held = np.concatenate([deal.rows for deal in DEALS])
-    np.testing.assert_allclose(mean[:3], means_of(held, first.tuned)[:3], atol=1e-4)
-    np.testing.assert_allclose(mean[3:], means_of(held, last.tuned)[3:], atol=1e-4)
+    model = lambda params: Model(params.adapter, params.classifier.inner)
+    np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
+    np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)
 
 
 def test_logits_of_class_means_by_hand():
@@ -257,75 +322,58 @@ def test_logits_of_class_means_by_hand():
 
 # ---- whole runs --------------------------------------------------------------------------------------------
 
-SHORT = [*COMMON, "--rounds", "1", "--clients", "2", "--lora-lr", "1e-3"]
+SHORT = [*COMMON, "--rounds", "1", "--clients", "2"]
+LORA = ["--lora-lr", "1e-3"]
+
+
+def summary_of(method, options, folder, factory):
+    """summary.json of a run."""
+    arguments = ["run", method, *SHORT, *options, "--out", str(folder / "run")]
+    with small_runs.compile_cache(factory):
+        assert cli.main(arguments) == 0
+    return json.loads((folder / "run" / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("method", ["pilora", "fedncm", "fedclm", "joint", "ewc", "lwf", "icarl"])
 def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_factory, capsys):
-    options = [option for option in SHORT if method != "fedncm" or option not in ("--lora-lr", "1e-3")]
-    with small_runs.compile_cache(tmp_path_factory):
-        assert (
-            cli.main(
-                [
-                    "run",
-                    method,
-                    *options,
-                    "--partition",
-                    "quantity",
-                    "--alpha",
-                    "2",
-                    "--out",
-                    str(tmp_path / "run"),
-                ]
-            )
-            == 0
-        )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    own = [] if method == "fedncm" else LORA
+    options = [*own, "--partition", "quantity", "--alpha", "2"]
+    summary = summary_of(method, options, tmp_path, tmp_path_factory)
     assert summary["traces"] == 1
     assert len(summary["A"]) == (1 if method == "joint" else 5)
-    assert set(summary["communication_extra"]) == ({"closing"} if method == "fedclm" else set())
-    assert summary["communication"]["upload_scalars"] > 0
-    assert (summary["client_state"]["bytes"] > 4) == (
-        method in ("ewc", "lwf", "icarl")
-    )  # FedNCM keeps one number
+    extra = summary["communication_extra"]
+    assert set(extra) == {"fedclm": {"closing"}, "fedncm": {"opening"}}.get(method, set())
+    assert all(sent["upload_scalars"] > 0 for sent in extra.values())
+    # FedNCM sends nothing in the rounds of a task
+    assert (summary["communication"]["upload_scalars"] > 0) == (method != "fedncm")
+    assert (summary["client_state"]["bytes"] > 0) == (method in ("ewc", "lwf", "icarl"))
     capsys.readouterr()
 
 
 @pytest.mark.parametrize(
     "variant",
-    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--tune", "none"], ["--tune", "all"]],
+    [
+        [*LORA, "--headtune"],
+        [*LORA, "--wo-reweight"],
+        [*LORA, "--wo-orthogonality"],
+        ["--adapter", "linear"],
+        ["--adapter", "full"],
+    ],
+    ids=lambda variant: variant[-1].strip("-"),
 )
 def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, tmp_path_factory, capsys):
-    with small_runs.compile_cache(tmp_path_factory):
-        assert (
-            cli.main(
-                [
-                    "run",
-                    "pilora",
-                    *SHORT,
-                    "--partition",
-                    "shards",
-                    "--alpha",
-                    "30",
-                    *variant,
-                    "--out",
-                    str(tmp_path / "run"),
-                ]
-            )
-            == 0
-        )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    options = ["--partition", "shards", "--alpha", "30", *variant]
+    summary = summary_of("pilora", options, tmp_path, tmp_path_factory)
     assert summary["traces"] == 1
-    assert set(summary["communication_extra"]) == ({"opening"} if variant == ["--headtune"] else set())
+    assert set(summary["communication_extra"]) == ({"opening"} if "--headtune" in variant else set())
     capsys.readouterr()
 
 
 def test_a_client_s_memory_is_counted():
-    one = jax.tree.map(lambda x: x[0], federation("icarl").states)
-    assert num_bytes(one.exemplars) == 6 * (8 * 8 * 3 * 2 + 3 * 4)
+    memory, _ = jax.tree.map(lambda x: x[0], federation("icarl").states)
+    assert num_bytes(memory.exemplars) == 6 * 3 * 4  # label, row and priority; no image
 
 
 def test_logits_are_the_head_s(tuned):
-    image = DATA.image[:2]
-    expected = features(RECIPE, FROZEN, tuned, image) @ tuned.head.kernel + tuned.head.bias
-    np.testing.assert_allclose(logits_of(RECIPE, FROZEN, tuned, image), expected, atol=1e-6)
+    output, head = output_of(tuned, np.arange(2)), tuned.classifier
+    np.testing.assert_allclose(output.logits, output.feature @ head.kernel + head.bias, atol=1e-6)

@@ -170,9 +170,7 @@ def test_rows_that_nobody_holds_may_be_nan(name):
 
 def test_permuting_clients_changes_no_prediction(name):
     if name in ("icarl", "fppl"):
-        pytest.skip(
-            "what a client draws from its memory, and where its prototypes lie in the pool, belongs to its number"
-        )
+        pytest.skip("a client's number decides what it draws from its memory and where its prototypes lie")
     order = [3, 2, 0, 1]
     renamed = []
     for roster in DEALS:

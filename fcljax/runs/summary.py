@@ -39,7 +39,7 @@ def wire_shapes(exp: Experiment) -> Wires:
         local = each.program.start(ctx, state, key)
         return each.program.finish(ctx, local, state)[0]
 
-    def everything(key, frozen):
+    def everything(key, frozen, task, info):
         server = method.init(key, frozen)
         turn = Turn.on_host(frozen, task, 0, False)
         broadcast, state = method.broadcast(turn, server), method.init_client(key, server)
@@ -48,7 +48,7 @@ def wire_shapes(exp: Experiment) -> Wires:
         named = method.trainable(turn, server) if method.trainable else {"upload": uploads[0].mean}
         return Wires(uploads, broadcast, state, named)
 
-    return jax.eval_shape(everything, exp.key, exp.frozen)
+    return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
 
 
 def traffic_by_round(exp: Experiment, wires: Wires) -> list[Traffic]:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -133,7 +134,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def imports(stream: IO[bytes]) -> list[str]:
+def imports(stream: io.BufferedIOBase) -> list[str]:
     """The dotted names that a pickle would import, found by reading its opcodes, not by running them.
 
     "?" stands for a name that is put together in a way which opcodes alone do not show.
@@ -145,6 +146,7 @@ def imports(stream: IO[bytes]) -> list[str]:
     # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
     strings: list[str | None] = []
     memo: dict[int, str | None] = {}
+    # pyrefly: ignore[bad-argument-type]  # what is read in bytes will do
     for opcode, argument, _ in pickletools.genops(stream):
         kind = opcode.name
         if kind in ("GLOBAL", "INST"):
@@ -279,7 +281,7 @@ def _zip_imports(path: Path) -> list[str]:
         names = []
         for name in pickles:
             with archive.open(name) as member:
-                names += imports(member)
+                names += imports(member)  # pyrefly: ignore[bad-argument-type]  # it is one: a ZipExtFile
         return names
 
 

@@ -1,0 +1,162 @@
+"""Any adapter under any term and any server step: finite, one trace, the same numbers in every lane mode.
+
+The network is a toy in which prompts and LoRA pairs change the features, so that all combinations take
+minutes and a pairwise design of them seconds.
+"""
+
+import importlib.util
+import itertools
+
+import jax
+import jax.numpy as jnp
+import micro
+import numpy as np
+import optax
+import pytest
+import small_runs
+
+from fcljax.adapters import ADAPTERS
+from fcljax.federate import Kit, Train, federate
+from fcljax.federated.engine import Lanes
+from fcljax.learner import Objective, learner
+from fcljax.methods.ewc import elastic
+from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
+from fcljax.methods.icarl import replay
+from fcljax.methods.lwf import distil
+from fcljax.methods.pilora import PiloraOptions, average_step, reweight_step
+from fcljax.models.classifiers import linear, prototypes
+from fcljax.terms import norm_bound, prox
+from fcljax.types import Features, Frozen, Network, Setting
+
+spec = importlib.util.spec_from_file_location("distill", small_runs.ROOT / "experiments/methods/distill.py")
+distill = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(distill)
+
+WIDTH, SETTING = 4, Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
+OPTIONS = {
+    "linear": {}, "full": {"full_lr": 0.05}, "prompts": {"prompt_length": 2, "prompt_blocks": 1},
+    "lora": {"lora_rank": 1, "lora_lr": 0.05},
+}  # fmt: skip
+
+
+def toy_network() -> Network:
+    """Features are a product with one matrix, to which prompts and low-rank updates are added."""
+
+    def apply(params, stats, image, injection, train):
+        feature = image.reshape(image.shape[0], -1)[:, :8] @ params["kernel"]
+        if injection is not None and injection.prompt:
+            feature = feature + jnp.mean(injection.prompt[0], axis=-2)
+        if injection is not None and injection.lora:
+            pair = injection.lora[0]
+            feature = feature + feature @ pair.a_q.T @ pair.b_q.T + feature @ pair.a_v.T @ pair.b_v.T
+        return Features(jnp.tanh(feature), None, {}), stats
+
+    return Network(lambda key: {"kernel": jax.random.normal(key, (8, WIDTH))}, apply, WIDTH, 1, (8, 8, 3))
+
+
+# Gradient descent and not Adam, which makes whole steps of the rounding noise where a student still equals
+# its teacher.
+GRADIENT = optax.identity()
+NETWORK = toy_network()
+FROZEN = Frozen(NETWORK.init(jax.random.key(4)))
+FPPL = FPPLOptions(
+    server_epochs=1, local_classes="current", reduction="mean", unified_average="holders",
+    prototype_view="clean", prototype_download="current",
+)  # fmt: skip
+PILORA = PiloraOptions(
+    distance="sqrt_scaled", negatives="all", predict_classes="seen", schedule="constant",
+    mean_features="clean", reweight_distance="l2", reweight_mode="divide",
+)  # fmt: skip
+
+TERMS = {
+    "none": lambda: (),
+    "prox": lambda: (prox(0.1),),
+    "norm_bound": lambda: (norm_bound(0.3),),
+    "ewc": lambda: (elastic(10.0, 1e-2, 4),),
+    "lwf": lambda: (distil(3.0, 2.0),),
+    "replay": lambda: (replay(5, 4), distil(1.0, 2.0)),
+    "unified": lambda: (unified_term(FPPL),),
+}
+STEPS = {
+    "none": lambda kit: (),
+    "debias": lambda kit: (prototype_step(FPPL, kit),),
+    "reweight": lambda kit: (reweight_step(PILORA, kit),),
+    "average": lambda kit: (average_step(kit),),
+    "distill": lambda kit: (distill.teach(distill.DistillOptions(2, 1e-4), kit),),
+}
+ALL = [
+    case
+    for case in itertools.product(OPTIONS, TERMS, STEPS)
+    if case[1] != "unified" or case[2] == "debias"  # it reads what this step sends
+]
+
+
+def pairwise(cases):
+    """A few of the cases, in which every pair of parts that occurs in any of them occurs; always the same."""
+    pairs = lambda case: {(i, j, case[i], case[j]) for i, j in itertools.combinations(range(3), 2)}
+    wanted, chosen = set().union(*map(pairs, cases)), []
+    while wanted:
+        best = max(cases, key=lambda case: len(pairs(case) & wanted))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+FEW = pairwise(ALL)
+
+
+def kit_of(adapter: str) -> Kit:
+    entry = ADAPTERS[adapter]
+    options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
+    return Kit(SETTING, NETWORK, entry.build(options, SETTING, NETWORK), Train(2, 4, 0.05, GRADIENT))
+
+
+def compose(adapter, term, step):
+    kit, by_prototypes = kit_of(adapter), step in ("reweight", "average")
+    classifier = prototypes if by_prototypes else linear
+    model = learner(NETWORK, kit.adapter, classifier(WIDTH, SETTING.classes))
+    objective = Objective("seen" if term == "replay" else "current")
+    return federate(model, SETTING, kit.train, TERMS[term](), STEPS[step](kit), objective=objective)
+
+
+def check(case, ways):
+    method = compose(*case)
+    server, states = micro.begin(method, FROZEN)
+    results = []
+    for lanes in ways:
+        engine = micro.engine_of(method, lanes, frozen=FROZEN)
+        server_, states_, report = micro.play(engine, server, states, frozen=FROZEN)[-1]
+        floats = [x for x in jax.tree.leaves((server_, states_)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert all(np.all(np.isfinite(x)) for x in floats)
+        assert np.isfinite(report.metrics["loss"]) and report.rejected == report.refused == 0
+        assert set(engine.traces.values()) == {1}
+        results.append((server_, states_))
+    moved = [
+        not np.allclose(a, b) for a, b in zip(*map(jax.tree.leaves, (server, results[0][0])), strict=True)
+    ]
+    assert any(moved)
+    for other in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), results[0], other)
+
+
+@pytest.mark.parametrize("case", FEW, ids="-".join)
+def test_every_pair_of_parts_works_together(case):
+    check(case, [Lanes(2, "vmap")])
+
+
+@pytest.mark.parametrize("case", FEW[2::6], ids="-".join)
+def test_lanes_do_not_matter_for_combined_parts(case):
+    """Every sixth here; all of them, in every mode, in `make test-long`."""
+    check(case, [Lanes(2, "vmap"), Lanes(1, "loop")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ALL, ids="-".join)
+def test_every_combination_works_in_every_lane_mode(case):
+    check(case, [Lanes(2, "vmap"), Lanes(1, "loop"), Lanes(2, "unroll"), Lanes(2, "loop")])
+
+
+def test_the_design_holds_every_pair():
+    for i, j in itertools.combinations(range(3), 2):
+        assert {(case[i], case[j]) for case in FEW} == {(case[i], case[j]) for case in ALL}
+    assert len(FEW) < len(ALL) / 2 and len(ALL) == 4 * (6 * 5 + 1)

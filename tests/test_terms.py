@@ -1,0 +1,227 @@
+"""Terms of the clients' loss, derived by hand: a client trains by gradient descent on features that are its
+images."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SETTING,
+    TASKS,
+    WIDTH,
+    by_hand,
+    compiled,
+    main_of,
+    method_of,
+    rows_of,
+    train,
+)
+
+from fcljax.adapters import ADAPTERS
+from fcljax.adapters.linear import LinearOptions
+from fcljax.federate import Kit, Term, Train
+from fcljax.learner import Model
+from fcljax.methods import METHODS
+from fcljax.methods.ewc import Anchor, elastic
+from fcljax.methods.fedavg import averaging
+from fcljax.models.heads import Head, cross_entropy
+from fcljax.terms import norm_bound, prox
+
+RATE, TASK = 0.1, TASKS[1]
+BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2), rows_of([3, 3, 4, 4], seed=3)]
+SGD = dict(network=FORMULA, optimiser="sgd", lr=RATE)
+# what every method's client can be made of on the formula, with a rate at which its adapter moves
+OWN = {
+    "lora": dict(lora_rank=2, lora_lr=RATE),
+    "prompts": dict(prompt_length=2, prompt_blocks=2),
+    "full": dict(full_lr=RATE),
+    "linear": {},
+}
+
+
+def with_terms(*terms: Term):
+    """FedAvg of a linear classifier by gradient descent, with these terms."""
+    adapter = ADAPTERS["linear"].build(LinearOptions(), SETTING, FORMULA)
+    return averaging(Kit(SETTING, FORMULA, adapter, Train(1, 4, RATE, optax.identity())), terms=terms)
+
+
+def fresh(method):
+    return compiled(method.init)(KEY, SCALE)
+
+
+def loss_of(head, batch):
+    """The client's own loss, over the classes of the second task."""
+    logits = batch.image @ head.kernel + head.bias
+    return cross_entropy(logits, batch.label, TASK.current, batch.mask)
+
+
+slope = jax.jit(jax.grad(loss_of))
+
+
+def descend(head, batches, more=lambda w: 0.0, project=lambda w: w):
+    """Plain gradient descent on a classifier: `more` is added to the gradient, `project` follows a step."""
+    for batch in batches:
+        own, extra = slope(head, batch), more(head)
+        extra = jax.tree.map(jnp.zeros_like, head) if isinstance(extra, float) else extra
+        head = project(jax.tree.map(lambda w, g, e: w - RATE * (g + e), head, own, extra))
+    return head
+
+
+def norm_of(ctx, local):
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, local.part, ctx.wire.part)))
+
+
+def close(left, right, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), left, right)
+
+
+# ---- nothing, then FedProx ---------------------------------------------------------------------------------
+
+
+def test_without_terms_a_client_is_plain_gradient_descent():
+    method = with_terms()
+    server = fresh(method)
+    _, local = train(method, server, TASK, BATCHES)
+    close(local.part.classifier, descend(server.params.classifier, BATCHES))
+
+
+def test_the_proximal_term_adds_mu_times_the_way_already_gone_to_the_gradient():
+    mu = 3.0
+    method = method_of("linear", prox_weight=mu, **SGD)
+    server = fresh(method)
+    start = server.params.classifier
+    _, local = train(method, server, TASK, BATCHES)
+    pull = lambda head: jax.tree.map(lambda w, sent: mu * (w - sent), head, start)
+    close(local.part.classifier, descend(start, BATCHES, pull))
+    gone = lambda head: float(optax.tree.norm(jax.tree.map(jnp.subtract, head, start)))
+    assert gone(local.part.classifier) < gone(descend(start, BATCHES))
+
+
+def test_the_proximal_loss_is_half_mu_times_the_squared_distance():
+    method = with_terms(prox(3.0))
+    ctx, local = train(method, fresh(method), TASK, BATCHES[:1])
+    _, metrics = compiled(main_of(method).program.phases[0].step)(ctx, local, BATCHES[2], KEY)
+    expected = loss_of(local.part.classifier, BATCHES[2]) + 3.0 / 2 * norm_of(ctx, local) ** 2
+    assert float(metrics["loss"].total) == pytest.approx(4 * float(expected), rel=1e-5)
+    assert norm_of(ctx, local) > 0.01
+
+
+# ---- the norm bound ----------------------------------------------------------------------------------------
+
+
+def test_a_norm_bound_is_gradient_descent_projected_after_every_step():
+    radius = 0.05
+    method = method_of("linear", norm_bound=radius, **SGD)
+    server = fresh(method)
+    start = server.params.classifier
+
+    def project(head):
+        change = jax.tree.map(jnp.subtract, head, start)
+        scale = min(1.0, radius / float(optax.tree.norm(change)))
+        return jax.tree.map(lambda w, by: w + scale * by, start, change)
+
+    ctx, local = train(method, server, TASK, BATCHES)
+    close(local.part.classifier, descend(start, BATCHES, project=project))
+    assert norm_of(ctx, local) == pytest.approx(radius, rel=1e-5)
+
+
+def test_a_norm_bound_that_nobody_reaches_changes_nothing():
+    (_, free), (_, bound) = (
+        train(method, fresh(method), TASK, BATCHES) for method in (with_terms(), with_terms(norm_bound(1e6)))
+    )
+    close(free.part.classifier, bound.part.classifier, atol=1e-7)
+
+
+def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
+    method = with_terms(norm_bound(0.05))
+    ctx, local = train(method, fresh(method), TASK, [rows_of([])])
+    assert norm_of(ctx, local) == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"fedncm"}))
+def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(name):
+    """Adapter and classifier together: 0.01 is far less than two steps of either."""
+    radius, own = 0.01, OWN[METHODS[name].adapter]
+    method = method_of(name, network=FORMULA, norm_bound=radius, lr=RATE, **own)
+    ctx, local = train(method, fresh(method), TASKS[0], [rows_of([0, 1, 2]), rows_of([2, 1], seed=2)])
+    assert norm_of(ctx, local) == pytest.approx(radius, rel=1e-4)
+
+
+# ---- elastic weights ---------------------------------------------------------------------------------------
+
+
+def anchored(server, fisher, part):
+    """A client whose anchor counts already."""
+    model = lambda head: Model((), head, ((),))
+    return (Anchor(model(part), model(fisher), model(part), model(fisher), jnp.zeros(()), jnp.int32(-1)),)
+
+
+def random_head(seed):
+    draw = np.random.default_rng(seed).uniform
+    uniform = lambda *shape: jnp.asarray(draw(size=shape), jnp.float32)
+    return Head(uniform(WIDTH, SETTING.classes), uniform(SETTING.classes))
+
+
+def test_the_elastic_term_adds_lambda_times_fisher_times_the_distance_to_the_anchor():
+    weight, fisher, anchor = 7.0, random_head(1), random_head(2)
+    method = with_terms(elastic(weight, 1.0, 4))
+    server = fresh(method)
+    _, local = train(method, server, TASK, BATCHES, anchored(server, fisher, anchor))
+    pull = lambda head: jax.tree.map(lambda f, w, old: weight * f * (w - old), fisher, head, anchor)
+    close(local.part.classifier, descend(server.params.classifier, BATCHES, pull), atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e-3])
+def test_fisher_information_is_the_mean_of_squared_gradients_of_batches_up_to_its_limit(limit):
+    method = with_terms(elastic(7.0, limit, 4))
+    server, program = fresh(method), main_of(method).program
+    state = method.init_client(KEY, server)
+    ctx, local = train(method, server, TASK, BATCHES, state)
+    for batch in BATCHES:
+        local, _ = compiled(program.phases[1].step)(ctx, local, batch, KEY)
+    ((kept,),) = (program.finish(ctx, local, state)[1],)
+    squares = [jax.tree.map(jnp.square, slope(local.part.classifier, batch)) for batch in BATCHES]
+    mean = jax.tree.map(lambda *x: jnp.minimum(sum(x) / len(x), limit), *squares)
+    close(kept.next_fisher.classifier, mean, atol=1e-7)
+    reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.next_fisher)]
+    assert any(reached) == (limit == 1e-3)
+    jax.tree.map(np.testing.assert_array_equal, kept.next_part, local.part)
+    assert float(kept.share) == pytest.approx(3 / 5) and int(kept.task) == 1
+
+
+# ---- weights of 0 ------------------------------------------------------------------------------------------
+
+LORA = OWN["lora"]
+OFF = {
+    # a server that trains by Adam makes whole steps of rounding noise: here they are small
+    "fppl": (dict(unified_weight=0.0), "fppl", dict(wo_unified=True), OWN["prompts"] | dict(server_lr=1e-4)),
+    "pilora": (dict(orthogonality_weight=0.0), "pilora", dict(wo_orthogonality=True), LORA),
+    "ewc": (dict(ewc_weight=0.0), "joint", {}, LORA | dict(lora_pairs="one")),
+    "lwf": (dict(distill_weight=0.0), "joint", {}, LORA | dict(lora_pairs="one")),
+}
+
+
+def leaves_of(server):
+    return jax.tree.leaves((server.params.adapter, server.params.classifier))
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_term_of_weight_0_is_no_term_and_one_of_weight_1_is_one(name):
+    """Two rounds of two tasks, so that prototypes, earlier pairs, anchors and teachers are there."""
+    fields, other, without, own = OFF[name]
+    play = lambda name, **fields: leaves_of(by_hand(method_of(name, **SGD, **own, **fields), rounds=2))
+    zero, none = play(name, **fields), play(other, **without)
+    for ours, theirs in zip(zero, none, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-7)
+    strong = play(name, **{field: 1e3 if name == "ewc" else 1.0 for field in fields})
+    assert max(float(jnp.abs(a - b).max()) for a, b in zip(strong, none, strict=True)) > 1e-4
+
+
+def test_a_proximal_term_of_weight_0_leaves_every_bit():
+    plain, zero = with_terms(), with_terms(prox(0.0))
+    for ours, theirs in zip(leaves_of(by_hand(zero)), leaves_of(by_hand(plain)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
