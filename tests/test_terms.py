@@ -210,7 +210,7 @@ def leaves_of(server):
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_a_term_of_weight_0_is_no_term_and_one_of_weight_1_is_one(name):
+def test_a_term_of_weight_0_is_no_term_and_one_with_weight_changes_the_model(name):
     """Two rounds of two tasks, so that prototypes, earlier pairs, anchors and teachers are there."""
     fields, other, without, own = OFF[name]
     play = lambda name, **fields: leaves_of(by_hand(method_of(name, **SGD, **own, **fields), rounds=2))

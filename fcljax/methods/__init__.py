@@ -94,7 +94,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",
-        defaults=_ONE_PAIR, joint=True,
+        defaults=_ONE_PAIR | {"rounds": 15}, joint=True,
     ),
 }  # fmt: skip
 

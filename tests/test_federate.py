@@ -1,0 +1,480 @@
+"""A method from parts against the same work by hand: which parts do nothing, which cannot go together, what
+crosses the wire, and how uploads are merged. `test_compose.py` runs all combinations through the engine."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SETTING,
+    TASKS,
+    WIDTH,
+    aggregate_of,
+    by_hand,
+    client_round,
+    compiled,
+    ctx_of,
+    info_of,
+    main_of,
+    method_of,
+    rows_of,
+    server_round,
+    train,
+    turn_of,
+)
+
+from fcljax.adapters import ADAPTERS
+from fcljax.adapters.full import FullOptions
+from fcljax.adapters.linear import LinearOptions
+from fcljax.collects import Prototypes, class_prototypes, class_sums
+from fcljax.errors import InputError
+from fcljax.federate import Kit, ServerStep, Slots, Survey, Term, Train, federate
+from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.learner import Objective, learner
+from fcljax.methods.fedncm import class_mean_step
+from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
+from fcljax.methods.icarl import replay
+from fcljax.methods.pilora import PiloraOptions, average_step, reweight_step
+from fcljax.models.classifiers import linear, prototypes
+from fcljax.models.heads import Head, cross_entropy
+from fcljax.types import Aggregate, View
+
+RATE = 0.1
+GRADIENT = Train(1, 4, RATE, optax.identity())
+BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
+FPPL = FPPLOptions(
+    local_classes="current",
+    reduction="mean",
+    unified_average="holders",
+    prototype_view="clean",
+    prototype_download="current",
+)
+PILORA = PiloraOptions(
+    distance="sqrt_scaled",
+    negatives="all",
+    predict_classes="seen",
+    schedule="constant",
+    mean_features="clean",
+    reweight_distance="l2",
+    reweight_mode="divide",
+)
+
+
+def kit_of(adapter="linear", train=GRADIENT, **aggregation):
+    options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
+    built = ADAPTERS[adapter].build(options, SETTING, FORMULA)
+    return Kit(SETTING, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
+
+
+def compose(kit, terms=(), steps=(), classifier=linear, **others):
+    """A method of these parts."""
+    model = learner(kit.network, kit.adapter, classifier(WIDTH, SETTING.classes))
+    return federate(model, SETTING, kit.train, terms, steps, aggregation=kit.aggregation, **others)
+
+
+def fresh(method):
+    return compiled(method.init)(KEY, SCALE)
+
+
+def uploads_of(method, server, task, count=2):
+    """Uploads of clients with different rows."""
+    own = [int(label) for label in task.classes if label >= 0]
+    batches = lambda i: [rows_of([*own, own[i % 2]], 3 * i), rows_of(own[: 1 + i % 2], 3 * i + 1)]
+    return [client_round(method, server, task, batches(i), id_=i)[0] for i in range(count)]
+
+
+def received(uploads, valid=None):
+    ids = range(len(uploads))
+    return aggregate_of(uploads, ids, [True] * len(uploads) if valid is None else valid, SETTING.clients)
+
+
+def same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def close(left, right, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), left, right)
+
+
+def differ(left, right):
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+
+# ---- the same method from other parts ----------------------------------------------------------------------
+
+
+def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
+    own = dict(network=FORMULA, lr=RATE, batch_size=4, prompt_length=2, prompt_blocks=2)
+    fused = dict(wo_fusion=False, gate_scale="learnable", prompt_upload="current")
+    ours = by_hand(method_of("fppl", wo_unified=True, wo_debias=True, **own))
+    same(ours, by_hand(method_of("fedavg", **fused, **own)))
+    whole = by_hand(method_of("fppl", **own)).params
+    assert differ(ours.params, whole._replace(extra=())) > 1e-3
+
+
+def test_nothing_inside_the_network_and_the_mean_is_the_method_linear_and_a_plain_loop():
+    """Two rounds of both tasks of Adam, as optax does it, on unpadded rows, averaged by rows."""
+    own = dict(network=FORMULA, lr=RATE, batch_size=4)
+    ours = by_hand(compose(kit_of(train=Train(5, 4, RATE))), rounds=2)
+    named = by_hand(method_of("linear", **own), rounds=2)
+    start = fresh(method_of("linear", **own)).params.classifier
+    close(named.params.classifier, plain_loop(start, rounds=2), atol=1e-5)
+    other = fresh(compose(kit_of())).params.classifier  # its first values are drawn from another key
+    close(ours.params.classifier, plain_loop(other, rounds=2), atol=1e-5)
+
+
+def weighted(share):
+    return lambda *each: sum(x * n for x, n in zip(each, share, strict=True))
+
+
+def plain_loop(head, rounds):
+    """FedAvg of a linear classifier on the rows of `by_hand`."""
+    adam = optax.adam(RATE)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def gradient(head, image, label, classes):
+        def loss(head):
+            logits = (image @ head.kernel + head.bias)[:, jnp.asarray(classes)]
+            place = jnp.argmax(label[:, None] == jnp.asarray(classes), axis=1)
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, place))
+
+        return jax.grad(loss)(head)
+
+    for task in TASKS:
+        own = tuple(int(label) for label in task.classes if label >= 0)
+        for _ in range(rounds):
+            sent = []
+            for i in (0, 2):
+                mine, optimiser, count = head, adam.init(head), 0
+                for labels, seed in (([*own, own[i // 2]][:4], 3 * i), (own[: i + 1], 3 * i + 1)):
+                    rows = rows_of(list(labels), seed)
+                    n = int(rows.mask.sum())
+                    g = gradient(mine, rows.image[:n], rows.label[:n], own)
+                    update, optimiser = adam.update(g, optimiser)
+                    mine, count = optax.apply_updates(mine, update), count + n
+                sent.append((mine, count))
+            weight = np.array([count for _, count in sent]) / sum(count for _, count in sent)
+            head = jax.tree.map(weighted(weight), *(mine for mine, _ in sent))
+    return head
+
+
+# ---- server steps that do nothing --------------------------------------------------------------------------
+
+
+def with_no_prototypes(aggregate):
+    """As if no client held any class."""
+    sent = aggregate.gather["prototypes"]
+    gather = aggregate.gather | {"prototypes": sent._replace(held=jnp.zeros_like(sent.held))}
+    return aggregate._replace(gather=gather)
+
+
+@pytest.mark.parametrize("idle", ["empty pool", "wo_debias"])
+def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
+    kit = kit_of()
+    step = prototype_step(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), kit)
+    debiasing, plain = compose(kit, steps=(step,)), compose(kit)
+    server, mean = fresh(debiasing), fresh(plain)
+    aggregate = received(uploads_of(debiasing, server, TASKS[1]))
+    after, _ = server_round(
+        debiasing, server, TASKS[1], with_no_prototypes(aggregate) if idle == "empty pool" else aggregate
+    )
+    expected, _ = server_round(plain, mean, TASKS[1], aggregate._replace(gather={}))
+    same(after.params, expected.params)
+    trained = compose(kit, steps=(prototype_step(FPPL, kit),))
+    assert differ(server_round(trained, server, TASKS[1], aggregate)[0].params, expected.params) > 1e-4
+
+
+def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweighting():
+    kit = kit_of()
+    weighing = compose(kit, steps=(reweight_step(PILORA, kit),), classifier=prototypes)
+    plain = compose(kit, steps=(average_step(kit),), classifier=prototypes)
+    server = fresh(weighing)
+    one = jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH)), jnp.float32)
+    sent = jnp.stack([one, -one, one, -one])  # all at the same distance from features that are 0
+    held = Prototypes(jnp.zeros((4, 3, WIDTH)), jnp.ones((4, 3), bool))
+    gather = {"classifier": sent, "features": held}
+    mean = server.params._replace(classifier=())
+    everyone = (jnp.array([1.0, 9, 1, 1]), jnp.arange(4), jnp.ones(4, bool))
+    aggregate = Aggregate(mean, (), gather, *everyone)
+    after, _ = server_round(weighing, server, TASKS[1], aggregate)
+    expected, _ = server_round(plain, server, TASKS[1], aggregate._replace(gather={"classifier": sent}))
+    close(after.params, expected.params)
+    np.testing.assert_allclose(after.params.classifier[3:], 0.0, atol=1e-6)
+    near = aggregate._replace(gather=gather | {"features": held._replace(vector=held.vector + one)})
+    moved, _ = server_round(weighing, server, TASKS[1], near)
+    odds = np.exp(1 / 0.2)
+    np.testing.assert_allclose(moved.params.classifier[3:], (odds - 1) / (odds + 1) * one[:2], rtol=1e-4)
+
+
+# ---- parts that cannot go together -------------------------------------------------------------------------
+
+
+def refused(message, *args, **others):
+    with pytest.raises(InputError) as error:
+        compose(*args, **others)
+    assert str(error.value) == message and "\n" not in message
+
+
+def test_a_term_that_reads_what_nobody_sends_is_refused_by_name():
+    message = "terms: unified reads 'debias', which no server step sends"
+    refused(message, kit_of(), (unified_term(FPPL),))
+    kit = kit_of()
+    refused(message, kit, (unified_term(FPPL),), (reweight_step(PILORA, kit),), prototypes)
+
+
+def test_two_terms_that_recall_rows_and_terms_that_are_half_made_are_refused():
+    refused("terms: only one of them can recall past rows", kit_of(), (replay(4, 4), replay(4, 4)))
+    look = lambda learner, seen, memory: memory
+    refused("terms: mine looks at rows, but has no view of them", kit_of(), (Term("mine", look=look),))
+    recall = lambda ctx, memory, key: jnp.zeros(2, jnp.int32)
+    refused(
+        "terms: mine recalls past rows, but does not say which there are",
+        kit_of(),
+        (Term("mine", recall=recall, recalls=2),),
+    )
+
+
+RULES = [dict(aggregator="median"), dict(clip_norm=1.0), dict(server_optimiser="adam")]
+
+
+def cannot(kit, part):
+    return (
+        f"aggregator: {kit.aggregation.name!r} cannot be honoured, because {part} merges what clients send "
+        f"by a rule of its own; nearest: 'mean'"
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
+def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
+    kit, survey = kit_of(**rule), Survey(class_mean_step(3, WIDTH), "closing", 4)
+    refused(cannot(kit, "reweight"), kit, (), (reweight_step(PILORA, kit),), prototypes)
+    refused(cannot(kit, "class_means"), kit, surveys=(survey,))
+    compose(kit, steps=(prototype_step(FPPL, kit),))  # what this one gathers is not what is averaged
+    averaging = kit, (), (average_step(kit),), prototypes
+    if "aggregator" in rule:
+        compose(*averaging)
+    else:  # these act on what is averaged, which its prototypes are not
+        refused(cannot(kit, "average"), *averaging)
+
+
+def test_noise_is_refused_by_steps_that_gather_even_if_they_follow_the_rule():
+    """What is gathered crosses the wire without noise."""
+    kit = kit_of(clip_norm=1.0, noise_multiplier=1.0)
+    refused(cannot(kit, "debias"), kit, (), (prototype_step(FPPL, kit),))
+    compose(kit)
+
+
+# ---- aggregation -------------------------------------------------------------------------------------------
+
+
+def test_a_median_ignores_one_client_in_three_and_the_mean_does_not():
+    robust, plain = (compose(kit_of("full", aggregator=rule)) for rule in ("median", "uniform"))
+    server, after = fresh(plain), {}
+    for method in (robust, plain):
+        uploads = uploads_of(method, server, TASKS[1], 3)
+        merged = lambda upload: upload.gather["mean"] if upload.mean == () else upload.mean
+        parts = jax.tree.map(lambda *x: jnp.stack(x), *map(merged, uploads))
+        mean, gather = jax.tree.map(lambda x: 1e6 * x, (uploads[2].mean, uploads[2].gather))
+        hostile = [*uploads[:2], uploads[2]._replace(mean=mean, gather=gather)]
+        after[method] = [
+            server_round(method, server, TASKS[1], received(each))[0].params for each in (uploads, hostile)
+        ]
+    assert uploads_of(robust, server, TASKS[1], 1)[0].mean == ()  # the rule needs all of them at once
+    close(after[robust][0], jax.tree.map(lambda x: jnp.median(x, axis=0), parts), atol=1e-7)
+    close(after[plain][0], jax.tree.map(lambda x: jnp.mean(x, axis=0), parts))
+    honest = jax.tree.map(lambda x: x[:2], parts)
+    low, high = (jax.tree.map(lambda x, f=f: f(x, axis=0), honest) for f in (jnp.min, jnp.max))
+    inside = lambda x, a, b: bool(jnp.all((x >= a - 1e-6) & (x <= b + 1e-6)))
+    assert all(jax.tree.leaves(jax.tree.map(inside, after[robust][1], low, high)))
+    assert differ(after[plain][1], server.params) > 1e4
+
+
+def aggregate_from(part):
+    """What the server sees of two clients whose mean is this part."""
+    return Aggregate(part, (), {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
+
+
+def test_server_momentum_steps_along_the_sum_of_past_changes_and_starts_anew_with_a_task():
+    step, beta = 0.5, 0.8
+    kit = kit_of("full", server_optimiser="momentum", server_step=step, server_momentum=beta)
+    method = compose(kit)
+    draw = np.random.default_rng(0).normal
+    random = lambda tree: jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), tree)
+    begin = lambda task, server: compiled(method.begin_task)(turn_of(task, frozen=SCALE), server, KEY)
+    server = begin(TASKS[0], fresh(method))
+    x, m = server.params, jax.tree.map(jnp.zeros_like, server.params)
+    for task, rounds in ((TASKS[0], 2), (TASKS[1], 1)):
+        server, m = begin(task, server), jax.tree.map(jnp.zeros_like, m)
+        for _ in range(rounds):
+            mean = random(x)
+            server, _ = server_round(method, server, task, aggregate_from(mean))
+            m = jax.tree.map(lambda m, x, mean: beta * m + (x - mean), m, x, mean)
+            x = jax.tree.map(lambda x, m: x - step * m, x, m)
+            close(server.params, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
+def test_a_clipped_upload_keeps_its_direction_and_its_length_is_bounded(clip_norm):
+    clipping, plain = compose(kit_of("full", clip_norm=clip_norm)), compose(kit_of("full"))
+    server = fresh(plain)
+    uploads = [client_round(method, server, TASKS[1], BATCHES)[0] for method in (clipping, plain)]
+    start = server.params
+    short, long = (jax.tree.map(jnp.subtract, upload.mean, start) for upload in uploads)
+    length = float(optax.tree.norm(long))
+    assert length > 0.09
+    close(short, jax.tree.map(lambda x: x * min(1.0, clip_norm / length), long))
+    assert float(optax.tree.norm(short)) <= clip_norm * (1 + 1e-5)
+    assert float(uploads[0].weight) == float(uploads[1].weight) == 4
+
+
+def test_noise_is_added_once_at_the_server_and_every_client_weighs_the_same():
+    kit = kit_of("full", clip_norm=2.0, noise_multiplier=3.0)
+    method = compose(kit)
+    server = fresh(method)
+    upload, _ = client_round(method, server, TASKS[1], BATCHES)
+    assert float(upload.weight) == 1
+    mean = jax.tree.map(jnp.zeros_like, server.params)
+    wide = jnp.zeros((400, 400))
+    noisy = method_noise(kit, mean._replace(adapter={"scale": wide}))
+    # three standard deviations over two clients, of 160,000 draws
+    assert float(jnp.std(noisy.adapter["scale"])) == pytest.approx(3.0 * 2.0 / 2, rel=0.02)
+    after = [server_round(method, server, TASKS[1], aggregate_from(mean), key=key)[0].params for key in
+             (jax.random.key(1), jax.random.key(2), jax.random.key(1))]  # fmt: skip
+    assert differ(after[0], after[1]) > 0.1
+    same(after[0], after[2])
+
+
+def method_noise(kit, mean):
+    return kit.aggregation.post(mean, mean, (), jnp.int32(2), KEY)[0]
+
+
+# ---- what crosses the wire ---------------------------------------------------------------------------------
+
+
+def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
+    kit, view = kit_of("full"), View(1, 4, augment=False)
+    nothing = lambda turn, learner, params, state, aggregate, key: (params, state, {})
+    sums = class_sums(3, WIDTH, view)
+    means = class_prototypes("means", 3, WIDTH, view)
+    steps = (
+        ServerStep("a", nothing, collects=(sums, means)),
+        ServerStep("b", nothing, collects=(means,), takes=("classifier",), sees_parts=True),
+    )
+    method = compose(kit, steps=steps)
+    server = fresh(method)
+    assert len(main_of(method).program.phases) == 2  # both reports are made in one pass
+    _, local = train(method, server, TASKS[1], BATCHES)
+    upload, _ = client_round(method, server, TASKS[1], BATCHES)
+    assert upload.mean.classifier == () and set(upload.sum) == {"class_sums"}
+    assert set(upload.gather) == {"means", "classifier", "part"}
+    same(upload.gather["classifier"], local.part.classifier)
+    same(upload.gather["part"], local.part)
+    image = np.concatenate([batch.image[batch.mask] for batch in BATCHES]) * local.part.adapter["scale"]
+    label = np.concatenate([batch.label[batch.mask] for batch in BATCHES])
+    total = np.stack([image[label == c].sum(0) for c in (3, 4)])
+    np.testing.assert_allclose(upload.sum["class_sums"].feature[:2], total, rtol=1e-5)
+    np.testing.assert_allclose(upload.gather["means"].vector[:2], total / [[1], [3]], rtol=1e-5)
+    assert upload.gather["means"].held.tolist() == [True, True, False]
+    assert int(upload.weight) == 4
+
+
+def test_what_a_step_takes_over_is_not_averaged_and_stays_unless_the_step_changes_it():
+    keep = lambda turn, learner, params, state, aggregate, key: (params, state, {})
+    method = compose(kit_of("full"), steps=(ServerStep("keep", keep, takes=("classifier",)),))
+    server = fresh(method)
+    after, _ = server_round(method, server, TASKS[1], received(uploads_of(method, server, TASKS[1])))
+    same(after.params.classifier, server.params.classifier)
+    assert differ(after.params.adapter, server.params.adapter) > 1e-3
+
+
+def test_steps_follow_each_other_and_their_metrics_have_their_names():
+    def bump(turn, learner, params, state, aggregate, key):
+        moved = params._replace(classifier=jax.tree.map(lambda x: 2 * x + state, params.classifier))
+        return moved, state + 1, {"seen": state}
+
+    steps = tuple(ServerStep(name, bump, init=lambda: jnp.float32(1)) for name in "ab")
+    method = compose(kit_of(), steps=steps)
+    server = fresh(method)
+    mean = jax.tree.map(jnp.ones_like, server.params)
+    after, metrics = server_round(method, server, TASKS[1], aggregate_from(mean))
+    assert set(metrics) == {"a_seen", "b_seen"} and [float(state) for state in after.steps] == [2, 2]
+    assert float(after.params.classifier.bias[0]) == 2 * (2 * 1 + 1) + 1
+
+
+def test_a_term_may_train_and_send_parameters_of_its_own():
+    """One number per task, pulled to 1: only the task's own is trained, merged and counted."""
+
+    def loss(model, seen, memory):
+        (own,) = seen.part.extra
+        return 0.5 * (own - 1.0) ** 2
+
+    slots = Slots(
+        init=lambda key: jnp.zeros(SETTING.tasks),
+        part=lambda params, task: params[task.index],
+        put=lambda params, task, part: params.at[task.index].set(part),
+    )
+    method = compose(kit_of(), (Term("mine", loss, slots=slots),))
+    server = fresh(method)
+    ctx, local = train(method, server, TASKS[1], BATCHES)
+    expected = 1 - (1 - RATE) ** 2
+    assert float(local.part.extra[0]) == pytest.approx(expected, rel=1e-5)
+    aggregate = received(uploads_of(method, server, TASKS[1]))
+    after, _ = server_round(method, server, TASKS[1], aggregate)
+    np.testing.assert_allclose(after.params.extra[0], [0.0, expected], rtol=1e-5)
+    counted = method.trainable(turn_of(TASKS[1], frozen=SCALE), server)
+    assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
+    plain = compose(kit_of())
+    close(local.part.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].part.classifier)
+
+
+# ---- the objective and predictions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", ["current", "seen", "all"])
+def test_the_objective_says_which_classes_compete(classes):
+    method, competing = compose(kit_of(), objective=Objective(classes)), {}
+    for task, batches in ((TASKS[0], [rows_of([0, 1, 2])]), (TASKS[1], BATCHES)):
+        ctx, local = train(method, fresh(method), task, batches)
+        moved = np.abs(np.asarray(local.part.classifier.bias - ctx.wire.part.classifier.bias)) > 0
+        competing[int(task.index)] = np.flatnonzero(moved).tolist()
+    everything = [0, 1, 2, 3, 4]
+    expected = {"current": ([0, 1, 2], [3, 4]), "seen": ([0, 1, 2], everything), "all": (everything,) * 2}
+    assert tuple(competing.values()) == expected[classes]
+
+
+def test_hardness_multiplies_the_logits_of_the_loss():
+    method = compose(kit_of(), objective=Objective(hardness=3.0))
+    server = fresh(method)
+    ctx = ctx_of(method, server, TASKS[1], info_of(SETTING.classes), SCALE)
+    local = compiled(main_of(method).program.start)(ctx, (), KEY)
+    _, metrics = compiled(main_of(method).program.phases[0].step)(ctx, local, BATCHES[0], KEY)
+    head: Head = server.params.classifier
+    logits = 3.0 * (BATCHES[0].image @ head.kernel + head.bias)
+    expected = cross_entropy(logits, BATCHES[0].label, TASKS[1].current, BATCHES[0].mask, "sum")
+    assert float(metrics["loss"].total) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("predicts", ["seen", "all"])
+def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
+    method = compose(kit_of(), predicts=predicts)
+    server = fresh(method)
+    tempting = server.params.classifier._replace(bias=jnp.arange(5.0) * 1e6)
+    server = server._replace(params=server.params._replace(classifier=tempting))
+    logits = method.predict(turn_of(TASKS[0], frozen=SCALE), server, BATCHES[0])
+    assert set(np.argmax(logits, -1).tolist()) == ({4} if predicts == "all" else {2})
+
+
+def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
+    survey = Survey(ServerStep("nothing", None, collects=(class_sums(3, WIDTH),)), "opening", 4)
+    kit = kit_of(train=None)
+    method = compose(kit, surveys=(survey,))
+    assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
+    assert method.trainable(turn_of(TASKS[0], frozen=SCALE), fresh(method)) == {}

@@ -1,0 +1,187 @@
+"""Ranges that stand beside the fields of settings, and names that never collide."""
+
+import dataclasses
+import itertools
+import typing
+
+import pytest
+
+from fcljax import config
+from fcljax.adapters import ADAPTERS
+from fcljax.errors import InputError
+from fcljax.methods import METHODS
+from fcljax.options import check_ranges, fields_of, option, resolved
+from fcljax.runs.embed import EmbedConfig
+from fcljax.runs.pretrain import PretrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A field of every kind."""
+
+    count: int = 3
+    from_zero: int = option(0, least=0)
+    up_to_nine: int = option(5, most=9)
+    weight: float = 1.0
+    rate: float = option(1e-3, positive=True)
+    share: float = option(1.0, positive=True, most=1.0)
+    trim: float = option(0.1, below=0.5)
+    degrees: float = option(20.0, least=-90.0, most=90.0)
+    maybe: float | None = option(None, positive=True)
+    maybe_count: int | None = None
+    flag: bool = False
+    name: str = "0"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        dict(count=1, from_zero=0, up_to_nine=9, weight=0.0, share=1e-9, trim=0.0),
+        dict(trim=0.4999, degrees=-90.0, maybe=0.1, maybe_count=1, flag=False),
+        dict(weight=3, rate=1, share=1, trim=0),  # whole numbers where numbers are asked for
+        dict(name="-1"),
+    ],
+)
+def test_values_in_their_ranges_pass(values):
+    check_ranges(Own(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(count=0), "count: 0 is too small; nearest valid value: 1"),
+        (dict(from_zero=-1), "from_zero: -1 is too small; nearest valid value: 0"),
+        (dict(up_to_nine=10), "up_to_nine: 10 is too large; nearest valid value: 9"),
+        (dict(maybe_count=0), "maybe_count: 0 is too small; nearest valid value: 1"),
+        (dict(weight=-0.1), "weight: -0.1 must be finite and 0 or more, such as 1.0"),
+        (dict(weight=float("nan")), "weight: nan must be finite and 0 or more, such as 1.0"),
+        (dict(weight=float("inf")), "weight: inf must be finite and 0 or more, such as 1.0"),
+        (dict(rate=0.0), "rate: 0.0 must be finite and positive, such as 0.001"),
+        (dict(rate=-1), "rate: -1 must be finite and positive, such as 0.001"),
+        (dict(share=1.5), "share: 1.5 is too large; nearest valid value: 1.0"),
+        (dict(trim=0.5), "trim: 0.5 is too large; it must be below 0.5"),
+        (dict(degrees=-91.0), "degrees: -91.0 must be finite and -90.0 or more, such as 20.0"),
+        (dict(maybe=0.0), "maybe: 0.0 must be finite and positive"),
+    ],
+)
+def test_a_value_out_of_its_range_is_one_line_that_names_it_and_what_is_valid(values, message):
+    with pytest.raises(InputError) as error:
+        check_ranges(Own(**values))
+    assert str(error.value) == message
+
+
+def test_an_option_that_no_preset_has_filled_in_is_refused():
+    assert resolved("sum") == "sum" and resolved(0.0) == 0.0
+    with pytest.raises(
+        InputError, match=r"^options: None, where a value is needed that `config.resolve` fills"
+    ):
+        resolved(None)
+
+
+# ---- the package's own options -----------------------------------------------------------------------------
+
+RUNS = [
+    (method, adapter)
+    for method, adapter in itertools.product(METHODS, ADAPTERS)
+    if adapter not in METHODS[method].excludes
+]
+GROUPS = {
+    options
+    for method, adapter in RUNS
+    for options in config.option_groups(method, adapter).values()
+} | {EmbedConfig, PretrainConfig}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "adapter"), RUNS)
+def test_a_run_s_defaults_are_valid_and_resolve_to_themselves(method, adapter):
+    cfg = config.resolve(method, config.run_class(method, adapter)())
+    check_ranges(cfg)
+    assert cfg.adapter == adapter and config.resolve(method, cfg) == cfg
+
+
+@pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
+def test_no_number_of_any_option_may_be_negative_infinite_or_nan(options):
+    """A rule of the whole package: whoever needs another range says so beside the field."""
+    wrong = {int: [-1], float: [-1.0, float("nan"), float("inf")]}
+    for field in fields_of(options):
+        kinds = typing.get_args(field.type) or (field.type,)
+        for value in itertools.chain.from_iterable(wrong.get(kind, []) for kind in kinds):
+            with pytest.raises(InputError, match=f"^{field.name}: "):
+                check_ranges(dataclasses.replace(options(), **{field.name: value}))
+
+
+@pytest.mark.parametrize("fidelity", ["intended", "paper", "released"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_preset_leaves_no_disputed_field_open(method, fidelity):
+    """Of the method's and of every adapter that it goes with."""
+    entry = METHODS[method]
+    assert set(entry.fidelity) in ({"intended", "paper", "released"}, set())
+    for adapter in ADAPTERS:
+        if adapter in entry.excludes:
+            continue
+        cfg = config.resolve(method, config.run_class(method, adapter)(fidelity=fidelity))
+        preset = ADAPTERS[adapter].fidelity[fidelity] | entry.fidelity.get(fidelity, {})
+        for name, value in preset.items():
+            if hasattr(cfg, name):
+                assert getattr(cfg, name) == (entry.defaults.get(name, value))
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def entry_with(name):
+    """A method's entry with one option of this name."""
+    options = dataclasses.make_dataclass("Options", [(name, float, 1.0)], frozen=True)
+    return METHODS["linear"]._replace(options=options)
+
+
+def test_the_package_s_own_names_do_not_collide():
+    config.check_tables()
+    for method, adapter in RUNS:
+        groups = config.option_groups(method, adapter).values()
+        names = [field.name for group in groups for field in dataclasses.fields(group)]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("lr", "run"), ("clip_norm", "run"), ("lora_rank", "mine"), ("full_lr", "mine")]
+)
+def test_an_option_that_takes_the_name_of_another_is_refused(name, owner, monkeypatch):
+    """Of the run's, or of any adapter's, though it is not the method's default."""
+    monkeypatch.setitem(METHODS, "mine", entry_with(name))
+    with pytest.raises(InputError) as error:
+        config.check_tables()
+    assert str(error.value) == f"method: mine and {owner} both have an option {name!r}; rename one"
+
+
+def test_an_option_of_its_own_name_is_taken(monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", entry_with("my_weight"))
+    config.check_tables()
+    assert config.run_class("mine", "linear")().my_weight == 1.0
+    config.run_class.cache_clear()
+
+
+def test_an_adapter_s_option_goes_with_that_adapter_alone():
+    assert config.from_mapping("linear", {"adapter": "lora", "lora_rank": 2}, "test").lora_rank == 2
+    message = "^test: lora_rank goes with the adapter 'lora', and this run has 'linear'$"
+    with pytest.raises(InputError, match=message):
+        config.from_mapping("linear", {"lora_rank": 2}, "test")
+    with pytest.raises(InputError, match="^test: orthogonality_weight goes with the adapter 'lora'"):
+        config.from_mapping("pilora", {"adapter": "prompts", "orthogonality_weight": 1.0}, "test")
+
+
+def test_a_method_s_defaults_hold_for_the_options_that_a_run_has():
+    """EWC trains one pair for all tasks; on an adapter without pairs there is nothing to say of them."""
+    assert config.run_class("ewc", "lora")().lora_pairs == "one"
+    assert config.run_class("pilora", "lora")().lora_pairs == "task"
+    assert not hasattr(config.run_class("ewc", "full")(), "lora_pairs")
+
+
+def test_an_adapter_that_cannot_work_is_refused_with_the_reason():
+    with pytest.raises(
+        InputError, match=r"^adapter: fedncm cannot work with 'lora': nothing trains .*'linear'$"
+    ):
+        config.from_mapping("fedncm", {"adapter": "lora"}, "test")
+    with pytest.raises(InputError, match="^adapter: unknown value 'lor'; did you mean 'lora'"):
+        config.from_mapping("fedavg", {"adapter": "lor"}, "test")
