@@ -350,6 +350,7 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_fact
     capsys.readouterr()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
     [

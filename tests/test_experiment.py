@@ -114,7 +114,8 @@ def test_every_compiled_function_was_traced_once_over_all_tasks_and_rounds(run):
 
 def test_communication_of_linear_is_its_head_and_a_weight(linear_run):
     assert summary_of(linear_run)["communication"] == {
-        "upload_scalars": HEAD, "upload_bytes": 4 * HEAD + 4, "download_scalars": HEAD, "download_bytes": 4 * HEAD,
+        "upload_scalars": HEAD, "upload_bytes": 4 * HEAD + 4,
+        "download_scalars": HEAD, "download_bytes": 4 * HEAD,
     }  # fmt: skip
 
 

@@ -188,7 +188,10 @@ def test_the_settings_of_a_column_serve_every_baseline(file, method):
 
 @pytest.mark.parametrize(
     "options",
-    [["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--adapter", "full"], ["--adapter", "linear"]],
+    [
+        ["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--adapter", "full"],
+        ["--adapter", "linear"],
+    ],
 )
 def test_the_rows_of_table_three_are_options(options):
     command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]

@@ -193,6 +193,7 @@ def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
         where(1, eval_batch_size=16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fppl", "linear"])
 def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_images(method, tmp_path):
     """In a process of its own, with XLA as users have it.

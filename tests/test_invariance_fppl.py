@@ -1,4 +1,4 @@
-"""What must not matter to FPPL: lanes, the order of clients, who else takes part, what lies in masked rows."""
+"""What must not matter to FPPL: lanes, order of clients, who else takes part, what lies in masked rows."""
 
 import collections
 

@@ -24,7 +24,9 @@ def reference(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("reference", "kills"), [("linear", 2), ("fppl", 1), ("icarl", 1)], indirect=["reference"]
+    ("reference", "kills"),
+    [("linear", 2), pytest.param("fppl", 1, marks=pytest.mark.long), ("icarl", 1)],
+    indirect=["reference"],
 )
 def test_killed_at_random_moments_and_resumed_equals_uninterrupted(
     reference, kills, tmp_path, tmp_path_factory
