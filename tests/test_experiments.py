@@ -189,7 +189,10 @@ def test_the_settings_of_a_column_serve_every_baseline(file, method):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--headtune"], ["--wo-reweight"], ["--wo-orthogonality"], ["--adapter", "full"],
+        ["--headtune"],
+        ["--wo-reweight"],
+        ["--wo-orthogonality"],
+        ["--adapter", "full"],
         ["--adapter", "linear"],
     ],
 )
