@@ -334,7 +334,10 @@ def summary_of(method, options, folder, factory):
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["pilora", "fedncm", "fedclm", "joint", "ewc", "lwf", "icarl"])
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("joint", "ewc", "lwf", "icarl")]
+
+
+@pytest.mark.parametrize("method", ["pilora", "fedncm", "fedclm", *OTHERS])
 def test_every_method_runs_from_the_command_line(method, tmp_path, tmp_path_factory, capsys):
     own = [] if method == "fedncm" else LORA
     options = [*own, "--partition", "quantity", "--alpha", "2"]

@@ -139,8 +139,11 @@ def check(case, ways):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), results[0], other)
 
 
-@pytest.mark.parametrize("case", FEW, ids="-".join)
+@pytest.mark.parametrize(
+    "case", [case if i % 2 else pytest.param(case, marks=pytest.mark.long) for i, case in enumerate(FEW)]
+)
 def test_every_pair_of_parts_works_together(case):
+    """Every other one in `make test`, since each compiles an engine."""
     check(case, [Lanes(2, "vmap")])
 
 

@@ -56,6 +56,7 @@ METHOD = MethodEntry("wrong on purpose", NoOptions, spoiled, adapter="linear")
 """
 
 
+@pytest.mark.long
 def test_a_method_whose_clients_send_nothing_but_nan_is_told_so(tmp_path, tmp_path_factory, capsys):
     loss = "lambda model, seen, memory: jnp.nan * jnp.sum(seen.part.classifier.kernel)"
     file = write(tmp_path / "spoiled.py", SPOILED.replace("LOSS", loss))

@@ -25,7 +25,11 @@ def reference(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("reference", "kills"),
-    [("linear", 2), pytest.param("fppl", 1, marks=pytest.mark.long), ("icarl", 1)],
+    [
+        ("linear", 2),
+        pytest.param("fppl", 1, marks=pytest.mark.long),
+        pytest.param("icarl", 1, marks=pytest.mark.long),
+    ],
     indirect=["reference"],
 )
 def test_killed_at_random_moments_and_resumed_equals_uninterrupted(

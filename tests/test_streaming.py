@@ -33,7 +33,9 @@ def drive(engine, name, data, deals):
     return server, states, [report.metrics for report in reports]
 
 
-@pytest.mark.parametrize("way", ["loop1", "vmap3", "unroll2"])
+@pytest.mark.parametrize(
+    "way", ["vmap3", *(pytest.param(way, marks=pytest.mark.long) for way in ("loop1", "unroll2"))]
+)
 @pytest.mark.parametrize("name", TOYS)
 def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, deals):
     engine = engine_of(name, way)
