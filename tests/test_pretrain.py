@@ -19,6 +19,8 @@ from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.metrics import nearest_class_mean
 from fcljax.runs.pretrain import PretrainConfig, eased, features, normalise, pretrain
 
+pytestmark = pytest.mark.long  # it trains a network; the weights that it made are checked elsewhere
+
 VIT = VITS["vit_micro"]
 TINY = PretrainConfig(steps=2, batch_size=4, classes=12, validate=1)
 ASSET = resources.files("fcljax") / "assets" / "vit_micro.safetensors"
