@@ -348,7 +348,7 @@ def _data_prepare(arguments: list[str]) -> int:
     name, given = _named(
         arguments, "fcljax data prepare NAME", PrepareOptions, "Make a data set ready for runs."
     )
-    options = config.fill(PrepareOptions, {**given, "dataset": name}, "options")
+    options = config.settle(config.fill(PrepareOptions, {**given, "dataset": name}, "options"))
     config.check_ranges(options)
     info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
     _print_rows(
@@ -367,7 +367,7 @@ def _data_show(arguments: list[str]) -> int:
     name, given = _named(
         arguments, "fcljax data show NAME", ShowConfig, "Images, and which client would hold which class."
     )
-    options = config.fill(ShowConfig, {**given, "dataset": name}, "options")
+    options = config.settle(config.fill(ShowConfig, {**given, "dataset": name}, "options"))
     config.check_ranges(options)
     _print_rows(show(options, options.out or "."))
     return 0
@@ -409,7 +409,7 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import embed as write
 
     given = parse({"embed": EmbedConfig()}, arguments, "fcljax embed", "Frozen features of a data set.")
-    options = config.fill(EmbedConfig, {"normalise": "checkpoint", **given}, "options")
+    options = config.settle(config.fill(EmbedConfig, given, "options"))
     config.check_ranges(options)
     backbone = (
         Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone

@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -21,9 +22,11 @@ from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
 from fcljax.federated.faults import FaultOptions
 from fcljax.methods import METHODS, MethodEntry, find_method
+from fcljax.models.weights.pretrained import Positions
 from fcljax.options import check_ranges, fields_of, option, resolved
 
-Fidelity = Literal["intended", "paper", "released"]
+# improved: what we found to be better than intended, on held-out training images
+Fidelity = Literal["intended", "paper", "released", "improved"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet"]
 # release: as the pipeline's release has it
@@ -47,9 +50,13 @@ class InputConfig:
     checkpoint: str | None = None
     heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
     image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
-    preprocess: Pipeline = "fppl"  # whose release's resizes, crops and flips
+    # whose release's resizes, crops and flips; default: fppl, or the method's own under `released`
+    preprocess: Pipeline | None = None
     # pixel range; default: checkpoint (what the weights expect), or release if not intended
     normalise: Pixels | None = None
+    # how position embeddings come to another image size; default: antialiased, and plain, which is what the
+    # releases do, under `paper` and `released`
+    positions: Positions | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
     augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
     eval_batch_size: int = 64  # images per evaluation step
@@ -57,6 +64,9 @@ class InputConfig:
     data_budget: int | None = None
     glyph_train: int = 100  # training images per class of the data set glyphs
     glyph_test: int = 20  # test images per class of the data set glyphs
+    # share of each class's training images that is kept from training and evaluated on, in place of the test
+    # images: for choosing settings
+    holdout: float = option(0.0, least=0.0, below=1.0)
     seed: int = option(2023, least=0, most=2**32 - 1)  # of class order, partition, initial values, all draws
 
 
@@ -74,11 +84,13 @@ class DealConfig(InputConfig):
     beta: float = option(0.5, positive=True)
     # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
     min_rows: int = option(10, least=0)
-    # clients keep their rows, or rows are dealt afresh in every round
-    population: Literal["static", "redrawn"] = "static"
-    # share of the training rows that is used: the first ones of each class
-    train_share: float = option(1.0, positive=True, most=1.0)
-    class_order: Literal["shuffled", "natural"] = "shuffled"  # in which tasks take the classes
+    # static: clients keep their rows; redrawn: all rows are dealt afresh in every round; independent: so they
+    # are for each client by itself, so that clients may share rows; default: static
+    population: Literal["static", "redrawn", "independent"] | None = None
+    # share of the training rows that is used, the first ones of each class; default: 1, PILoRA's presets 0.8
+    train_share: float | None = option(None, positive=True, most=1.0)
+    # in which order tasks take the classes; default: shuffled
+    class_order: Literal["shuffled", "natural"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +133,15 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Dea
     # report the privacy spent, as epsilon for this delta; needs noise_multiplier and the extra `privacy`
     dp_delta: float | None = option(None, positive=True, most=1.0)
 
+
+Settings = TypeVar("Settings", bound=InputConfig)
+Presets = Mapping[str, Mapping[str, object]]  # preset name -> values of fields
+
+# what a field is where neither the user nor a preset says
+USUAL = {
+    "preprocess": "fppl", "normalise": "checkpoint", "positions": "antialiased", "population": "static",
+    "train_share": 1.0, "class_order": "shuffled",
+}  # fmt: skip
 
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 
@@ -234,16 +255,37 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"
         )
-    entry = find_method(method)
-    usual = ADAPTERS[resolved(config.adapter)].fidelity[config.fidelity]
-    preset = {**usual, **entry.fidelity.get(config.fidelity, {})}
-    chosen: dict[str, Any] = {
+    return settle(config, preset(method, resolved(config.adapter), config.fidelity))
+
+
+def preset(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
+    """The values of all fields that a fidelity preset decides.
+
+    Raises:
+      InputError: for an unknown method.
+    """
+    as_released = fidelity in ("paper", "released")
+    pixels = {"normalise": "release", "positions": "plain"} if as_released else {}
+    tables = ADAPTERS[adapter].fidelity, find_method(method).fidelity
+    return pixels | preset_of(tables[0], fidelity) | preset_of(tables[1], fidelity)
+
+
+def settle(config: Settings, preset: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+    """Settings without a None that stands for a default: those of the preset, then the usual ones.
+
+    The command line gives None where a preset may decide. A command that knows no method has no preset.
+    """
+    chosen = {
         name: value
-        for name, value in preset.items()
+        for name, value in {**USUAL, **preset}.items()
         if hasattr(config, name) and getattr(config, name) is None
     }
-    normalise = config.normalise or ("checkpoint" if config.fidelity == "intended" else "release")
-    return dataclasses.replace(config, normalise=normalise, **chosen)
+    return dataclasses.replace(config, **chosen)
+
+
+def preset_of(table: Presets, fidelity: Fidelity) -> dict[str, object]:
+    """The fields that a preset decides: `improved` has those of `intended` where it does not say."""
+    return dict(table.get(fidelity, table.get("intended", {}) if fidelity == "improved" else {}))
 
 
 def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:

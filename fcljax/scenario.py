@@ -13,6 +13,7 @@ from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, qua
 from fcljax.data.store import ClientRows, client_rows, merge
 from fcljax.data.tasks import class_order, make_tasks, relabel
 from fcljax.federated.schedule import Roster
+from fcljax.options import resolved
 from fcljax.types import Task
 
 
@@ -44,7 +45,7 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
     if joint:
         tasks, by_task = make_tasks(classes, 1), held
         held = lambda _, r: merge([by_task(t, r) for t in range(cfg.tasks)])
-    deals = rounds if cfg.population == "redrawn" else 1
+    deals = 1 if cfg.population == "static" else rounds
     dealt = [[_roster(held(t, r), train_label, classes) for r in range(deals)] for t in range(len(tasks))]
     holdings = functools.reduce(np.add, (roster.class_rows for of_task in dealt for roster in of_task))
     # a static population has one roster for all rounds of a task
@@ -74,8 +75,9 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
     in FPPL's release (specification section 6); a partition by task is drawn for the tasks in turn, and the
     natural class order draws nothing. A static population has the same rows in every round of a task. A
     redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
-    is drawn when `Deal.rows` is called; PILoRA's release deals like this. There `dirichlet` and `iid` split
-    the whole training set each time, of which the task's rows count.
+    is drawn when `Deal.rows` is called. In an independent one a partition is drawn for every client too, who
+    takes its part of it: clients share rows then, and others belong to nobody. So does PILoRA's release.
+    `dirichlet` and `iid` split the whole training set each time, of which the task's rows count.
 
     Raises:
       InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what
@@ -85,7 +87,7 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
     classes = len(dataset.class_names)
     order = class_order(classes, stream) if cfg.class_order == "shuffled" else np.arange(classes)
     label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
-    used = first_share(dataset.y_train, cfg.train_share)
+    used = first_share(dataset.y_train, resolved(cfg.train_share))
     whole = cfg.partition in ("dirichlet", "iid")
 
     def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
@@ -94,6 +96,9 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
 
     if cfg.population == "redrawn":
         dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
+    elif cfg.population == "independent":
+        alone = lambda *place: parts(place[0], np.random.RandomState([cfg.seed, *place]))[place[-1]]
+        dealt = lambda task, round_: [alone(task, round_, client) for client in range(cfg.clients)]
     else:
         fixed = (
             [parts(0, stream)] * len(tasks) if whole else [parts(task, stream) for task in range(len(tasks))]

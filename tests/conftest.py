@@ -1,12 +1,16 @@
-"""Before JAX starts: eight host devices for tests of the device mesh, cheap compilation of tiny models."""
+"""Before JAX starts: eight host devices for tests of the device mesh, cheap compilation of tiny models, and
+each program compiled once."""
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if metadata.version("jaxlib").startswith("0.10."):
@@ -14,8 +18,29 @@ if metadata.version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(flags)
+# One folder for all processes of pytest-xdist, which inherit the variable.
+OWNER = "FCLJAX_TESTS" not in os.environ
+if OWNER:
+    os.environ["FCLJAX_TESTS"] = tempfile.mkdtemp(prefix="fcljax-tests-")
+SCRATCH = Path(os.environ["FCLJAX_TESTS"])
 # what the user has prepared must not decide a test
-os.environ["FCLJAX_DATA"] = tempfile.mkdtemp(prefix="fcljax-tests-")
+os.environ["FCLJAX_DATA"] = str(SCRATCH / f"data-{os.getpid()}")
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # they put the folder's name into the keys
+}
+
+
+def pytest_sessionfinish():
+    if OWNER:
+        shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+# Property tests try the same values every time: what they find belongs to the change that broke it.
+settings.register_profile("fcljax", derandomize=True, deadline=None)
+settings.load_profile("fcljax")
 
 OURS = ("test_", "toys", "micro", "small_runs")
 

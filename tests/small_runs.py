@@ -1,7 +1,5 @@
-"""Small real runs that several test modules look at: each is made once per session, and all of them share one
-compilation cache."""
+"""Small real runs that several test modules look at: each is made once per session."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,7 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental.compilation_cache import compilation_cache
+import pytest
+from filelock import FileLock
 
 from fcljax import cli
 from fcljax.runs import checkpoint
@@ -65,59 +64,38 @@ CLOCK = {
     "trained_images_per_s",
     "eval_images_per_s",
 }  # of summary.json: these may differ
-CACHE = {
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches put the folder's name into the keys
-}
 
 
-def finished(method: str, factory) -> Path:
-    """The run directory of `method` under OPTIONS, from start to end in this process. Read it, or copy it; do
-    not change it.
+def some(values, kept) -> list:
+    """Parameters of which all but `kept` run in `make test-long` only."""
+    return [x if x in kept else pytest.param(*_tuple(x), marks=pytest.mark.long) for x in values]
 
-    factory: pytest's tmp_path_factory, whose folder lives as long as the session.
-    """
-    out = factory.getbasetemp() / f"finished-{method}"
-    if not out.exists():
-        with compile_cache(factory):
+
+def _tuple(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def finished(method: str) -> Path:
+    """The run directory of `method` under OPTIONS, from start to end in the process that needs it first. Read
+    it, or copy it; do not change it."""
+    folder = Path(os.environ["FCLJAX_TESTS"])
+    out = folder / f"finished-{method}"
+    with FileLock(folder / f"{method}.lock"):
+        if not out.exists():
             assert cli.main(["run", method, *OPTIONS[method], "--out", str(out)]) == 0
     assert (out / "summary.json").exists(), "the run did not finish"
     return out
 
 
-@contextlib.contextmanager
-def compile_cache(factory):
-    """Compile through the session's cache on disk."""
-    values = {"jax_compilation_cache_dir": str(compiled(factory)), **CACHE}
-    before = {name: getattr(jax.config, name) for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-
-def compiled(factory) -> Path:
-    """The session's compilation cache."""
-    return factory.getbasetemp() / "compiled"
-
-
-def environment(factory, scratch: Path) -> dict[str, str]:
-    """Of a subprocess: this process's, the package, and a copy of the session's compilation cache in the
-    folder `scratch`. JAX does not write its cache atomically, so a process that is killed, or that may not
-    write, must have its own."""
-    own = shutil.copytree(compiled(factory), scratch / "compiled", dirs_exist_ok=True)
-    cache = {name.upper(): str(value) for name, value in CACHE.items()}
-    return (
-        os.environ
-        | cache
-        | {"JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    )
+def environment(scratch: Path) -> dict[str, str]:
+    """Of a subprocess: this process's, the package, and a copy of the compilation cache in the folder
+    `scratch`. JAX does not write its cache atomically, so a process that is killed, or that may not write,
+    must have its own."""
+    own = shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], scratch / "compiled", dirs_exist_ok=True)
+    warnings = "error,ignore:Error reading persistent compilation cache"
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings
+    }  # fmt: skip
 
 
 def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: dict[str, str]) -> None:

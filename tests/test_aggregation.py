@@ -117,7 +117,7 @@ def test_robust_rules_resist_one_huge_outlier_and_the_mean_does_not(rule):
     assert worst(RULES["mean"](poisoned, jnp.ones(10), jnp.ones(10, bool))) > 1e28
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     order=st.permutations(range(K)),
     drop=st.sets(st.integers(0, K - 1), max_size=K - 1),
@@ -774,7 +774,7 @@ def posterior(seed: int = 1):
     return stacked(seed), jax.tree.map(lambda leaf: jnp.exp(leaf), stacked(seed + 1))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(order=st.permutations(range(K)), seed=st.integers(0, 99))
 def test_permuting_clients_does_not_change_the_conflation(order, seed):
     mean, sigma = posterior(seed)

@@ -144,7 +144,7 @@ def test_damaged_files_are_named(tmp_path, suffix, content):
     refuses(path, f"checkpoint: '.*weights{re.escape(suffix)}' is damaged or not what its name says: .")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(suffix=st.sampled_from([".safetensors", ".npz"]), at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_a_changed_byte_gives_tensors_or_one_line(tmp_path_factory, suffix, at, byte):
     path = files.save(tmp_path_factory.mktemp("a") / f"a{suffix}", TENSORS)

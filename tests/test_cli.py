@@ -36,8 +36,8 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def linear_run(tmp_path_factory):
-    return small_runs.finished("linear", tmp_path_factory)
+def linear_run():
+    return small_runs.finished("linear")
 
 
 def everything(folder="."):
@@ -255,16 +255,20 @@ def test_a_run_directory_that_cannot_be_made_is_named(out, capsys):
 
 
 @pytest.mark.parametrize(
-    ("limit", "left"), [(100, set()), (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"})]
+    ("limit", "left"),
+    [
+        pytest.param(100, set(), marks=pytest.mark.long),
+        (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"}),
+    ],
 )
-def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here, tmp_path_factory):
+def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here):
     # No file may grow beyond the limit: too little for config.yaml in the one case, for the first checkpoint
     # in the other.
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "import sys; from fcljax.cli import main; sys.exit(main())"
     )
-    options = {"env": small_runs.environment(tmp_path_factory, here) | {"PYTHONWARNINGS": "ignore"}}
+    options = {"env": small_runs.environment(here) | {"PYTHONWARNINGS": "ignore"}}
     code, out, err = program(
         "run", "linear", *small_runs.OPTIONS["linear"], "--out", OUT, code=["-c", code], **options
     )
@@ -346,8 +350,8 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 
 
-def test_compare_prints_both_runs_and_draws_them(linear_run, tmp_path_factory, capsys):
-    fppl_run = small_runs.finished("fppl", tmp_path_factory)
+def test_compare_prints_both_runs_and_draws_them(linear_run, capsys):
+    fppl_run = small_runs.finished("fppl")
     capsys.readouterr()
     assert cli.main(["compare", str(linear_run), str(fppl_run), "--out", "both.png"]) == 0
     text = capsys.readouterr().out

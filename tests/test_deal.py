@@ -10,7 +10,7 @@ import pytest
 import small_runs
 
 from fcljax import cli
-from fcljax.config import DealConfig
+from fcljax.config import DealConfig, settle
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet
 from fcljax.data.tasks import make_tasks
@@ -42,7 +42,7 @@ def digits():
 
 
 def settings(**values):
-    return DealConfig(clients=3, **values)
+    return settle(DealConfig(clients=3, **values))
 
 
 def held(dealt, task, round_=0):
@@ -90,6 +90,21 @@ def test_static_deals_of_the_whole_training_set_are_what_they_always_were(
 def test_static_clients_hold_the_same_rows_in_every_round(digits, partition):
     dealt = deal(digits, settings(partition=partition))
     assert held(dealt, 1, 0) == held(dealt, 1, 7)
+
+
+def test_an_independent_client_has_its_part_of_a_partition_of_its_own(digits):
+    """As PILoRA's release deals: clients share rows, and some rows belong to nobody."""
+    dealt = deal(digits, settings(partition="task_dirichlet", population="independent", seed=5))
+    mine = np.flatnonzero(dealt.train_label < 2)  # two classes a task
+    for round_ in (0, 1):
+        found = held(dealt, 0, round_)
+        for client in range(3):
+            rng = np.random.RandomState([5, 0, round_, client])
+            assert found[client] == mine[dirichlet(digits.y_train[mine], 3, 0.5, rng)[client]].tolist()
+    assert held(dealt, 0, 0) != held(dealt, 0, 1)
+    assert len(set(sum(found, []))) < len(sum(found, []))
+    together = deal(digits, settings(partition="task_dirichlet", population="redrawn", seed=5))
+    assert len(set(sum(held(together, 0), []))) == len(sum(held(together, 0), [])) == len(mine)
 
 
 @pytest.mark.parametrize("population", ["static", "redrawn"])
@@ -178,20 +193,21 @@ def finished(options, factory):
     """The run directory of `linear` under these options."""
     out = factory.getbasetemp() / "-".join(["deal", *options]).replace("--", "")
     if not out.exists():
-        with small_runs.compile_cache(factory):
-            assert (
-                cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)])
-                == 0
-            )
+        assert (
+            cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)]) == 0
+        )
     return out
 
 
 @pytest.mark.parametrize(
     ("partition", "population"),
-    [
-        *((partition, "redrawn") for partition in PARTITIONS),
-        *((partition, "static") for partition in BY_TASK),
-    ],
+    small_runs.some(
+        [
+            *((partition, "redrawn") for partition in PARTITIONS),
+            *((partition, "static") for partition in BY_TASK),
+        ],
+        [("task_dirichlet", "static"), ("shards", "redrawn"), ("dirichlet", "redrawn")],
+    ),
 )
 def test_a_run_finishes_under_every_partition_and_population(partition, population, tmp_path_factory):
     out = finished(["--partition", partition, "--population", population], tmp_path_factory)
@@ -207,14 +223,14 @@ def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_
     (out / "summary.json").unlink()
     for step in ("2", "3", "4"):
         shutil.rmtree(out / "checkpoints" / step)
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["run", "linear", "--resume", str(out)]) == 0
+    assert cli.main(["run", "linear", "--resume", str(out)]) == 0
     small_runs.assert_same_run(out, reference)
 
 
 def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, tmp_path_factory):
     out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
-    dealt = deal(digits, DealConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn"))
+    cfg = DealConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")
+    dealt = deal(digits, settle(cfg))
     rows = sum(len(dealt.rows(task, round_).rows) for task in range(2) for round_ in range(2))
     *_, records = small_runs.last_checkpoint(out)
     assert records["counts"]["client_images"] == rows
@@ -238,7 +254,7 @@ def test_settings_of_a_deal_that_cannot_be_are_one_line(options, parts, tmp_path
     assert all(part in line for part in parts)
 
 
-@pytest.mark.parametrize("partition", BY_TASK)
+@pytest.mark.parametrize("partition", small_runs.some(BY_TASK, ["task_dirichlet"]))
 def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
     digits, partition, tmp_path, capsys
 ):

@@ -1,11 +1,14 @@
 """The engine gives the numbers of plain loops over clients, epochs and batches: for every channel of the
 protocol, however it is run."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 import toys
 from toys import (
     CLIENTS,
@@ -61,8 +64,17 @@ def assert_as_plain(result, expected):
 # ---- conformance -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", toys.WAYS)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    small_runs.some(
+        [*itertools.product(TOYS, toys.WAYS)],
+        [
+            *((name, "vmap3") for name in TOYS),
+            *(("recalling", way) for way in toys.WAYS),
+            ("personal", "unroll2"),
+        ],
+    ),
+)
 def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain):
     engine = engine_of(name, way)
     assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
@@ -70,7 +82,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain
     assert ("refresh 1 0" in engine.traces) == (name == "personal")
 
 
-@pytest.mark.parametrize("way", toys.WAYS)
+@pytest.mark.parametrize("way", small_runs.some(toys.WAYS, ("vmap3", "loop3")))
 def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
     """Half of them are at one task while the others are at the other."""
     method, deals = toys.own_task(), toys.streams(data)

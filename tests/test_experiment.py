@@ -21,18 +21,18 @@ HEAD = WIDTH * CLASSES + CLASSES
 
 
 @pytest.fixture(params=["linear", "fppl"])
-def run(request, tmp_path_factory):
-    return small_runs.finished(request.param, tmp_path_factory)
+def run(request):
+    return small_runs.finished(request.param)
 
 
 @pytest.fixture
-def linear_run(tmp_path_factory):
-    return small_runs.finished("linear", tmp_path_factory)
+def linear_run():
+    return small_runs.finished("linear")
 
 
 @pytest.fixture
-def fppl_run(tmp_path_factory):
-    return small_runs.finished("fppl", tmp_path_factory)
+def fppl_run():
+    return small_runs.finished("fppl")
 
 
 def summary_of(run):
@@ -209,10 +209,9 @@ def counting(options, kit):
     )
 
 
-def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path, tmp_path_factory):
+def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     monkeypatch.setitem(METHODS, "linear", METHODS["linear"]._replace(build=counting))
     options = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--partition", "iid"]
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 0
+    assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 0
     label = relabel(load_dataset("digits").y_test, class_order(CLASSES, np.random.RandomState(2023)))
     assert summary_of(tmp_path / "run")["personal_accuracy"] == pytest.approx([np.mean(label == TASKS)] * 2)

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -60,15 +60,15 @@ def resize_and_centre_crop(image, side, kernel):
     return np.asarray(image.resize((width, height), kernel).crop((left, top, left + side, top + side)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
+@example(2, 41, 3, "bicubic")  # narrower than 1:20
 @given(st.integers(2, 90), st.integers(2, 90), st.integers(1, 70), st.sampled_from(["bicubic", "bilinear"]))
 def test_test_images_are_resized_and_cropped_as_torchvision_does(width, height, side, kernel):
     image = noise(width, height)
     _, fit = fits(Geometry(test=side, kernel=kernel))
     ours = decode(content(image), "a", fit)
     theirs = resize_and_centre_crop(image, side, {"bicubic": BICUBIC, "bilinear": BILINEAR}[kernel])
-    tolerance = 0 if max(width, height) <= 20 * min(width, height) else 1
-    assert np.abs(ours.pixels.astype(int) - theirs).max() <= tolerance
+    np.testing.assert_array_equal(ours.pixels, theirs)
     assert (ours.height, ours.width) == (height, width)
 
 
@@ -199,7 +199,7 @@ def test_odd_metadata_of_a_sound_image_gives_no_warning():
     assert not caught
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(["JPEG", "PNG", "GIF", "BMP", "WEBP"]), st.data())
 def test_a_damaged_image_is_decoded_or_refused_in_one_line(format, data):
     damaged = bytearray(content(noise(8, 8), format))

@@ -16,7 +16,7 @@ from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli
-from fcljax.config import InputConfig
+from fcljax.config import InputConfig, settle
 from fcljax.data.augment import train_view
 from fcljax.data.files.sources import Dataset
 from fcljax.data.streaming import Host
@@ -36,7 +36,7 @@ from fcljax.runs.inputs import (
     saved_features,
 )
 
-SMALL = InputConfig(image_size=8, normalise="checkpoint")  # 8 pixels are one patch of vit_micro
+SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
 
 
 def mib(count):
@@ -89,7 +89,7 @@ def test_digits_fill_their_frame_and_lose_no_margin(inputs):
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
-    found = load_inputs(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"), normalise="checkpoint"))
+    found = load_inputs(settle(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"))))
     assert found.backbone.config == tiny
     assert backbone_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
 
@@ -290,14 +290,12 @@ def test_damaged_features_are_computed_again(damage, inputs, features, tmp_path)
     assert saved_features(cfg, inputs, "test") is None
 
 
-def test_a_run_takes_the_features_that_embed_has_left(tmp_path, tmp_path_factory, monkeypatch, capsys):
-    reference = small_runs.finished("fppl", tmp_path_factory)
+@pytest.mark.long
+def test_a_run_takes_the_features_that_embed_has_left(tmp_path, monkeypatch, capsys):
+    reference = small_runs.finished("fppl")
     common = ["--data-dir", str(tmp_path / "data")]
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
-        monkeypatch.setattr(
-            build, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again")
-        )
-        assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
+    assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
+    monkeypatch.setattr(build, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again"))
+    assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))
     capsys.readouterr()

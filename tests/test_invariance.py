@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 import toys
 from jax.sharding import AxisType
 from toys import CLIENTS, FROZEN, KEY, WAYS, begin_run, close, engine_of, receive, same, stack, tasks
@@ -99,7 +100,12 @@ def mesh():
     return jax.make_mesh((8,), ("clients",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("name", ["two_pass", "remembering", "personal", "clipping", "recalling"])
+@pytest.mark.parametrize(
+    "name",
+    small_runs.some(
+        ["two_pass", "remembering", "personal", "clipping", "recalling"], ["personal", "recalling"]
+    ),
+)
 def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):
     """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced
     again."""

@@ -14,6 +14,8 @@ from fcljax.options import check_ranges, fields_of, option, resolved
 from fcljax.runs.embed import EmbedConfig
 from fcljax.runs.pretrain import PretrainConfig
 
+PRESETS = ["intended", "improved", "paper", "released"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Own:
@@ -111,20 +113,42 @@ def test_no_number_of_any_option_may_be_negative_infinite_or_nan(options):
                 check_ranges(dataclasses.replace(options(), **{field.name: value}))
 
 
-@pytest.mark.parametrize("fidelity", ["intended", "paper", "released"])
+@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_preset_leaves_no_disputed_field_open(method, fidelity):
     """Of the method's and of every adapter that it goes with."""
     entry = METHODS[method]
-    assert set(entry.fidelity) in ({"intended", "paper", "released"}, set())
+    assert set(entry.fidelity) <= set(PRESETS)
     for adapter in ADAPTERS:
         if adapter in entry.excludes:
             continue
         cfg = config.resolve(method, config.run_class(method, adapter)(fidelity=fidelity))
-        preset = ADAPTERS[adapter].fidelity[fidelity] | entry.fidelity.get(fidelity, {})
+        tables = ADAPTERS[adapter].fidelity, entry.fidelity
+        preset = config.preset_of(tables[0], fidelity) | config.preset_of(tables[1], fidelity)
         for name, value in preset.items():
             if hasattr(cfg, name):
                 assert getattr(cfg, name) == (entry.defaults.get(name, value))
+
+
+def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():
+    run = lambda fidelity: config.resolve("pilora", config.run_class("pilora")(fidelity=fidelity))
+    fields = ("preprocess", "normalise", "positions", "train_share", "class_order", "population")
+    of = lambda fidelity: tuple(getattr(run(fidelity), name) for name in fields)
+    assert of("released") == ("pilora", "release", "plain", 0.8, "natural", "independent")
+    assert of("paper") == ("fppl", "release", "plain", 0.8, "shuffled", "static")
+    assert of("intended") == ("fppl", "checkpoint", "antialiased", 0.8, "shuffled", "static")
+    assert of("improved") == ("fppl", "checkpoint", "antialiased", 1.0, "shuffled", "static")
+
+
+def test_what_is_given_wins_over_a_preset_of_the_run_s_own_fields():
+    given = config.run_class("pilora")(fidelity="released", train_share=0.5, population="static")
+    found = config.resolve("pilora", given)
+    assert (found.train_share, found.population, found.class_order) == (0.5, "static", "natural")
+
+
+def test_fppl_s_prototypes_are_of_augmented_images_unless_improved():
+    view = lambda fidelity: config.resolve("fppl", config.run_class("fppl")(fidelity=fidelity)).prototype_view
+    assert [view(fidelity) for fidelity in PRESETS] == ["augmented", "clean", "augmented", "augmented"]
 
 
 # ---- names -------------------------------------------------------------------------------------------------

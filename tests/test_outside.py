@@ -15,12 +15,14 @@ SHORT = [*COMMON, "--rounds", "1", "--clients", "2"]
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("fedprox", ["--mu", "0.1"]), ("distill", ["--adapter", "linear", "--spread", "0.1"])],
+    [
+        pytest.param("fedprox", ["--mu", "0.1"], marks=pytest.mark.long),
+        ("distill", ["--adapter", "linear", "--spread", "0.1"]),
+    ],
 )
-def test_a_method_outside_the_package_runs_with_its_own_options(name, options, tmp_path, tmp_path_factory):
+def test_a_method_outside_the_package_runs_with_its_own_options(name, options, tmp_path):
     out = tmp_path / "run"
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["run", str(FOLDER / f"{name}.py"), *SHORT, *options, "--out", str(out)]) == 0
+    assert cli.main(["run", str(FOLDER / f"{name}.py"), *SHORT, *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["traces"] == 1 and len(summary["A"]) == 5
     assert summary["config"][options[-2].removeprefix("--")] == float(options[-1])
@@ -29,9 +31,8 @@ def test_a_method_outside_the_package_runs_with_its_own_options(name, options, t
 
 
 @pytest.mark.parametrize("name", ["fedprox", pytest.param("distill", marks=pytest.mark.long)])
-def test_a_method_outside_the_package_holds_what_all_must(name, tmp_path_factory, capsys):
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["check", str(FOLDER / f"{name}.py"), "--adapter", "linear"]) == 0
+def test_a_method_outside_the_package_holds_what_all_must(name, capsys):
+    assert cli.main(["check", str(FOLDER / f"{name}.py"), "--adapter", "linear"]) == 0
     said = capsys.readouterr().out
     assert "NO" not in said and "padding is inert" in said
 
@@ -57,11 +58,10 @@ METHOD = MethodEntry("wrong on purpose", NoOptions, spoiled, adapter="linear")
 
 
 @pytest.mark.long
-def test_a_method_whose_clients_send_nothing_but_nan_is_told_so(tmp_path, tmp_path_factory, capsys):
+def test_a_method_whose_clients_send_nothing_but_nan_is_told_so(tmp_path, capsys):
     loss = "lambda model, seen, memory: jnp.nan * jnp.sum(seen.part.classifier.kernel)"
     file = write(tmp_path / "spoiled.py", SPOILED.replace("LOSS", loss))
-    with small_runs.compile_cache(tmp_path_factory):
-        assert cli.main(["check", file]) == 1
+    assert cli.main(["check", file]) == 1
     assert "nothing moves" in capsys.readouterr().out
 
 

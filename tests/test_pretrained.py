@@ -247,7 +247,7 @@ def test_other_floating_point_types_load_as_float32(load, kind):
 # ---- which architecture ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(["native", "timm", "huggingface", "google"]),
     patch=st.integers(1, 4),
@@ -456,6 +456,30 @@ def test_positions_are_resampled_as_pillows_bicubic_does(grid):
     np.testing.assert_array_equal(resized[:1], cls)
 
 
+def test_plain_positions_are_torchs_bicubic_without_antialiasing():
+    """From 14 to 4 places the four taps lie at distances 1.25, 0.25, 0.75 and 1.75 of places 0 to 3; torch's
+    kernel has a = -0.75, which gives these weights. At the border the first value stands for those beyond."""
+    tap = np.array([-0.10546875, 0.87890625, 0.26171875, -0.03515625])
+    row = np.zeros(14)
+    row[:4] = tap
+    maps = np.random.default_rng(0).normal(size=(14, 14, 3)).astype(np.float32)
+    position = jnp.asarray(np.concatenate([np.ones((1, 3)), maps.reshape(-1, 3)]), jnp.float32)
+    found = interpolate_positions(position, 4, "plain")
+    np.testing.assert_array_equal(found[0], 1)
+    np.testing.assert_allclose(found[1], np.einsum("y,x,yxd->d", row, row, maps), atol=1e-5)
+    wider = interpolate_positions(position, 28, "plain")[1]  # its place is -0.25: taps at -2, -1, 0 and 1
+    row = np.zeros(14)
+    row[:2] = tap[3] + tap[2] + tap[1], tap[0]
+    np.testing.assert_allclose(wider, np.einsum("y,x,yxd->d", row, row, maps), atol=1e-5)
+
+
+def test_a_checkpoint_can_be_loaded_with_plain_positions(load):
+    plain, usual = (load(TIMM, size=16, positions=how).params["pos"] for how in ("plain", "antialiased"))
+    own = load(TIMM).params["pos"]
+    np.testing.assert_allclose(plain, interpolate_positions(own, 4, "plain"), rtol=1e-6)
+    assert np.abs(plain - usual).max() > 1e-3
+
+
 def test_another_image_size_gives_another_grid_and_touches_positions_only(load):
     before, after = (load(MAE, size=size) for size in (None, 16))
     assert (before.config.grid, after.config.grid, after.config.image_size, after.decoder[0].image_size) == (
@@ -467,7 +491,7 @@ def test_another_image_size_gives_another_grid_and_touches_positions_only(load):
     for old, new in ((before.params, after.params), (before.decoder[1], after.decoder[1])):
         np.testing.assert_allclose(new["pos"], interpolate_positions(old["pos"], 4), rtol=1e-6)
         same(old | {"pos": 0}, new | {"pos": 0})
-    assert "position embeddings were interpolated from 2 x 2 to 4 x 4 patches" in after.notes
+    assert "position embeddings were interpolated from 2 x 2 to 4 x 4 patches (antialiased)" in after.notes
 
 
 def test_a_decoder_s_sine_positions_are_those_of_the_new_grid(load):

@@ -99,8 +99,8 @@ def test_files_and_links_exist():
     assert [path for path in links + named if not (small_runs.ROOT / path).exists()] == []
 
 
-def test_every_key_of_a_summary_is_explained(tmp_path_factory):
-    summary = json.loads((small_runs.finished("linear", tmp_path_factory) / "summary.json").read_text())
+def test_every_key_of_a_summary_is_explained():
+    summary = json.loads((small_runs.finished("linear") / "summary.json").read_text())
     explained = {
         name
         for row in re.findall(r"^\| (`.*?) \|", TEXT, flags=re.MULTILINE)

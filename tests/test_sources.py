@@ -17,7 +17,7 @@ from PIL import Image
 import fcljax
 from fcljax.data.augment import Geometry
 from fcljax.data.files import prepared
-from fcljax.data.files.sources import DATASETS, load_dataset, prepare
+from fcljax.data.files.sources import DATASETS, hold_out, load_dataset, prepare
 from fcljax.errors import InputError
 
 ROOT = Path(fcljax.__file__).parents[1]
@@ -208,7 +208,7 @@ def test_an_npy_file_is_not_an_npz_file(tmp_path):
     assert "damaged or not a .npz file" in refusal(f"npz:{tmp_path / 'data.npy'}")
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_npz_file_loads_or_is_refused_in_one_line(tmp_path, data):
     buffer = io.BytesIO()
@@ -305,7 +305,7 @@ def test_a_file_that_is_no_image_is_named(tmp_path, content):
     assert f"{str(bad)!r} is not a readable image" in refusal(name)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["png", "jpg"]), st.data())
 def test_a_damaged_image_loads_or_is_named(tmp_path, suffix, data):
     name, bad = pictures(tmp_path), tmp_path / "train" / "cat" / f"z.{suffix}"
@@ -349,6 +349,24 @@ def test_an_npz_file_that_leads_out_of_itself_is_refused(tmp_path, member):
     assert "which leads out of it" in refusal(name)
 
 
+def test_what_is_held_out_leaves_training_and_stands_for_the_test_images():
+    whole = load_dataset("digits")
+    part = hold_out(whole, 0.25)
+    assert len(part.y_train) + len(part.y_test) == len(whole.y_train)
+    for label in range(10):
+        mine = whole.x_train[whole.y_train == label]
+        kept = len(mine) - len(mine) // 4  # rounded up
+        np.testing.assert_array_equal(part.x_train[part.y_train == label], mine[:kept])
+        np.testing.assert_array_equal(part.x_test[part.y_test == label], mine[kept:])
+    assert part.digest not in (whole.digest, hold_out(whole, 0.5).digest)
+
+
+def test_a_share_that_holds_nothing_of_a_class_out_is_refused():
+    with pytest.raises(InputError, match="^holdout: 0.001 .* nearest"):
+        hold_out(load_dataset("digits"), 0.001)
+
+
+@pytest.mark.long
 def test_data_in_memory_have_digests_of_their_content(tmp_path):
     digits, glyphs = load_dataset("digits"), load_dataset("glyphs", glyph_train=1, glyph_test=1)
     file = load_dataset(npz(tmp_path))

@@ -1,11 +1,13 @@
 """Data that stays on the host gives the bits of resident data in windows of any size, never more than two."""
 
+import itertools
 import threading
 import time
 
 import jax
 import numpy as np
 import pytest
+import small_runs
 import toys
 from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
 
@@ -36,7 +38,7 @@ def drive(engine, name, data, deals):
 @pytest.mark.parametrize(
     "way", ["vmap3", *(pytest.param(way, marks=pytest.mark.long) for way in ("loop1", "unroll2"))]
 )
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", small_runs.some(TOYS, ("recalling", "personal", "clipping")))
 def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, deals):
     engine = engine_of(name, way)
     resident = drive(engine, name, data, deals)
@@ -44,8 +46,10 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, d
     assert set(engine.traces.values()) <= {1, 2}  # one trace for resident data and one for all windows
 
 
-@pytest.mark.parametrize("rows", [1, 13, 10_000])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "overlap"),
+    small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True), (13, False)]),
+)
 def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, deals):
     """From one step's rows, which is the least, to all of them at once."""
     engine = toys.build(TOYS["two_pass"](), deals, *toys.WAYS["vmap3"])

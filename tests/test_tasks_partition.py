@@ -106,7 +106,7 @@ def test_cifar_100_first_task_client_sizes_are_those_of_the_release():
     assert counts[:, first].sum(1).tolist() == [438, 618, 531, 365, 477, 628, 442, 224, 338, 939]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.floats(0.01, 100), st.integers(0, 2**32 - 1), st.booleans())
 def test_a_partition_gives_every_row_to_exactly_one_client(clients, beta, seed, skewed):
     labels = np.random.RandomState(seed).permutation(np.arange(300) % 7)
@@ -227,7 +227,7 @@ def test_where_rows_do_not_fill_the_shards_the_first_have_one_more_and_may_hold_
     assert sizes == {(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32 - 1), st.data())
 def test_clients_own_alpha_labels_whose_rows_are_split_equally(clients, classes, seed, data):
     alpha = data.draw(st.integers(1, classes))

@@ -20,6 +20,7 @@ from micro import (
     rows_of,
     train,
 )
+from small_runs import some
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.linear import LinearOptions
@@ -209,7 +210,7 @@ def leaves_of(server):
     return jax.tree.leaves((server.params.adapter, server.params.classifier))
 
 
-@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize("name", some(OFF, ("fppl", "ewc")))
 def test_a_term_of_weight_0_is_no_term_and_one_with_weight_changes_the_model(name):
     """Two rounds of two tasks, so that prototypes, earlier pairs, anchors and teachers are there."""
     fields, other, without, own = OFF[name]

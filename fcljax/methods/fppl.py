@@ -47,11 +47,13 @@ class FPPLOptions:
     prototype_download: Literal["current", "seen"] | None = None  # prototypes sent down
 
 
+_INTENDED = dict(
+    local_classes="current", reduction="mean", unified_average="holders", prototype_view="augmented",
+    prototype_download="current",
+)  # fmt: skip
 FIDELITY: dict[str, dict[str, str]] = {
-    "intended": dict(
-        local_classes="current", reduction="mean", unified_average="holders", prototype_view="clean",
-        prototype_download="current",
-    ),
+    "intended": _INTENDED,
+    "improved": _INTENDED | dict(prototype_view="clean"),
     "paper": dict(
         local_classes="all", reduction="sum", unified_average="batch", prototype_view="augmented",
         prototype_download="current",

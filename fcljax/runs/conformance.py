@@ -71,30 +71,26 @@ def check(method_name: str, cfg: RunConfig) -> list[Statement]:
     Raises:
       InputError: for a method that does not keep to the protocol.
     """
-    method = make_method(method_name, cfg, SETTING, vit_network(TINY))
-    made = federation(method)
-    history = play(made, made.engine)
-    return [
-        stays_finite(made, history),
-        lanes_do_not_matter(made, history),
-        others_do_not_matter(made, history),
-        padding_is_inert(made, history),
-        order_does_not_matter(made),
-        resumes(made, history),
-        traced_once(made),
-    ]
+    made = federation(make_method(method_name, cfg, SETTING, vit_network(TINY)))
+    history = play(made)
+    return [statement(made, history) for statement in STATEMENTS]
 
 
 # ---- the tiny federation -----------------------------------------------------------------------------------
 
 
-def federation(method: Method) -> Federation:
-    """The method on 60 random images."""
+def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = SIZES) -> Federation:
+    """The method on 60 random images.
+
+    Args:
+      vit: the network, of images of 8 pixels.
+      sizes: [tasks][clients], rows.
+    """
     label, rng = np.arange(60) % SETTING.classes, np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
     data = Split(image, jnp.asarray(label, jnp.int32))
-    rosters = [_roster(label, task, sizes) for task, sizes in zip(TASKS, SIZES, strict=True)]
-    frozen = Frozen(init_vit(jax.random.key(1), TINY))
+    rosters = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
+    frozen = Frozen(init_vit(jax.random.key(1), vit))
     server = jax.jit(method.init)(jax.random.key(2), frozen)
     engine = _engine(method, LANES, frozen, data, rosters)
     states = init_clients(method, server, SETTING.clients, KEY)
@@ -107,7 +103,7 @@ def read(data: Split, rows, keys, augment: bool):
     return data.image[rows], data.label[rows], None
 
 
-def _roster(label: np.ndarray, task, sizes: tuple[int, ...], order=range(SETTING.clients)) -> Roster:
+def _roster(label: np.ndarray, task, sizes: Sequence[int], order=range(SETTING.clients)) -> Roster:
     """Clients with so many rows of the task, in `order`; row 0 of the task belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
@@ -123,21 +119,33 @@ def _engine(method: Method, lanes: Lanes, frozen: Frozen, data: Split, rosters: 
 
 
 def play(
-    made: Federation, engine: Engine, data: Split | None = None, start: int = 0, state=None
+    made: Federation,
+    data: Split | None = None,
+    start: int = 0,
+    state: State | None = None,
+    ids: Sequence[int] | None = None,
 ) -> list[State]:
-    """The states after every round of the tasks from `start` on, with what comes before and after a task."""
+    """The states after every round of the tasks from `start` on, with what comes before and after a task.
+
+    Args:
+      data: instead of the federation's own.
+      state: from which to start.
+      ids: the clients that take part in rounds; None: all that have rows.
+    """
     data, history = made.data if data is None else data, []
     server, clients = state or (made.server, jax.tree.map(jnp.copy, made.states))
     begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
     for task, roster in list(zip(TASKS, made.rosters, strict=True))[start:]:
         turn = Turn.on_host(made.frozen, task, 0, False)
         server, everyone = begin(turn, server, KEY), np.flatnonzero(roster.count)
+        chosen = everyone if ids is None else np.intersect1d(everyone, ids)
         for r in range(SETTING.rounds):
             last = r == SETTING.rounds - 1
             for when in ("opening",) * (r == 0) + ("round",) + ("closing",) * last:
+                number, who = (r, chosen) if when == "round" else (0, everyone)
                 server, clients, _ = run_round(
-                    engine, made.frozen, server, clients, data, roster, everyone, task, r, jax.random.key(3),
-                    when=when, last=last,
+                    made.engine, made.frozen, server, clients, data, roster, who, task, number,
+                    jax.random.key(3), when=when, last=last,
                 )  # fmt: skip
             server = end(turn, server, KEY) if last else server
             history.append(State(server, jax.tree.map(jnp.copy, clients)))
@@ -215,17 +223,18 @@ def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     """Rows that nobody holds, which padding reads, may be NaN."""
     held = np.isin(np.arange(60), np.concatenate([roster.rows for roster in made.rosters]))
     image = jnp.where(held[:, None, None, None], made.data.image, jnp.nan)
-    poisoned = play(made, made.engine, made.data._replace(image=image))
+    poisoned = play(made, made.data._replace(image=image))
     worst = _difference(poisoned[-1], history[-1])
     return Statement(
         "padding is inert: poisoned with NaN, nothing changes", worst == 0, f"difference {worst:.1e}"
     )
 
 
-def order_does_not_matter(made: Federation) -> Statement:
+def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
     """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
+    del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
-    renamed = _roster(label, TASKS[0], SIZES[0], order)
+    renamed = _roster(label, TASKS[0], made.rosters[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     turn = Turn.on_host(made.frozen, TASKS[0], 0, False)
     state = State(begin(turn, made.server, KEY), made.states)
@@ -247,15 +256,27 @@ def resumes(made: Federation, history: list[State]) -> Statement:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
-    again = play(made, made.engine, start=1, state=found.state if found else None)
+    again = play(made, start=1, state=found.state if found else None)
     worst = _difference(again[-1], history[-1])
     return Statement("a resumed run equals the uninterrupted one", worst == 0, f"difference {worst:.1e}")
 
 
-def traced_once(made: Federation) -> Statement:
+def traced_once(made: Federation, history: list[State]) -> Statement:
     """After all of the above, every function of the engine was traced once."""
+    del history
     most = max(made.engine.traces.items(), key=lambda item: item[1])
     return Statement("all rounds of all tasks share one trace", most[1] == 1, f"{most[0]}: {most[1]} traces")
+
+
+STATEMENTS = (
+    stays_finite,
+    lanes_do_not_matter,
+    others_do_not_matter,
+    padding_is_inert,
+    order_does_not_matter,
+    resumes,
+    traced_once,
+)
 
 
 # ---- pytrees -----------------------------------------------------------------------------------------------

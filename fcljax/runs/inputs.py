@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fcljax.config import InputConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
-from fcljax.data.files.sources import Dataset, data_folder, load_dataset
+from fcljax.data.files.sources import Dataset, data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -56,12 +56,14 @@ def load_inputs(cfg: InputConfig) -> Inputs:
         cfg.image_size,
         cfg.dtype,
         heads=cfg.heads,
+        positions=resolved(cfg.positions),
     )
     size = backbone.config.image_size
     dataset = load_dataset(cfg.dataset, **image_options(cfg, size))
+    dataset = hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
     # the margin.
-    preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
+    preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)
     if cfg.normalise == "checkpoint":
         preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
     elif cfg.normalise != "release":
@@ -78,7 +80,7 @@ def tell(inputs: Inputs, console: Console) -> None:
 def image_options(cfg: InputConfig, image_size: int) -> dict[str, Any]:
     """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size
     pixels."""
-    geometry = preset(cfg.preprocess, image_size).geometry
+    geometry = preset(resolved(cfg.preprocess), image_size).geometry
     return dict(
         geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir,
         class_list=cfg.class_list,
@@ -190,7 +192,7 @@ def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
     everything that decides their bits: weights, images, view, batches, and what computes them."""
     facts = {
         "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config),
-        "view": repr(inputs.preprocess),
+        "positions": cfg.positions, "view": repr(inputs.preprocess),
         "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
     }  # fmt: skip

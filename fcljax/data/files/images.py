@@ -32,7 +32,6 @@ _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 # 8 bits or less a channel
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
 _KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-_SLIVER = 20  # long side / short side from which the long side is never resized as a whole
 
 
 class Decoded(NamedTuple):
@@ -72,14 +71,14 @@ def squeeze(
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
     """The short side resized to `side`, then the central square: torchvision's Resize, CenterCrop (on PIL).
 
-    Of slivers (more than 20:1) only the square is ever computed, which can differ from that by the last bit
-    of a kernel's weight: a long side of millions of pixels would fill the memory.
+    Of a sliver whose whole would have MAX_PIXELS or more (at 224 pixels: 800 times as long as wide) only the
+    square is computed, from the part of the image that it shows. That can differ by a few grey levels.
     """
     short, long = sorted(image.size)
     length = int(side * long / short)
     columns, rows = (side, length) if image.width <= image.height else (length, side)
     left, top = int(round((columns - side) / 2.0)), int(round((rows - side) / 2.0))
-    if long <= _SLIVER * short:
+    if columns * rows < MAX_PIXELS:
         return image.resize((columns, rows), kernel).crop((left, top, left + side, top + side))
     x, y = image.width / columns, image.height / rows
     right, bottom = min((left + side) * x, image.width), min((top + side) * y, image.height)

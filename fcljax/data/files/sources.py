@@ -5,6 +5,7 @@ built-in sets are arrays in memory. Nothing is ever unpickled, a run downloads n
 with a user's file is one line that names it.
 """
 
+import hashlib
 import os
 import re
 import zipfile
@@ -21,6 +22,7 @@ from fcljax.data.files import download, listings, prepared
 from fcljax.data.files.images import one_line
 from fcljax.data.files.listings import NAMED, Raw, same_classes
 from fcljax.data.files.prepared import Prepared, PreparedInfo
+from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
 
 _IN_MEMORY = {
@@ -58,6 +60,28 @@ class Dataset(NamedTuple):
     size_train: Int32[np.ndarray, "N 2"] | None = None
     size_test: Int32[np.ndarray, "M 2"] | None = None
     digest: str = ""  # sha256 of what the arrays hold
+
+
+def hold_out(dataset: Dataset, share: float) -> Dataset:
+    """The data set with its last training images of each class, this share of them, in place of the test
+    images: what choices are made on, so that none is made on the test images.
+
+    Raises:
+      InputError: if the share is too small to hold out an image of every class.
+    """
+    kept, size = first_share(dataset.y_train, 1 - share), dataset.size_train
+    away = np.setdiff1d(np.arange(len(dataset.y_train)), kept)
+    if len(np.unique(dataset.y_train[away])) < len(np.unique(dataset.y_train)):
+        fewest = int(np.unique(dataset.y_train, return_counts=True)[1].min())
+        raise InputError(
+            f"holdout: {share} of {fewest} training images of a class is not one; nearest: {1 / fewest:.3g}"
+        )
+    return dataset._replace(
+        x_train=dataset.x_train[kept], y_train=dataset.y_train[kept],
+        x_test=dataset.x_train[away], y_test=dataset.y_train[away],
+        size_train=None if size is None else size[kept], size_test=None if size is None else size[away],
+        digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
+    )  # fmt: skip
 
 
 class _Options(NamedTuple):

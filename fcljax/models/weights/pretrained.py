@@ -61,6 +61,10 @@ class Pretrained(NamedTuple):
     notes: tuple[str, ...]
 
 
+# how position embeddings come to another image size: as timm does today, or as it did until version 0.6
+Positions = Literal["antialiased", "plain"]
+
+
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """Options of `fcljax convert`."""
@@ -74,6 +78,7 @@ class ConvertOptions:
     image_size: int | None = None
     # pixel constants; default: as the file says or its kind suggests
     normalise: Literal["half", "unit", "imagenet"] | None = None
+    positions: Positions = "antialiased"  # how position embeddings are interpolated
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
 
 
@@ -96,6 +101,7 @@ def load_backbone(
     heads: int | None = None,
     decoder_heads: int | None = None,
     part: str = "teacher",
+    positions: Positions = "antialiased",
 ) -> Pretrained:
     """A pretrained network.
 
@@ -110,6 +116,7 @@ def load_backbone(
       heads: attention heads, for files that do not tell them.
       decoder_heads: the same for the decoder of a masked autoencoder.
       part: "teacher" or "student", which network to take from a checkpoint that holds both.
+      positions: how position embeddings are interpolated (`interpolate_positions`).
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
@@ -127,7 +134,7 @@ def load_backbone(
             )
         checkpoint = str(resources.files("fcljax") / "assets" / PACKAGED[name])
     source, network, mean, std, notes = _load(
-        name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part
+        name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part, positions
     )
     decoder = network.decoder and (
         dataclasses.replace(network.decoder[0], dtype=dtype),
@@ -169,6 +176,7 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
         options.image_size,
         naming.Facts(options.heads, options.decoder_heads),
         options.part,
+        options.positions,
         options.normalise,
     )
     tree = dict(network.params)
@@ -201,15 +209,42 @@ def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtyp
         safetensors.numpy.save_file(flat, temporary, metadata)
 
 
-def interpolate_positions(position: Float[Array, "tokens width"], grid: int) -> Float[Array, "tokens2 width"]:
-    """Positions for grid x grid patches: bicubic (a = -0.5, antialiased); the class token's stays."""
+def interpolate_positions(
+    position: Float[Array, "tokens width"], grid: int, how: Positions = "antialiased"
+) -> Float[Array, "tokens2 width"]:
+    """Positions for grid x grid patches by bicubic interpolation; the class token's stays.
+
+    Args:
+      position: the class token's and those of side x side patches, row by row.
+      grid: the new side, in patches.
+      how: "antialiased" is what timm 1.0 and Pillow do (a = -0.5, a kernel as wide as the new patches);
+        "plain" what timm 0.6 and most releases did, torch's `interpolate` (a = -0.75, always four values).
+    """
     cls, patches = position[:1], position[1:]
     side = round(patches.shape[0] ** 0.5)
     if side == grid:
         return position
     square = patches.reshape(side, side, -1)
-    resized = jax.image.resize(square, (grid, grid, square.shape[-1]), "cubic", antialias=True)
+    if how == "plain":
+        weights = jnp.asarray(_plain_bicubic(side, grid))
+        resized = jnp.einsum("iy,jx,yxd->ijd", weights, weights, square)
+    else:
+        resized = jax.image.resize(square, (grid, grid, square.shape[-1]), "cubic", antialias=True)
     return jnp.concatenate([cls, resized.reshape(grid * grid, -1)])
+
+
+def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
+    """Weights [new, old] of Keys' kernel on the four nearest places; beyond the border its value repeats."""
+    place = (np.arange(new) + 0.5) * old / new - 0.5
+    first = np.floor(place).astype(int) - 1
+    weights = np.zeros((new, old))
+    for tap in range(4):
+        x = np.abs(place - (first + tap))
+        near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+        far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+        column = np.clip(first + tap, 0, old - 1)
+        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
+    return weights.astype(np.float32)
 
 
 # ---- from a file to a network ------------------------------------------------------------------------------
@@ -221,12 +256,13 @@ def _load(
     image_size: int | None,
     facts: naming.Facts,
     part: str,
+    positions: Positions,
     normalise: str | None = None,
 ) -> _Loaded:
     file = checkpoints.read(checkpoint)
     network = _with_epsilon(file, naming.interpret(file.tensors, name, _joined(facts, _told(file)), part))
     _check_size(image_size, network.config, name or "the checkpoint")
-    network, resized = _resized(network, image_size)
+    network, resized = _resized(network, image_size, positions)
     mean, std, assumed = _constants(file, network, normalise)
     return _Loaded(file, network, mean, std, (*network.notes, *resized, *assumed))
 
@@ -310,34 +346,36 @@ def _joined(asked: naming.Facts, told: naming.Facts) -> naming.Facts:
     return naming.Facts(*(theirs if ours is None else ours for ours, theirs in zip(asked, told, strict=True)))
 
 
-def _resized(network: naming.Network, image_size: int | None) -> tuple[naming.Network, list[str]]:
+def _resized(
+    network: naming.Network, image_size: int | None, positions: Positions
+) -> tuple[naming.Network, list[str]]:
     """The network at another image size."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
     old, config = network.config.grid, dataclasses.replace(network.config, image_size=image_size)
-    params = network.params | {
-        "pos": np.asarray(interpolate_positions(jnp.asarray(network.params["pos"]), config.grid))
-    }
+    position = interpolate_positions(jnp.asarray(network.params["pos"]), config.grid, positions)
+    params = network.params | {"pos": np.asarray(position)}
     decoder = network.decoder
     if decoder is not None:
         decoder = (
             dataclasses.replace(decoder[0], image_size=image_size),
-            _resized_decoder(*decoder, config.grid),
+            _resized_decoder(*decoder, config.grid, positions),
         )
     note = (
-        f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches"
+        f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches "
+        f"({positions})"
     )
     return network._replace(config=config, params=params, decoder=decoder), [note]
 
 
-def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int) -> PyTree:
+def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions: Positions) -> PyTree:
     """Positions that follow the sin-cos formula follow it on the other grid too."""
     position = params["pos"]
     if config.width % 4 == 0 and np.allclose(
         position, sincos_positions(config.grid, config.width), atol=1e-5
     ):
         return params | {"pos": np.asarray(sincos_positions(grid, config.width))}
-    return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid))}
+    return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid, positions))}
 
 
 def _constants(
