@@ -104,7 +104,7 @@ class TrainConfig:
     batch_size: int = 32  # rows per local step
     lr: float = option(1e-3, positive=True)  # the clients' learning rate
     optimiser: Literal["adam", "sgd"] = "adam"  # the clients', new in every round
-    momentum: float | None = option(None, most=1.0)  # of sgd; default: 0
+    momentum: float | None = option(None, most=1.0)  # of sgd; default: the method's, else 0
     weight_decay: float = 0.0  # times the parameters, added to the gradient
     prox_weight: float = 0.0  # FedProx: pulls clients to what they were sent
     norm_bound: float | None = option(
@@ -255,7 +255,10 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"
         )
-    return settle(config, preset(method, resolved(config.adapter), config.fidelity))
+    chosen = preset(method, resolved(config.adapter), config.fidelity)
+    if config.optimiser != "sgd":
+        chosen.pop("momentum", None)
+    return settle(config, chosen)
 
 
 def preset(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:

@@ -83,6 +83,8 @@ class Term(NamedTuple):
     open(ctx, state, key) -> memory, when a client starts
     look(learner, seen, memory) -> memory, in a pass under `view` after training
     keep(ctx, memory, part, state) -> state, when a client finishes
+    at_end: are `look` and `keep` for the end of a task alone, when everybody with rows gets the model that
+      the task ended with?
     limit(ctx, part) -> part, after every step
     recall(ctx, memory, key) -> places [recalls] in `rows(state)` [M] of past rows that join a batch; -1: none
     slots: parameters of its own
@@ -100,6 +102,7 @@ class Term(NamedTuple):
     rows: Callable[[PyTree], Int[Array, " M"]] | None = None
     recalls: int = 0
     view: View | None = None
+    at_end: bool = False
     slots: Slots | None = None
     reads: tuple[str, ...] = ()
 
@@ -242,12 +245,13 @@ def federate(
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
         broadcast=lambda turn, server: _broadcast(parts, turn, server),
-        rounds=main + tuple(_survey_round(parts, i) for i in range(len(surveys))),
+        rounds=main + _end_round(parts) + tuple(_survey_round(parts, i) for i in range(len(surveys))),
         predict=predict,
         init_client=lambda key, server: _init_client(parts, key, server),
         begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
         queries=learner.queries,
         trainable=lambda turn, server: _trainable(parts, turn, server),
+        handover=lambda turn, server: _handover(parts, turn, server),
         aggregation=aggregation.name,
     )
 
@@ -378,6 +382,13 @@ def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTr
     return {"adapter": adapter, "classifier": part.classifier, **extra}
 
 
+def _handover(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
+    """Of a task's part what clients go on to hold: the leaves by whose names they hold something."""
+    named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+    held, part = parts.learner.held(server.params), _part(parts, server.params, turn.task)
+    return {name: leaf for name, leaf in named(part).items() if name in named(held)}
+
+
 # ---- the client --------------------------------------------------------------------------------------------
 
 
@@ -386,23 +397,47 @@ def _program(parts: _Parts, train: Train) -> Program:
     terms = parts.terms
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        memory = tuple(
-            term.open(ctx, own, key if i == 0 else jax.random.fold_in(key, i))
-            for i, (term, own) in enumerate(zip(terms, state, strict=True))
-        )
-        part = ctx.wire.part
-        return Local(part, train.optimiser.init(part), memory, {c.name: c.init(ctx) for c in parts.collects})
+        part, collected = ctx.wire.part, {c.name: c.init(ctx) for c in parts.collects}
+        return Local(part, train.optimiser.init(part), _open(terms, ctx, state, key), collected)
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
-        kept = zip(terms, local.memory, state, strict=True)
-        state = tuple(term.keep(ctx, memory, local.part, own) for term, memory, own in kept)
-        return _upload(parts, ctx, local.part, sent), state
+        return _upload(parts, ctx, local.part, sent), _keep(terms, ctx, local, state, at_end=False)
 
     recall, memory, recalls = _recall(terms)
     view = View(train.epochs, train.batch_size, recall=recalls)
     first = Phase(view, functools.partial(train_step, parts, train), recall)
-    return Program(start, (first, *_look_phases(parts)), finish, _receive(parts), memory)
+    after = _look_phases(parts, parts.collects, at_end=False)
+    return Program(start, (first, *after), finish, _receive(parts), memory)
+
+
+def _open(terms: tuple[Term, ...], ctx: Ctx, state: tuple, key: PRNGKeyArray) -> tuple[PyTree, ...]:
+    """The terms' memories, when a client starts."""
+    keys = [key if i == 0 else jax.random.fold_in(key, i) for i in range(len(terms))]
+    return tuple(term.open(ctx, own, key) for term, own, key in zip(terms, state, keys, strict=True))
+
+
+def _keep(terms: tuple[Term, ...], ctx: Ctx, local: Local, state: tuple, at_end: bool) -> tuple[PyTree, ...]:
+    """What a client keeps of terms that keep something now; the others' state stays."""
+    keep = lambda term, memory, own: term.keep(ctx, memory, local.part, own) if term.at_end == at_end else own
+    return tuple(map(keep, terms, local.memory, state))
+
+
+def _end_round(parts: _Parts) -> tuple[Round, ...]:
+    """After a task's last round: terms look at its rows under the model that it ended with. Nothing goes
+    up."""
+    terms = parts.terms
+    if not any(term.at_end for term in terms):
+        return ()
+
+    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
+        return Local(ctx.wire.part, (), _open(terms, ctx, state, key), {})
+
+    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        return Upload(weight=ctx.info.rows), _keep(terms, ctx, local, state, at_end=True)
+
+    program = Program(start, _look_phases(parts, (), at_end=True), finish)
+    return (Round(program, None, "everyone", "closing"),)
 
 
 def _recall(terms: tuple[Term, ...]) -> tuple[Callable | None, Callable | None, int]:
@@ -453,16 +488,17 @@ def _descend(parts: _Parts, train: Train, ctx: Ctx, part: Model, direction: PyTr
     return part
 
 
-def _look_phases(parts: _Parts) -> tuple[Phase, ...]:
-    """Passes after training, one for all terms and collects that look at rows in the same way."""
-    looks = [(term.view, i, term.look) for i, term in enumerate(parts.terms) if term.view and term.look]
-    reports = [(c.view, c) for c in parts.collects if c.view]
+def _look_phases(parts: _Parts, collects: tuple[Collect, ...], at_end: bool) -> tuple[Phase, ...]:
+    """Passes without training, one for all terms and collects that look at rows in the same way."""
+    now = [(i, term) for i, term in enumerate(parts.terms) if term.at_end == at_end]
+    looks = [(term.view, i, term.look) for i, term in now if term.view and term.look]
+    reports = [(c.view, c) for c in collects if c.view]
     views = dict.fromkeys([view for view, _, _ in looks] + [view for view, _ in reports])
 
     def phase(view: View) -> Phase:
         terms = {i: look for own, i, look in looks if own == view}
-        collects = [c for own, c in reports if own == view]
-        return Phase(view, functools.partial(_look, parts, terms, collects))
+        mine = [c for own, c in reports if own == view]
+        return Phase(view, functools.partial(_look, parts, terms, mine))
 
     return tuple(map(phase, views))
 

@@ -273,6 +273,8 @@ class Method(NamedTuple):
       wherever the image is deterministic
     predict_client(turn, server, state, batch) -> logits of a client's personal model
     trainable(turn, server) -> named parts of what a client trains, for counting only
+    handover(turn, server) -> what clients get, when a task begins, of the one that is over, since they hold
+      it from then on and no round has sent them its last state; for counting only
     aggregation: the rule that merges what clients send, by name
     """
 
@@ -286,4 +288,5 @@ class Method(NamedTuple):
     queries: bool = False
     predict_client: Callable[[Turn, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
     trainable: Callable[[Turn, Server], dict[str, PyTree]] | None = None
+    handover: Callable[[Turn, Server], PyTree] | None = None
     aggregation: str = "mean"

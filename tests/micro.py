@@ -195,6 +195,19 @@ def client_round(method, server, task, batches, state=None, id_=0, round_=0, key
     return compiled(program.receive)(ctx, upload) if program.receive else upload, state
 
 
+def end_of_task(method, server, task, batches, state, id_=0, key=KEY):
+    """A client's state once it has looked at these batches of the task that is over."""
+    rows = sum(int(batch.mask.sum()) for batch in batches)
+    ctx = ctx_of(method, server, task, info_of(SETTING.classes, rows, id_), SCALE)
+    for program in [each.program for each in method.rounds if each.when == "closing" and not each.server]:
+        local = compiled(program.start)(ctx, state, key)
+        for phase in program.phases:
+            for batch in batches:
+                local, _ = compiled(phase.step)(ctx, local, batch, key)
+        _, state = compiled(program.finish)(ctx, local, state)
+    return state
+
+
 def server_round(method, server, task, aggregate, round_=0, key=KEY):
     """The server after it got these uploads, and its metrics."""
     now = turn_of(task, round_, frozen=SCALE)
@@ -208,13 +221,15 @@ def by_hand(method, rounds=1):
     states = {i: method.init_client(jax.random.fold_in(KEY, i), server) for i in ids}
     for task in TASKS:
         own = [int(label) for label in task.classes if label >= 0]
+        both = lambda i, own: [rows_of([*own, own[i // 2]][:4], 3 * i), rows_of(own[: i + 1], 3 * i + 1)]
+        batches = {i: both(i, own) for i in ids}
         server = compiled(method.begin_task)(turn_of(task, frozen=SCALE), server, KEY)
         for round_ in range(rounds):
             uploads = []
             for i in ids:
-                batches = [rows_of([*own, own[i // 2]][:4], 3 * i), rows_of(own[: i + 1], 3 * i + 1)]
-                upload, states[i] = client_round(method, server, task, batches, states[i], i, round_)
+                upload, states[i] = client_round(method, server, task, batches[i], states[i], i, round_)
                 uploads.append(upload)
             aggregate = aggregate_of(uploads, ids, [True, True], SETTING.clients)
             server, _ = server_round(method, server, task, aggregate, round_)
+        states = {i: end_of_task(method, server, task, batches[i], states[i], i) for i in ids}
     return server

@@ -15,6 +15,7 @@ from micro import (
     NETWORK,
     SETTING,
     STREAM,
+    TASKS,
     TINY,
     ctx_of,
     engine_of,
@@ -125,34 +126,43 @@ def test_head_and_pair_have_rates_of_their_own():
     assert moved.tolist() == STREAM[0].current.tolist()  # classes of other tasks have no gradient
 
 
+@pytest.mark.parametrize(("method", "decay"), [("ewc", 0.0), ("lwf", 5e-4), ("icarl", 5e-4)])
+def test_the_baselines_of_target_s_release_train_as_it_does(method, decay):
+    cfg = resolved(method)
+    found = cfg.optimiser, cfg.momentum, cfg.lr, cfg.lora_lr, cfg.weight_decay
+    assert found == ("sgd", 0.9, 0.01, 0.01, decay)
+    assert resolved(method, optimiser="adam").momentum is None  # which only sgd reads
+
+
 # ---- EWC ---------------------------------------------------------------------------------------------------
 
 
-def test_the_anchor_is_merged_when_a_later_task_begins_and_only_then():
+def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_their_own():
     one = lambda value: Model(jnp.full(2, value), jnp.full(1, value))
-    state = Anchor(one(0.0), one(4.0), one(7.0), one(8.0), jnp.float32(0.25), jnp.int32(0))
-    same_task = consolidate(in_task(STREAM[0]), state, KEY).anchor
-    assert (float(same_task.part.adapter[0]), float(same_task.fisher.adapter[0])) == (0, 4)
-    later = consolidate(in_task(STREAM[1]), state, KEY).anchor
-    assert (float(later.part.adapter[0]), float(later.fisher.adapter[0])) == (7, 0.25 * 4 + 0.75 * 8)
+    joined = lambda known: Anchor(one(0.0), one(4.0 if known else 0.0), jnp.bool_(known))
+    for known, expected in ((False, 8.0), (True, 3 / 5 * 4 + 2 / 5 * 8)):
+        later = consolidate(in_task(TASKS[1]), joined(known), one(7.0), one(8.0))
+        found = float(later.part.adapter[0]), float(later.fisher.adapter[0])
+        assert found == pytest.approx((7, expected))
 
 
-def test_a_client_without_a_past_has_no_penalty_and_later_its_fisher_is_positive_and_limited():
-    (states,) = history("ewc")[1][1]  # after the first task
-    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(states.fisher))
-    (states,) = history("ewc")[3][1]
-    for client in (0, 2, 3):
-        leaves = [np.asarray(leaf[client]) for leaf in jax.tree.leaves(states.fisher)]
-        assert max(leaf.max() for leaf in leaves) > 0 and min(leaf.min() for leaf in leaves) >= 0
-        assert max(leaf.max() for leaf in leaves) <= 1e-4 * (1 + 1e-6)
-    # client 1 has no rows
-    assert all(np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher))
+def test_fisher_information_is_positive_and_limited_and_belongs_to_who_has_rows():
+    for place in (1, 3):  # after each task
+        (states,) = history("ewc")[place][1]
+        for client in (0, 2, 3):
+            leaves = [np.asarray(leaf[client]) for leaf in jax.tree.leaves(states.fisher)]
+            assert max(leaf.max() for leaf in leaves) > 0 and min(leaf.min() for leaf in leaves) >= 0
+            assert max(leaf.max() for leaf in leaves) <= 1e-4 * (1 + 1e-6)
+        # client 1 has no rows
+        assert all(np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher))
+        assert states.known.tolist() == [True, False, True, True]
+    (after_a_round,) = history("ewc")[2][1]
+    jax.tree.map(np.testing.assert_array_equal, after_a_round, history("ewc")[1][1][0])
 
 
-def test_anchors_of_different_clients_differ():
-    (states,) = history("ewc")[3][1]
-    anchor = states.part.classifier.kernel
-    assert np.abs(np.asarray(anchor[0] - anchor[2])).max() > 0
+def test_a_client_keeps_two_copies_of_what_it_trains_and_no_more():
+    (state,) = jax.tree.map(lambda x: x[0], federation("ewc").states)
+    assert num_bytes(state) == 2 * num_bytes(federation("ewc").server.params) + 1
 
 
 # ---- LwF ---------------------------------------------------------------------------------------------------
@@ -225,7 +235,7 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
     """The memory holds row numbers, no images: the engine reads those. Through the engine, with a step that
     only looks at what it gets."""
     method, size = method_of("icarl", memory_size=6, batch_size=4, epochs=1, lora_blocks=2), 4
-    server, (main,) = method.init(KEY, FROZEN), method.rounds
+    server, (main, end) = method.init(KEY, FROZEN), method.rounds
 
     def step(ctx, local, batch, key):
         own, past = batch.mask[:size], batch.mask[size:]
@@ -242,9 +252,9 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
             "past_are_old": Weighted(jnp.sum(past & old) * 1.0, jnp.sum(past) * 1.0),
         }
 
-    train, look = main.program.phases
-    program = main.program._replace(phases=(train._replace(step=step), look))
-    engine = engine_of(method._replace(rounds=(main._replace(program=program),)), Lanes())
+    (train,) = main.program.phases
+    program = main.program._replace(phases=(train._replace(step=step),))
+    engine = engine_of(method._replace(rounds=(main._replace(program=program), end)), Lanes())
     states, play = federation("icarl").states, []
     for task, roster in zip(STREAM, DEALS, strict=True):
         args = (
@@ -259,6 +269,7 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
             KEY,
         )
         server, states, report = run_round(engine, *args)
+        server, states, _ = run_round(engine, FROZEN, server, states, *args[3:], when="closing")
         play.append(report.metrics)
     assert play[0]["recalled"] == 0 and play[1]["recalled"] == size
     assert [metrics["right"] for metrics in play] == [1, 1] == [m["own_are_new"] for m in play]
@@ -273,6 +284,16 @@ def test_exemplars_are_a_clients_own():
         assert set(rows[client].tolist()) <= set(own.tolist())
         assert len(set(rows[client].tolist())) == 6
     assert rows[1].tolist() == [-1] * 6
+
+
+def test_rows_of_a_task_take_no_places_until_it_is_over():
+    """Six places, and old rows only, in every round of the second task."""
+    first, second = (history("icarl")[place][1][0].exemplars for place in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+    usable = np.asarray(TASKS[1].old)[np.asarray(second.label)] & (np.asarray(second.row) >= 0)
+    assert usable[[0, 2, 3]].sum(1).tolist() == [6, 4, 6]  # client 2 has four rows of the first task
+    before = history("icarl")[0][1][0].exemplars
+    assert np.all(np.asarray(before.row) == -1)
 
 
 # ---- class means -------------------------------------------------------------------------------------------
@@ -343,8 +364,12 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     assert summary["traces"] == 1
     assert len(summary["A"]) == (1 if method == "joint" else 5)
     extra = summary["communication_extra"]
-    assert set(extra) == {"fedclm": {"closing"}, "fedncm": {"opening"}}.get(method, set())
-    assert all(sent["upload_scalars"] > 0 for sent in extra.values())
+    kinds = {"fedclm": {"closing"}, "ewc": {"closing"}, "icarl": {"closing"}, "fedncm": {"opening"}}
+    kinds |= {"pilora": {"handover"}}
+    assert set(extra) == kinds.get(method, set())
+    sends = method in ("fedclm", "fedncm")  # in other extra rounds something comes down alone
+    assert all((sent["upload_scalars"] > 0) == sends for sent in extra.values())
+    assert all(sent["download_scalars"] > 0 or method == "fedncm" for sent in extra.values())
     # FedNCM sends nothing in the rounds of a task
     assert (summary["communication"]["upload_scalars"] > 0) == (method != "fedncm")
     assert (summary["client_state"]["bytes"] > 0) == (method in ("ewc", "lwf", "icarl"))
@@ -367,7 +392,8 @@ def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, c
     options = ["--partition", "shards", "--alpha", "30", *variant]
     summary = summary_of("pilora", options, tmp_path)
     assert summary["traces"] == 1
-    assert set(summary["communication_extra"]) == ({"opening"} if "--headtune" in variant else set())
+    opening = {"opening"} if "--headtune" in variant else set()
+    assert set(summary["communication_extra"]) == opening | {"handover"}
     capsys.readouterr()
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from fcljax import cli
+from fcljax.config import settle
 from fcljax.errors import InputError
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
@@ -35,13 +36,14 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, checkpoint, **others):
-    return EmbedConfig(
+    cfg = EmbedConfig(
         dataset=f"npz:{folder / 'data.npz'}",
         checkpoint=str(folder / f"{checkpoint}.safetensors"),
         normalise="unit",
         eval_batch_size=8,
         **{"data_dir": str(folder / "data"), **others},
     )
+    return settle(cfg)
 
 
 def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_path):

@@ -209,6 +209,19 @@ def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, d
     assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
 
 
+@pytest.mark.parametrize(("fidelity", "down"), [("intended", 12_288 + 7_680), ("released", 6_144 + 7_680)])
+def test_the_last_state_of_a_finished_task_comes_down_too(fidelity, down):
+    """Its pair, of which the release's clients read A alone, and its prototypes."""
+    setting, frozen = Setting(100, 10, 10, 10, 30), Frozen(VIT_B16)
+    method = method_of("pilora", setting, vit_network(VITS["vit_b16"]), fidelity=fidelity)
+    task = make_tasks(100, 10)[0]
+
+    def handover(key, frozen):
+        return method.handover(turn(task, frozen=frozen), method.init(key, frozen))
+
+    assert scalars(jax.eval_shape(handover, KEY, frozen)) == down
+
+
 def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
     upload, broadcast, _, _ = counts()
     floats = sum(traffic(upload, broadcast)[::2])

@@ -14,7 +14,9 @@ from micro import (
     TASKS,
     WIDTH,
     by_hand,
+    client_round,
     compiled,
+    end_of_task,
     main_of,
     method_of,
     rows_of,
@@ -34,7 +36,7 @@ from fcljax.terms import norm_bound, prox
 
 RATE, TASK = 0.1, TASKS[1]
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2), rows_of([3, 3, 4, 4], seed=3)]
-SGD = dict(network=FORMULA, optimiser="sgd", lr=RATE)
+SGD = dict(network=FORMULA, optimiser="sgd", lr=RATE, momentum=0.0, weight_decay=0.0)
 # what every method's client can be made of on the formula, with a rate at which its adapter moves
 OWN = {
     "lora": dict(lora_rank=2, lora_lr=RATE),
@@ -156,9 +158,9 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
 
 
 def anchored(server, fisher, part):
-    """A client whose anchor counts already."""
+    """A client with a task behind it."""
     model = lambda head: Model((), head, ((),))
-    return (Anchor(model(part), model(fisher), model(part), model(fisher), jnp.zeros(()), jnp.int32(-1)),)
+    return (Anchor(model(part), model(fisher), jnp.bool_(True)),)
 
 
 def random_head(seed):
@@ -179,19 +181,29 @@ def test_the_elastic_term_adds_lambda_times_fisher_times_the_distance_to_the_anc
 @pytest.mark.parametrize("limit", [1.0, 1e-3])
 def test_fisher_information_is_the_mean_of_squared_gradients_of_batches_up_to_its_limit(limit):
     method = with_terms(elastic(7.0, limit, 4))
-    server, program = fresh(method), main_of(method).program
-    state = method.init_client(KEY, server)
-    ctx, local = train(method, server, TASK, BATCHES, state)
-    for batch in BATCHES:
-        local, _ = compiled(program.phases[1].step)(ctx, local, batch, KEY)
-    ((kept,),) = (program.finish(ctx, local, state)[1],)
-    squares = [jax.tree.map(jnp.square, slope(local.part.classifier, batch)) for batch in BATCHES]
+    server = fresh(method)
+    (kept,) = end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))
+    squares = [jax.tree.map(jnp.square, slope(server.params.classifier, batch)) for batch in BATCHES]
     mean = jax.tree.map(lambda *x: jnp.minimum(sum(x) / len(x), limit), *squares)
-    close(kept.next_fisher.classifier, mean, atol=1e-7)
-    reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.next_fisher)]
+    # though it is the second task: the client has nothing old that its Fisher information could be mixed with
+    close(kept.fisher.classifier, mean, atol=1e-7)
+    reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.fisher)]
     assert any(reached) == (limit == 1e-3)
-    jax.tree.map(np.testing.assert_array_equal, kept.next_part, local.part)
-    assert float(kept.share) == pytest.approx(3 / 5) and int(kept.task) == 1
+    jax.tree.map(np.testing.assert_array_equal, kept.part.classifier, server.params.classifier)
+    assert bool(kept.known)
+
+
+def test_the_anchor_changes_when_a_task_is_over_and_not_in_its_rounds():
+    method = with_terms(elastic(7.0, 1.0, 4))
+    server = fresh(method)
+    state = anchored(server, random_head(1), random_head(2))
+    _, same = client_round(method, server, TASK, BATCHES, state)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    (kept,) = end_of_task(method, server, TASK, BATCHES, state)
+    squares = [jax.tree.map(jnp.square, slope(server.params.classifier, batch)) for batch in BATCHES]
+    # in the second task 3 of 5 classes are old
+    mix = lambda old, *new: 3 / 5 * old + 2 / 5 * sum(new) / len(new)
+    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
 
 
 # ---- weights of 0 ------------------------------------------------------------------------------------------

@@ -59,10 +59,9 @@ def extra_storage(broadcast: Broadcast) -> dict[str, int]:
     return {"scalars": scalars(broadcast.held), "bytes": num_bytes(broadcast.held)}
 
 
-def total(traffic: Traffic, client_rounds: int) -> dict[str, int]:
-    """The whole run's communication by the names of `Traffic`; client_rounds: uploads in the run, summed over
-    rounds."""
-    return {name: value * client_rounds for name, value in traffic._asdict().items()}
+def total(traffic: Traffic, times: int) -> dict[str, int]:
+    """So many exchanges like this one, by the names of `Traffic`."""
+    return {name: value * times for name, value in traffic._asdict().items()}
 
 
 def _size_dtype(leaf: Any) -> tuple[int, Any]:

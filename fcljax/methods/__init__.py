@@ -48,6 +48,10 @@ class MethodEntry(NamedTuple):
 
 # what the LoRA baselines of PILoRA's tables share: one pair goes on training through all tasks
 _ONE_PAIR = {"lora_pairs": "one"}
+# how TARGET's release trains the baselines that are taken from it (specification C0); EWC has no weight decay
+_SGD = _ONE_PAIR | {"optimiser": "sgd", "lr": 0.01, "lora_lr": 0.01}
+_DECAY = _SGD | {"weight_decay": 5e-4}
+_MOMENTUM = dict.fromkeys(("intended", "paper", "released"), {"momentum": 0.9})
 
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
@@ -81,16 +85,16 @@ METHODS: dict[str, MethodEntry] = {
         merges="its class means are sums over rows, which are added up",
     ),
     "ewc": MethodEntry(
-        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCOptions, ewc.ewc, "lora",
-        defaults=_ONE_PAIR,
+        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCOptions, ewc.ewc, "lora", _MOMENTUM,
+        _SGD,
     ),
     "lwf": MethodEntry(
-        "FedAvg of LoRA and a classifier with distillation", lwf.LwFOptions, lwf.lwf, "lora",
-        defaults=_ONE_PAIR,
+        "FedAvg of LoRA and a classifier with distillation", lwf.LwFOptions, lwf.lwf, "lora", _MOMENTUM,
+        _DECAY,
     ),
     "icarl": MethodEntry(
-        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLOptions, icarl.icarl, "lora",
-        defaults=_ONE_PAIR,
+        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLOptions, icarl.icarl, "lora", _MOMENTUM,
+        _DECAY,
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",

@@ -1,8 +1,9 @@
 """EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017), after TARGET's release (ICCV 2023).
 
-Every client pulls what it trains to where that was after the client's last task, the harder the more its own
-old data cared for it. The release evaluates this penalty on the global network object and not on the weights
-that train, so that it has no gradient; here it is on the latter.
+When a task is over every client measures, on its own rows and under the global model, how much each number of
+what it trains mattered; later it pulls them there, the harder the more they did. The release evaluates this
+penalty on the global network object and not on the weights that train, so that it has no gradient; here it is
+on the latter.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.federate import Kit, Seen, Term
 from fcljax.learner import Learner, Model
@@ -29,19 +30,12 @@ class EWCOptions:
 
 
 class Anchor(NamedTuple):
-    """What a client knows of its earlier tasks: its part, and how much each number of it matters. Fisher is 0
-    before the first task is over.
-
-    `next_part`, `next_fisher`: the same for the task that it last took part in, which counts once a later one
-    begins.
-    """
+    """What a client knows of the tasks that it had rows of: the model after the last of them, and how much
+    each number of it matters, 0 before the first is over."""
 
     part: Model
     fisher: Model
-    next_part: Model
-    next_fisher: Model
-    share: Float[Array, ""]  # of the classes seen that were old in that task
-    task: Int[Array, ""]  # which it is; -1: none yet
+    known: Bool[Array, ""]  # is any of them over?
 
 
 class Memory(NamedTuple):
@@ -89,28 +83,25 @@ def elastic(weight: float, limit: float, batch_size: int) -> Term:
     def keep(ctx: Ctx, memory: Memory, part: Model, state: Anchor) -> Anchor:
         del state
         mean = lambda s: jnp.minimum(s / jnp.maximum(memory.batches, 1), limit)
-        share = (jnp.sum(ctx.task.old) / jnp.sum(ctx.task.seen)).astype(jnp.float32)
-        fisher = jax.tree.map(mean, memory.squares)
-        return memory.anchor._replace(next_part=part, next_fisher=fisher, share=share, task=ctx.task.index)
+        return consolidate(ctx, memory.anchor, part, jax.tree.map(mean, memory.squares))
 
     view = View(1, batch_size, shuffle=False, augment=False)
-    return Term("ewc", loss, _new, consolidate, look, keep, view=view)
+    return Term("ewc", loss, _new, _begin, look, keep, view=view, at_end=True)
 
 
-def consolidate(ctx: Ctx, state: Anchor, key: PRNGKeyArray) -> Memory:
-    """When a later task begins, what was learned in the last one becomes part of the anchor: F <- a F + (1 -
-    a) F_new with a the share of classes that were old then, and w* <- w_new."""
-    del key
-    new = (state.task >= 0) & (state.task != ctx.task.index)
-    merged = jax.tree.map(
-        lambda f, g: state.share * f + (1 - state.share) * g, state.fisher, state.next_fisher
-    )
-    select = lambda a, b: jax.tree.map(lambda x, y: jnp.where(new, x, y), a, b)
-    anchor = state._replace(part=select(state.next_part, state.part), fisher=select(merged, state.fisher))
-    return Memory(anchor, jax.tree.map(jnp.zeros_like, state.fisher), jnp.zeros(()))
+def consolidate(ctx: Ctx, anchor: Anchor, part: Model, fisher: Model) -> Anchor:
+    """When a task is over: w* <- w, and F <- a F + (1 - a) F_new with a the share of classes that were old in
+    it. A client whose first task it is has nothing old to keep, so a is 0 then."""
+    share = jnp.where(anchor.known, jnp.sum(ctx.task.old) / jnp.sum(ctx.task.seen), 0.0)
+    merge = lambda old, new: share * old + (1 - share) * new
+    return Anchor(part, jax.tree.map(merge, anchor.fisher, fisher), jnp.bool_(True))
+
+
+def _begin(ctx: Ctx, state: Anchor, key: PRNGKeyArray) -> Memory:
+    del ctx, key
+    return Memory(state, jax.tree.map(jnp.zeros_like, state.fisher), jnp.zeros(()))
 
 
 def _new(key: PRNGKeyArray, part: Model) -> Anchor:
     del key
-    zeros = jax.tree.map(jnp.zeros_like, part)
-    return Anchor(part, zeros, part, zeros, jnp.zeros(()), jnp.int32(-1))
+    return Anchor(part, jax.tree.map(jnp.zeros_like, part), jnp.bool_(False))

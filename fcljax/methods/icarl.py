@@ -1,11 +1,12 @@
 """iCaRL+FL: rehearsal (Rebuffi et al. 2017) in the form of TARGET's release (ICCV 2023).
 
-A client remembers a uniform sample of all rows that it has ever trained on, trains on the current task and on
-as many rows of this memory at a time, over all classes seen so far, and distils the old logits from the
-global model as it was when the task began. The release has neither herding nor the nearest-mean classifier of
-the original, and draws its memory anew every round from all old data, which a client that may only keep the
-memory cannot do: here every row has a random priority of its own, and the memory holds the rows of the
-highest. What is kept are row numbers; the engine reads the images.
+A client remembers a uniform sample of the rows that it had in earlier tasks, trains on the current task and
+on as many rows of this memory at a time, over all classes seen so far, and distils the old logits from the
+global model as it was when the task began. Rows are offered to the memory when their task is over, so that
+they take no places while they are still trained on. The release has neither herding nor the nearest-mean
+classifier of the original, and draws its memory anew every round from all old data, which a client that may
+only keep the memory cannot do: here every row has a random priority of its own, and the memory holds the rows
+of the highest. What is kept are row numbers; the engine reads the images.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ def replay(size: int, batch_size: int) -> Term:
         "replay", init=init, open=lambda ctx, state, key: state, look=look,
         keep=lambda ctx, memory, part, state: memory, recall=recall,
         rows=lambda state: state.exemplars.row, recalls=batch_size,
-        view=View(1, batch_size, shuffle=False, augment=False),
+        view=View(1, batch_size, shuffle=False, augment=False), at_end=True,
     )  # fmt: skip
 
 

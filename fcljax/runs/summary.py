@@ -21,11 +21,12 @@ NO_TRAFFIC = Traffic(0, 0, 0, 0)
 
 
 class Wires(NamedTuple):
-    """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast, a
-    client's state, and the named parts that it trains."""
+    """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast,
+    what of a finished task is handed over, a client's state, and the named parts that it trains."""
 
     uploads: tuple[Upload, ...]
     broadcast: Broadcast
+    handover: PyTree
     state: PyTree
     trainable: dict[str, PyTree]
 
@@ -46,7 +47,8 @@ def wire_shapes(exp: Experiment) -> Wires:
         ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info)
         uploads = tuple(upload(each, ctx, state, key) for each in method.rounds)
         named = method.trainable(turn, server) if method.trainable else {"upload": uploads[0].mean}
-        return Wires(uploads, broadcast, state, named)
+        handover = method.handover(turn, server) if method.handover else ()
+        return Wires(uploads, broadcast, handover, state, named)
 
     return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
 
@@ -102,7 +104,11 @@ def summarize(
 
 
 def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str, Any]:
-    """Per client and round, of the rounds of every task and of the others by their name, and in all."""
+    """Per client and round, of the rounds of every task and of the others by their name, and in all.
+
+    `handover` is per client and task: what comes down of a finished task when the next one begins, for every
+    client.
+    """
     by_round = traffic_by_round(exp, wires)
     usual, extra = NO_TRAFFIC, {}
     for each, traffic in zip(exp.method.rounds, by_round, strict=True):
@@ -111,6 +117,11 @@ def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str,
         else:
             extra[each.when] = traffic._asdict()
     totals = [communication.total(*pair) for pair in zip(by_round, records.uploads, strict=True)]
+    down = communication.scalars(wires.handover), communication.num_bytes(wires.handover)
+    if down[1]:
+        handover = Traffic(0, 0, *down)
+        extra["handover"] = handover._asdict()
+        totals.append(communication.total(handover, exp.setting.clients * (exp.setting.tasks - 1)))
     return {
         "communication": usual._asdict(),
         "communication_extra": extra,
@@ -154,7 +165,7 @@ def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
     """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in
     the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
-    redrawn, held = summary["config"]["population"] == "redrawn", exp.scenario.holdings
+    redrawn, held = summary["config"]["population"] != "static", exp.scenario.holdings
     report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
     report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
     holdings = held / exp.setting.rounds if redrawn else held
