@@ -23,7 +23,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax run ./FILE.py [options] the same for a method of your own; also MODULE:NAME
   fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? On tiny data
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
-  fcljax compare RUN_DIR...      a table and a figure over finished runs
+  fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of run --seeds
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -41,6 +41,8 @@ class Paths:
     out: str | None = None  # run directory, a new one; default: runs/METHOD-DATASET-sSEED-TIME
     resume: str | None = None  # run directory to go on with, under the settings it was started with
     config: str | None = None  # YAML file of settings; options on the command line win
+    # a run for each of so many seeds from `seed` on, or for each of a list such as 1,2,3; into one folder
+    seeds: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +109,35 @@ def run(arguments: list[str]) -> int:
     resolved = settings(method, given, paths)
     out = paths.resume or paths.out or _new_folder(method, resolved)
 
-    from fcljax.runs import loop, report
+    from fcljax.runs import loop
+    from fcljax.runs.comparison import compare, results_table
 
-    summary = loop.run(method, resolved, out, resume=paths.resume is not None)
-    console = Console()
-    console.print(report.results_table([summary]))
+    console, resume = Console(), paths.resume is not None
+    seeds = _seeds(resolved, paths)
+    if seeds:
+        from fcljax.runs.seeds import run_seeds
+
+        run_seeds(method, resolved, seeds, out, resume, Console(stderr=True))
+        tables, figure = compare([out], Path(out) / "accuracy.png")
+    else:
+        tables = [results_table([loop.run(method, resolved, out, resume)])]
+        figure = Path(out) / "figures" / "accuracy.png"
+    for table in tables:
+        console.print(table)
     console.print(f"run directory: {out}", soft_wrap=True)
-    console.print(f"accuracy curve: {Path(out) / 'figures' / 'accuracy.png'}", soft_wrap=True)
+    console.print(f"accuracy curve: {figure}", soft_wrap=True)
     return 0
+
+
+def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
+    """The seeds of a run over several, new or resumed; None: it is one run."""
+    from fcljax.runs.seeds import parse_seeds, stored_seeds
+
+    asked = parse_seeds(paths.seeds, resolved.seed) if paths.seeds else None
+    stored = stored_seeds(paths.resume) if paths.resume else None
+    if paths.resume and asked and not stored:
+        raise InputError(f"seeds: {paths.resume!r} is a run with one seed; leave out --seeds")
+    return list(dict.fromkeys((stored or []) + (asked or []))) or None
 
 
 def check(arguments: list[str]) -> int:
@@ -128,6 +151,9 @@ def check(arguments: list[str]) -> int:
     find_method(method)
     given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
+    for name in ("out", "resume", "seeds"):
+        if getattr(paths, name):
+            raise InputError(f"{name}: check makes no run directory; leave out --{name}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
 
     from fcljax.runs import conformance
@@ -428,7 +454,7 @@ def _print_rows(rows: Sequence[tuple[str, object]]) -> None:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out PNG]`."""
-    from fcljax.runs import report
+    from fcljax.runs.comparison import compare as compare_runs
 
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     given = parse(
@@ -437,9 +463,10 @@ def compare(arguments: list[str]) -> int:
     if not arguments[:split]:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
     out = given.get("out") or Path(arguments[0]).parent / "accuracy.png"
-    table, figure = report.compare(arguments[:split], out)
+    tables, figure = compare_runs(arguments[:split], out)
     console = Console()
-    console.print(table)
+    for table in tables:
+        console.print(table)
     console.print(f"accuracy curve: {figure}", soft_wrap=True)
     return 0
 

@@ -100,7 +100,17 @@ def check_out(out: Path, method_name: str, cfg: RunConfig, resume: bool) -> None
         differ = config.differences(before, now)
         if differ:
             raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ)}")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    else:
+        check_new(out)
+
+
+def check_new(out: Path) -> None:
+    """Check that nothing is at `out` yet, but perhaps an empty folder.
+
+    Raises:
+      InputError: if there is.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out: {str(out)!r} exists already; give a new folder, or go on with --resume {out}")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
+from scipy.special import stdtrit
 
 from fcljax.errors import InputError
 
@@ -132,6 +133,23 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """(mean, population standard deviation) over seeds: ddof = 0, as the papers report it."""
     values = np.asarray(values, float)
     return float(values.mean()), float(values.std())
+
+
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], level: float = 0.95
+) -> tuple[float, float, float]:
+    """(mean, low, high) of ours minus theirs, value by value, with Student's confidence interval of the mean.
+
+    Raises:
+      InputError: for fewer than two pairs, of which no interval can be said.
+    """
+    difference = np.asarray(ours, float) - np.asarray(theirs, float)
+    count = len(difference)
+    if count < 2:
+        raise InputError(f"seeds: {count} pairs of runs say nothing of an interval; nearest: 2")
+    half = stdtrit(count - 1, (1 + level) / 2) * difference.std(ddof=1) / np.sqrt(count)
+    mean = float(difference.mean())
+    return mean, mean - float(half), mean + float(half)
 
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:

@@ -1,4 +1,4 @@
-"""Figures, tables and files of finished runs.
+"""Figures and files of finished runs.
 
 Figures use matplotlib's objects and Agg, never pyplot, so nothing global is touched; every file is written to
 a temporary name in its folder and then renamed, so a reader never meets half a file.
@@ -17,11 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from fcljax.errors import InputError
 from fcljax.files import atomic, write_text
-from fcljax.runs.metrics import over_seeds
 
 # Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -31,7 +29,6 @@ INK = "#333333"
 MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
 MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
 
-SETTING = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 SUMMARY_FIELDS = {
     "method": (),
     "dataset": (),
@@ -82,62 +79,6 @@ def load_summary(run_dir: str | Path) -> dict[str, Any]:
     if missing:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
     return summary
-
-
-def results_table(summaries: list[dict[str, Any]], forgetting: str = "paper") -> Table:
-    """A row per run, and one with mean +- population standard deviation for runs that differ by seed only.
-
-    Args:
-      summaries: as `load_summary` returns them.
-      forgetting: which of `metrics.forgetting`'s definitions to show.
-    """
-    shared = [field for field in SETTING if len({run[field] for run in summaries}) == 1]
-    columns = [field for field in SETTING if field not in shared]
-    caption = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
-    table = Table(
-        title=caption,
-        caption="accuracy A and forgetting F in %, upload in scalars per client and round, "
-        "images/s in training",
-    )
-    table.add_column("method", overflow="fold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for name in ("seed", "A_avg", "A_last", f"F {forgetting}", "upload", "time", "images/s"):
-        table.add_column(name, justify="right")
-    for group in _groups(summaries):
-        for run in group:
-            table.add_row(
-                *_cells([run], columns, forgetting), end_section=run is group[-1] and len(group) == 1
-            )
-        if len(group) > 1:
-            table.add_row(*_cells(group, columns, forgetting), style="bold", end_section=True)
-    return table
-
-
-def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tuple[Table, Path | None]:
-    """The results table of several runs and, if `out` is given, their accuracy curves as a PNG there.
-
-    Runs with the same method, dataset, backbone, fidelity and number of tasks but different seeds are one
-    curve with a band of one population standard deviation.
-
-    Returns:
-      (table, path of the figure or None).
-
-    Raises:
-      InputError: no run given, or a run that `load_summary` refuses.
-    """
-    if not run_dirs:
-        raise InputError("run: nothing to compare; give at least one run directory")
-    summaries = [load_summary(run_dir) for run_dir in run_dirs]
-    table = results_table(summaries)
-    if out is None:
-        return table, None
-    groups = _groups(summaries)
-    curves = [np.array([run["A"] for run in group], float) for group in groups]
-    names = _names(groups)
-    spread = {name: curve.std(0) for name, curve in zip(names, curves, strict=True) if len(curve) > 1}
-    middle = {name: curve.mean(0) for name, curve in zip(names, curves, strict=True)}
-    return table, accuracy_curve(out, middle, spread)
 
 
 Series = Mapping[str, Sequence | np.ndarray]
@@ -327,75 +268,3 @@ def _missing(summary: object) -> list[str]:
         inner = summary[name] if isinstance(summary[name], dict) else {}
         missing += [f"{name}.{part}" for part in SUMMARY_FIELDS[name] if part not in inner]
     return missing
-
-
-def _groups(summaries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs that differ in their seed only, together, in the order of first appearance.
-
-    A seed that comes twice means that the runs differ in something the summary does not show, so such runs
-    stay apart.
-    """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for run in summaries:
-        key = (_label(run), *(run[name] for name in SETTING), len(run["A"]))
-        groups.setdefault(key, []).append(run)
-    together = []
-    for group in groups.values():
-        distinct = len({run["seed"] for run in group}) == len(group)
-        together += [sorted(group, key=lambda run: run["seed"])] if distinct else [[run] for run in group]
-    return together
-
-
-def _names(groups: list[list[dict[str, Any]]]) -> list[str]:
-    """One distinct name per curve: the method, and what differs of dataset, backbone, fidelity and seed."""
-    first = [group[0] for group in groups]
-    differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
-    names = [" / ".join((_label(run), *(_short(run[name]) for name in differing))) for run in first]
-    names = [
-        f"{name} ({len(group)} seeds)" if len(group) > 1 else name
-        for name, group in zip(names, groups, strict=True)
-    ]
-    for label in (lambda i: f"seed {first[i]['seed']}", lambda i: f"run {i + 1}"):
-        names = [f"{name}, {label(i)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
-    return names
-
-
-def _label(run: dict[str, Any]) -> str:
-    """The method and, if there are any, the settings in which the run departs from its defaults."""
-    return " ".join(filter(None, (run["method"], run.get("variant", ""))))
-
-
-def _short(setting: object) -> str:
-    """A setting without the folders of a path."""
-    return str(setting).rsplit("/", 1)[-1]
-
-
-def _cells(runs: list[dict[str, Any]], columns: list[str], forgetting: str) -> list[str]:
-    """The table's cells for one run, or for the mean over the runs of a group."""
-    one = runs[0]
-    return [
-        _label(one),
-        *(_short(one[name]) for name in columns),
-        str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
-        _spread([run["A_avg"] for run in runs], 100.0, 2),
-        _spread([run["A_last"] for run in runs], 100.0, 2),
-        _spread([run["forgetting"][forgetting] for run in runs], 100.0, 2),
-        f"{one['communication']['upload_scalars']:,}",
-        _duration([sum(value or 0 for value in run["time"].values()) for run in runs]),
-        _spread([run["client_images_per_s"] for run in runs], 1.0, 1),
-    ]
-
-
-def _spread(values: list, scale: float, digits: int) -> str:
-    if any(value is None for value in values):
-        return "-"
-    mean, deviation = over_seeds(np.array(values, float) * scale)
-    return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
-
-
-def _duration(seconds: list) -> str:
-    mean = over_seeds(seconds)[0]
-    if mean < 60:
-        return f"{mean:.1f} s"
-    minutes, rest = divmod(round(mean), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

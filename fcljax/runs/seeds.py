@@ -1,0 +1,107 @@
+"""One method over several seeds: a run directory for each in one folder, and what they say together."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from fcljax import config
+from fcljax.config import RunConfig
+from fcljax.errors import InputError
+from fcljax.files import write_text
+from fcljax.runs import loop, metrics, report
+
+LIST = "seeds.yaml"
+MOST = 100  # more at once is rather a seed that was taken for a number of seeds
+
+
+def parse_seeds(text: str, first: int) -> list[int]:
+    """The seeds that `--seeds` asks for: "3" is three from `first` on, "2023,7" are these.
+
+    Raises:
+      InputError: for what is neither, for a seed that comes twice, or for no or too many seeds.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() for part in parts):
+        raise InputError(f"seeds: {text!r} is no number of seeds and no list of them, such as 3 or 1,2,3")
+    if "," in text:
+        seeds = [int(part) for part in parts]
+        if len(set(seeds)) < len(seeds) or max(seeds) >= 2**32:
+            raise InputError(f"seeds: {text!r} must be different whole numbers below {2**32}")
+        return seeds
+    count = int(parts[0])
+    if not 1 <= count <= MOST:
+        nearest = MOST if count else 1
+        raise InputError(f"seeds: {count} runs; nearest: {nearest}; a run with seed {count}: --seed {count}")
+    return [first + i for i in range(count)]
+
+
+def stored_seeds(folder: str | Path) -> list[int] | None:
+    """The seeds of a folder that `run_seeds` has made; None: it is no such folder.
+
+    Raises:
+      InputError: if the list was edited into something else.
+    """
+    path = Path(folder) / LIST
+    if not path.is_file():
+        return None
+    seeds = config.load_yaml(path).get("seeds")
+    if not isinstance(seeds, list) or not all(isinstance(seed, int) for seed in seeds) or not seeds:
+        raise InputError(f"seeds: {str(path)!r} does not hold a list of whole numbers")
+    return seeds
+
+
+def run_seeds(
+    method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console
+) -> list[dict[str, Any]]:
+    """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
+
+    Writes seeds.json: mean and deviation over the seeds, and the values.
+
+    Args:
+      method: of the package, or from outside.
+      cfg: resolved settings, but for the seed.
+      seeds: all of them; with `resume` those that were there before and any more.
+      out: the folder; a new one, unless `resume`.
+      resume: go on with what is in `out`.
+      console: where progress bars and warnings go.
+
+    Returns:
+      The runs' summaries.
+
+    Raises:
+      InputError: as `loop.run`.
+    """
+    out = Path(out)
+    if not resume:
+        loop.check_new(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
+    write_text(out / "config.yaml", config.to_yaml(method, cfg))
+    summaries = []
+    for place, seed in enumerate(seeds):
+        folder = out / f"seed-{seed}"
+        console.print(f"seed {seed}, {place + 1} of {len(seeds)}", highlight=False)
+        begun = (folder / "config.yaml").exists()
+        summaries.append(loop.run(method, dataclasses.replace(cfg, seed=seed), folder, begun, console))
+    report.write_json(out / "seeds.json", over_seeds(summaries))
+    return summaries
+
+
+def over_seeds(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and population standard deviation over seeds of the numbers that papers report."""
+    read = {
+        "A_avg": lambda run: run["A_avg"],
+        "A_last": lambda run: run["A_last"],
+        "forgetting_paper": lambda run: run["forgetting"]["paper"],
+    }
+    result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}
+    for name, value in read.items():
+        values = [value(run) for run in summaries]
+        known = [each for each in values if each is not None]
+        mean, deviation = metrics.over_seeds(known) if known else (None, None)
+        result[name] = {"mean": mean, "population_std": deviation, "values": values}
+    return result
