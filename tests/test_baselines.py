@@ -22,6 +22,7 @@ from micro import (
     info_of,
     method_of,
     resolved,
+    turn_of,
 )
 from small_runs import COMMON
 from test_conformance import federation, history
@@ -329,6 +330,26 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     model = lambda params: Model(params.adapter, params.classifier.inner)
     np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
     np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)
+
+
+def test_fedncm_after_tuning_has_the_means_of_the_tuned_model_as_weights():
+    """The reading of FedNCM in PILoRA's tables that depends on who holds what: its logits are cosines up to
+    the length of the feature."""
+    fields = dict(epochs=2, batch_size=4, lr=1e-3, lora_lr=1e-3, lora_blocks=2)
+    method = method_of("fedclm", classifier="linear", **fields)
+    server = history("fedclm")[3][0]  # a client trains in the same way under both
+    rows = batch_of([1, 2, 3])
+    logits = jax.jit(method.predict)(turn_of(TASKS[1]), server, rows)
+    mean = means_of_sums(server.params.classifier.sums)
+    feature = output_of(Model(server.params.adapter, server.params.classifier.inner), np.array([1, 2, 3]))
+    expected = feature.feature @ (mean / np.linalg.norm(mean, axis=1, keepdims=True)).T
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    nearest = jax.jit(method_of("fedclm", **fields).predict)(turn_of(TASKS[1]), server, rows)
+    assert np.abs(nearest - logits).max() > 0.1
+
+
+def means_of_sums(sums):
+    return np.asarray(sums.feature) / np.asarray(sums.rows)[:, None]
 
 
 def test_logits_of_class_means_by_hand():

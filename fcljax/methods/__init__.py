@@ -80,8 +80,8 @@ METHODS: dict[str, MethodEntry] = {
         merges="it sends sums over rows, which are added up",
     ),
     "fedclm": MethodEntry(
-        "FedAvg of LoRA and a classifier, nearest class mean at inference",
-        fedavg.NoOptions, fedclm.fedclm, "lora", defaults=_ONE_PAIR,
+        "FedAvg of LoRA and a classifier, class means at inference",
+        fedclm.FedCLMOptions, fedclm.fedclm, "lora", defaults=_ONE_PAIR,
         merges="its class means are sums over rows, which are added up",
     ),
     "ewc": MethodEntry(
