@@ -253,14 +253,18 @@ def test_a_bare_pickle_that_would_run_code_is_refused_by_name_and_does_not_run(t
     refuses(tmp_path / "a.pt", "damaged or not what its name says: it does not begin as torch's files do")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_torch_a_harmless_torch_file_is_refused_with_the_way_out(tmp_path, monkeypatch, kind):
+def test_without_torch_a_file_of_old_torch_is_refused_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    KINDS[kind](tmp_path / "a.pth", HARMLESS)
+    torch_legacy(tmp_path / "a.pth", HARMLESS)
     refuses(
         tmp_path / "a.pth",
-        r"is a torch file: pip install 'fcljax\[torch\]', or convert it once with `fcljax convert`",
+        r"torch before 1.6: pip install 'fcljax\[torch\]', or convert it once with `fcljax convert`",
     )
+
+
+def test_names_alone_are_no_tensors(tmp_path):
+    torch_zip(tmp_path / "a.pth", HARMLESS)
+    assert read(tmp_path / "a.pth").tensors == {}
 
 
 def test_a_zip_without_a_pickle_is_no_torch_file(tmp_path):

@@ -35,7 +35,7 @@ from fcljax.types import Batch
 RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
 LORA = {"lora_lr": RATE, "lora_blocks": 2}
-ADAM = {"optimiser": "adam", "weight_decay": 0.0}  # a step is then of the size of the rate
+SGD = {"lr": 0.05, "lora_lr": 0.05}  # their own optimiser, whose steps are smaller than the rate
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2},
     "fedavg": PROMPTS,
@@ -44,9 +44,9 @@ OPTIONS = {
     "fedncm": {},
     "fedclm": LORA,
     "joint": LORA,
-    "ewc": LORA | ADAM,
-    "lwf": LORA | ADAM,
-    "icarl": LORA | ADAM | {"memory_size": 6},
+    "ewc": LORA | SGD,
+    "lwf": LORA | SGD,
+    "icarl": LORA | SGD | {"memory_size": 6},
 }
 STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2
@@ -55,7 +55,7 @@ SIZES = ((9, 0, 4, 7),) * 2
 @functools.cache
 def federation(name):
     """A method with its engine, made once."""
-    method = method_of(name, epochs=2, batch_size=4, lr=RATE, **OPTIONS[name])
+    method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
     return conformance.federation(method, TINY, SIZES)
 
 
@@ -128,13 +128,16 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     pairs, head, _ = made.server.params
     head = head.inner if method == "fedclm" else head
     tuned = (jax.tree.map(lambda leaf: leaf[0], pairs), head)  # the one pair of the stream
-    adam = optax.adam(RATE)
-    optimiser, gradient_of = adam.init(tuned), jax.jit(jax.grad(loss))
+    rule = optax.adam(RATE)
+    if method in ("ewc", "lwf", "icarl"):
+        decay = 0.0 if method == "ewc" else 5e-4
+        rule = optax.chain(optax.add_decayed_weights(decay), optax.sgd(SGD["lr"], momentum=0.9))
+    optimiser, gradient_of = rule.init(tuned), jax.jit(jax.grad(loss))
     for epoch in range(2):
         order = toys.epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
         for batch in np.split(order, range(4, len(rows), 4)):
-            update, optimiser = adam.update(
-                gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser
+            update, optimiser = rule.update(
+                gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser, tuned
             )
             tuned = optax.apply_updates(tuned, update)
     close((trained.adapter, trained.classifier), tuned, atol=RATE / 20)

@@ -1,8 +1,9 @@
 """Files of weights as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, the Hugging Face hub's.
 
 Nothing that a file says is executed. safetensors and npz hold no code; a torch file is a pickle, so its
-opcodes are read first, without running them, and then torch's weights-only loader does the rest, if torch is
-there (`fcljax[torch]`).
+opcodes are read first, without running them, and then a reader that knows tensors and plain containers does
+the rest (`torch_zip.py`); files before torch 1.6 are no zips and need torch's own weights-only loader
+(`fcljax[torch]`).
 """
 
 import argparse
@@ -30,6 +31,7 @@ import numpy as np
 import safetensors
 
 from fcljax.errors import InputError
+from fcljax.models.weights.torch_zip import read_torch_zip
 
 TORCH = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH)
@@ -59,7 +61,7 @@ _HARMLESS = re.compile(
     r"|torch\.(\w*Storage|Size|device|dtype|Tensor)"
     r"|torch\.(bool|b?float\w*|double|half|u?int\w*|short|long|complex\w*)"
     r"|torch\.storage\.\w+Storage|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout"
-    r"|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\._tensor\._rebuild_from_type_v2"
+    r"|torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter)|torch\._tensor\._rebuild_from_type_v2"
 )
 _LEGACY = 0x1950A86A20F9469CFC6C  # the number that torch's files began with before they were zips
 _DAMAGE = (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, ArithmeticError)
@@ -252,24 +254,28 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
                 f"checkpoint: {str(path)!r} would run {name} when unpickled, so it is not loaded; "
                 "save its state dict alone"
             )
-    if importlib.util.find_spec("torch") is None:
-        raise InputError(
-            f"checkpoint: {str(path)!r} is a torch file: pip install 'fcljax[torch]', "
-            "or convert it once with `fcljax convert` on a machine that has torch"
-        )
-    import torch
-
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
-            warnings.simplefilter("ignore")  # old files make torch warn about its own storages
-            return dict(_flatten("", torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)))
+        return read_torch_zip(path) if zipped else _read_legacy(path)
     except pickle.UnpicklingError as error:
         why = " ".join(str(error).split())
         why = (why.partition("WeightsUnpickler error: ")[2] or why)[:160]
         raise InputError(
-            f"checkpoint: torch's weights-only loader refuses {str(path)!r}, so it is not loaded; "
-            f"save its state dict alone: {why}"
+            f"checkpoint: {str(path)!r} is not loaded, because {why}; save its state dict alone"
         ) from None
+
+
+def _read_legacy(path: Path) -> dict[str, np.ndarray]:
+    """A file of torch before version 1.6, by torch's own weights-only loader."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError(
+            f"checkpoint: {str(path)!r} is in the format of torch before 1.6: pip install 'fcljax[torch]', "
+            "or convert it once with `fcljax convert` on a machine that has torch"
+        )
+    import torch
+
+    with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
+        warnings.simplefilter("ignore")  # old files make torch warn about its own storages
+        return dict(_flatten("", torch.load(path, map_location="cpu", weights_only=True)))
 
 
 def _zip_imports(path: Path) -> list[str]:

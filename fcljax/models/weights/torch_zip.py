@@ -1,0 +1,221 @@
+"""torch's files since version 1.6, without torch: a zip with a pickle of what was saved, and the bytes of
+every storage beside it.
+
+The pickle is read by an unpickler that knows tensors and plain containers and nothing else: each name that it
+may look up stands in one table here, and whatever it builds holds data and does nothing.
+"""
+
+import collections
+import io
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+# torch's names of types -> numpy's; a type that is not here is refused
+_TYPES = {
+    "float64": np.float64, "double": np.float64, "float32": np.float32, "float": np.float32,
+    "float16": np.float16, "half": np.float16, "bfloat16": ml_dtypes.bfloat16,
+    "int64": np.int64, "long": np.int64, "int32": np.int32, "int": np.int32, "int16": np.int16,
+    "short": np.int16, "int8": np.int8, "uint8": np.uint8, "bool": np.bool_,
+}  # fmt: skip
+_STORAGES = {
+    "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
+    "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
+    "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_,
+    "UntypedStorage": np.uint8,
+}  # fmt: skip
+
+
+class Storage(NamedTuple):
+    """A run of numbers in the zip: the name of its member, and the type of what it holds."""
+
+    member: str
+    dtype: np.dtype
+
+
+class Tensor(NamedTuple):
+    """A view of a storage, in elements; read when it is wanted (`array`)."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Inert:
+    """What the pickle names beside tensors, such as settings of training: taken, and never looked at."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> "Inert":
+        del args, kwargs
+        return super().__new__(cls)
+
+    def __call__(self, *args: object) -> "Inert":
+        del args
+        return self
+
+    def __setstate__(self, state: object) -> None:
+        del state
+
+
+class _Type(NamedTuple):
+    """A storage's or a tensor's type, as the pickle names it."""
+
+    dtype: np.dtype
+
+
+def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
+    del others  # gradients and hooks
+    whole = (offset, *shape, *stride)
+    if not isinstance(storage, Storage) or not all(type(x) is int and x >= 0 for x in whole):
+        raise pickle.UnpicklingError("a tensor is not described as torch does")
+    return Tensor(storage, offset, tuple(shape), tuple(stride))
+
+
+def _typed(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
+    """Of an untyped storage: the type comes among the others."""
+    kind = next((x for x in others if isinstance(x, _Type)), None)
+    if kind is None or not isinstance(storage, Storage):
+        raise pickle.UnpicklingError("a tensor of an untyped storage has no type")
+    return _tensor(storage._replace(dtype=kind.dtype), offset, shape, stride)
+
+
+def _parameter(data: Any, *others: object) -> Any:
+    del others
+    return data
+
+
+def _of_type(function: Any, kind: object, args: Any, state: object) -> Any:
+    del kind, state
+    if function not in (_tensor, _typed, _parameter):
+        raise pickle.UnpicklingError("a tensor of a type of its own")
+    return function(*args)
+
+
+def _table() -> dict[str, object]:
+    """Every name that a pickle may look up, and what stands for it."""
+    names: dict[str, object] = {
+        "collections.OrderedDict": collections.OrderedDict,
+        "collections.Counter": collections.OrderedDict,
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _typed,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _of_type,
+        "torch.Size": tuple,
+    }
+    inert = ("argparse.Namespace", "_codecs.encode", "numpy.dtype", "torch.device", "torch.dtype")
+    inert += ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout")
+    inert += tuple(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core"))
+    names |= dict.fromkeys(inert, Inert)
+    names |= {f"torch.{name}": _Type(np.dtype(kind)) for name, kind in _TYPES.items()}
+    for place in ("torch", "torch.storage"):
+        names |= {f"{place}.{name}": _Type(np.dtype(kind)) for name, kind in _STORAGES.items()}
+    return names
+
+
+NAMES = _table()
+
+
+class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be replaced
+    """Builds tensors and plain containers; any other name ends it."""
+
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        whole = f"{module}.{name}"
+        if whole.startswith("numpy.dtypes.") and name.endswith("DType"):
+            return Inert
+        if whole not in NAMES:
+            raise pickle.UnpicklingError(f"it names {whole}, which is no tensor and no plain container")
+        return NAMES[whole]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        match pid:
+            case ("storage", _Type(dtype), str(member), _, _):
+                return Storage(member, dtype)
+        raise pickle.UnpicklingError("a storage is not described as torch does")
+
+    def load_build(self) -> None:
+        """A state is dropped: what is built here has none of its own, and ours must not be changed."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], Inert | collections.OrderedDict):
+            raise pickle.UnpicklingError("it gives a state to what has none")
+
+    # pyrefly: ignore[bad-assignment]  # steps of this class, as those of pickle's are of its own
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
+
+def _load(content: bytes) -> object:
+    try:
+        return _Reader(io.BytesIO(content)).load()
+    except (TypeError, AttributeError, AssertionError) as error:  # calls that make no sense
+        raise ValueError(f"its pickle makes no sense: {error}") from error
+
+
+class TorchZip:
+    """An open file of torch: `content` is what was saved, with a `Tensor` for every tensor.
+
+    Raises:
+      pickle.UnpicklingError: if the pickle names anything but tensors and plain containers.
+      ValueError: if it is no such file, or one of a machine with the bytes the other way round.
+    """
+
+    def __init__(self, path: Path):
+        self._archive = zipfile.ZipFile(path)
+        found = [name for name in self._archive.namelist() if PurePosixPath(name).name == "data.pkl"]
+        if len(found) != 1:
+            raise ValueError("it has no data.pkl")
+        self._folder = str(PurePosixPath(found[0]).parent)
+        order = f"{self._folder}/byteorder"
+        if order in self._archive.namelist() and self._archive.read(order) != b"little":
+            raise ValueError("its bytes are in the order of another kind of machine")
+        self.content = _load(self._archive.read(found[0]))
+
+    def __enter__(self) -> "TorchZip":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._archive.close()
+
+    def array(self, tensor: Tensor) -> np.ndarray:
+        """The numbers of a tensor, in memory of their own; bfloat16 as float32, which holds the same values.
+
+        Raises:
+          ValueError: if it reaches beyond its storage.
+        """
+        data = np.frombuffer(
+            self._archive.read(f"{self._folder}/data/{tensor.storage.member}"), tensor.storage.dtype
+        )
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        last = tensor.offset + reach
+        if 0 not in tensor.shape and last >= len(data):
+            raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
+        step = data.dtype.itemsize
+        strides = tuple(step * stride for stride in tensor.stride)
+        view = np.lib.stride_tricks.as_strided(data[tensor.offset :], tensor.shape, strides)
+        return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
+
+
+def named_tensors(prefix: str, content: object) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if isinstance(key, str) and key != "optimizer":
+                yield from named_tensors(f"{prefix}.{key}" if prefix else key, value)
+    elif isinstance(content, Tensor):
+        yield prefix, content
+
+
+def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a file, by dotted name.
+
+    Raises:
+      pickle.UnpicklingError, ValueError: as `TorchZip`, and `ValueError` for a file that is cut off.
+    """
+    with TorchZip(path) as file:
+        return {name: file.array(tensor) for name, tensor in named_tensors("", file.content)}
