@@ -179,7 +179,8 @@ def counts(fidelity, classes, tasks):
             method=method, frozen=Frozen(VIT_B16), scenario=scenario, setting=setting, key=jax.random.key(0)
         )
     )
-    (upload,), broadcast, _, trainable = wire_shapes(exp)
+    wires = wire_shapes(exp)
+    (upload,), broadcast, trainable = wires.uploads, wires.broadcast, wires.trainable
     return upload, broadcast, trainable, jax.eval_shape(method.init, exp.key, exp.frozen)
 
 

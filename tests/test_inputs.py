@@ -136,6 +136,7 @@ def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, p
     assert clean.shape == (6, 8, 8, 3)
 
 
+@pytest.mark.long
 def test_a_run_over_photographs_of_many_sizes_streams_and_finishes(photographs, tmp_path, capsys):
     arguments = [
         "--dataset",

@@ -103,7 +103,7 @@ def mesh():
 @pytest.mark.parametrize(
     "name",
     small_runs.some(
-        ["two_pass", "remembering", "personal", "clipping", "recalling"], ["personal", "recalling"]
+        ["two_pass", "remembering", "personal", "clipping", "recalling"], ["recalling"]
     ),
 )
 def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):

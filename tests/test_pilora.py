@@ -679,7 +679,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", small_runs.some(VARIANTS, ("paper", "released", "w/o PR")))
+@pytest.mark.parametrize("name", small_runs.some(VARIANTS, ("released",)))
 def test_every_variant_plays_both_tasks_and_stays_finite(name):
     fidelity, fields = VARIANTS[name]
     method = build(fidelity=fidelity, epochs=2, batch_size=8, lr=0.03, **fields)

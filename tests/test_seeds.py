@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import small_runs
 from small_runs import COMMON
 
 from fcljax import cli
@@ -64,9 +65,8 @@ def test_what_is_finished_is_not_run_again_and_more_seeds_may_join(tmp_path, mon
     assert result["forgetting_paper"] == {"mean": None, "population_std": None, "values": [None] * 3}
 
 
-def test_a_run_with_one_seed_gets_no_more(tmp_path, capsys):
-    out = tmp_path / "one"
-    assert cli.main(["run", "linear", *SHORT, "--out", str(out)]) == 0
+def test_a_run_with_one_seed_gets_no_more(capsys):
+    out = small_runs.finished("linear")
     assert cli.main(["run", "linear", "--resume", str(out), "--seeds", "2"]) == 2
     assert "seeds: " in capsys.readouterr().err
 
