@@ -374,10 +374,10 @@ def summary_of(method, options, folder):
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("fedclm", "joint", "ewc", "lwf", "icarl")]
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("pilora", "fedclm", "joint", "ewc", "lwf", "icarl")]
 
 
-@pytest.mark.parametrize("method", ["pilora", "fedncm", *OTHERS])
+@pytest.mark.parametrize("method", ["fedncm", *OTHERS])
 def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     own = [] if method == "fedncm" else LORA
     options = [*own, "--partition", "quantity", "--alpha", "2"]

@@ -147,7 +147,7 @@ def test_every_pair_of_parts_works_together(case):
     check(case, [Lanes(2, "vmap")])
 
 
-@pytest.mark.parametrize("case", FEW[2::16], ids="-".join)
+@pytest.mark.parametrize("case", FEW[2::32], ids="-".join)
 def test_lanes_do_not_matter_for_combined_parts(case):
     """A few here; all of them, in every mode, in `make test-long`."""
     check(case, [Lanes(2, "vmap"), Lanes(1, "loop")])

@@ -73,7 +73,7 @@ def predict(name, server, task):
 
 
 # The others are made from the same parts.
-@pytest.fixture(params=some(OPTIONS, ("fppl", "fedncm", "icarl")))
+@pytest.fixture(params=some(OPTIONS, ("fppl", "icarl")))
 def name(request):
     return request.param
 
