@@ -374,7 +374,8 @@ def summary_of(method, options, folder):
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("pilora", "fedclm", "joint", "ewc", "lwf", "icarl")]
+LONG = ("pilora", "fedclm", "joint", "ewc", "lwf", "icarl")
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in LONG]
 
 
 @pytest.mark.parametrize("method", ["fedncm", *OTHERS])
