@@ -15,6 +15,8 @@ from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacities
+from fcljax.methods.fppl import FPPLOptions
+from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs.build import make_method
 from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Network, Setting, Turn
@@ -30,6 +32,15 @@ IMAGE = np.random.default_rng(0).normal(size=(60, 8, 8, 3))
 DATA = toys.Rows(jnp.asarray(IMAGE, jnp.float32), jnp.asarray(LABEL, jnp.int32))
 KEY = toys.KEY
 PAIR = Lanes(2, "vmap")
+# of the two papers' server steps, for methods that are put together in a test
+FPPL = FPPLOptions(
+    server_epochs=1, local_classes="current", reduction="mean", unified_average="holders",
+    prototype_view="clean", prototype_download="current",
+)  # fmt: skip
+PILORA = PiloraOptions(
+    distance="sqrt_scaled", negatives="all", predict_classes="seen", schedule="constant",
+    mean_features="clean", reweight_distance="l2", reweight_mode="divide",
+)  # fmt: skip
 
 
 def deal(task, counts) -> Roster:

@@ -14,16 +14,17 @@ import numpy as np
 import optax
 import pytest
 import small_runs
+from micro import FPPL, PILORA
 
 from fcljax.adapters import ADAPTERS
 from fcljax.federate import Kit, Train, federate
 from fcljax.federated.engine import Lanes
 from fcljax.learner import Objective, learner
 from fcljax.methods.ewc import elastic
-from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
+from fcljax.methods.fppl import prototype_step, unified_term
 from fcljax.methods.icarl import replay
 from fcljax.methods.lwf import distil
-from fcljax.methods.pilora import PiloraOptions, average_step, reweight_step
+from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.classifiers import linear, prototypes
 from fcljax.terms import norm_bound, prox
 from fcljax.types import Features, Frozen, Network, Setting
@@ -59,15 +60,6 @@ def toy_network() -> Network:
 GRADIENT = optax.identity()
 NETWORK = toy_network()
 FROZEN = Frozen(NETWORK.init(jax.random.key(4)))
-FPPL = FPPLOptions(
-    server_epochs=1, local_classes="current", reduction="mean", unified_average="holders",
-    prototype_view="clean", prototype_download="current",
-)  # fmt: skip
-PILORA = PiloraOptions(
-    distance="sqrt_scaled", negatives="all", predict_classes="seen", schedule="constant",
-    mean_features="clean", reweight_distance="l2", reweight_mode="divide",
-)  # fmt: skip
-
 TERMS = {
     "none": lambda: (),
     "prox": lambda: (prox(0.1),),

@@ -10,7 +10,9 @@ import optax
 import pytest
 from micro import (
     FORMULA,
+    FPPL,
     KEY,
+    PILORA,
     SCALE,
     SETTING,
     TASKS,
@@ -40,7 +42,7 @@ from fcljax.learner import Objective, learner
 from fcljax.methods.fedncm import class_mean_step
 from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
 from fcljax.methods.icarl import replay
-from fcljax.methods.pilora import PiloraOptions, average_step, reweight_step
+from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.classifiers import linear, prototypes
 from fcljax.models.heads import Head, cross_entropy
 from fcljax.types import Aggregate, View
@@ -48,22 +50,6 @@ from fcljax.types import Aggregate, View
 RATE = 0.1
 GRADIENT = Train(1, 4, RATE, optax.identity())
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
-FPPL = FPPLOptions(
-    local_classes="current",
-    reduction="mean",
-    unified_average="holders",
-    prototype_view="clean",
-    prototype_download="current",
-)
-PILORA = PiloraOptions(
-    distance="sqrt_scaled",
-    negatives="all",
-    predict_classes="seen",
-    schedule="constant",
-    mean_features="clean",
-    reweight_distance="l2",
-    reweight_mode="divide",
-)
 
 
 def kit_of(adapter="linear", train=GRADIENT, **aggregation):

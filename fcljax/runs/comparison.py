@@ -23,9 +23,11 @@ ASIDE = {"seed", "data_dir", "data_budget", *(field.name for field in dataclasse
 
 
 class Group(NamedTuple):
-    """Runs that differ in their seed only, and what to call them."""
+    """Runs that differ in their seed only, and what to call them: by a name of its own in a figure, and by
+    the method with the settings in which it differs (`labels_of`) in a table."""
 
     name: str
+    label: str
     runs: list[Summary]
 
 
@@ -83,9 +85,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
         table.add_column(name, overflow="fold")
     for name in ("seed", "A_avg", "A_last", f"F {forgetting}", "upload", "time", "images/s"):
         table.add_column(name, justify="right")
-    labels = labels_of(summaries)
-    for group in groups:
-        label, runs = labels[id(group.runs[0])], group.runs
+    for _, label, runs in groups:
         for run in runs:
             last = run is runs[-1] and len(runs) == 1
             table.add_row(label, *_cells([run], columns, forgetting), end_section=last)
@@ -127,7 +127,9 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
     for runs in found.values():
         distinct = len({run["seed"] for run in runs}) == len(runs)
         together += [sorted(runs, key=lambda run: run["seed"])] if distinct else [[run] for run in runs]
-    return [Group(name, runs) for name, runs in zip(_names(summaries, together), together, strict=True)]
+    every = labels_of(summaries)
+    labels = [every[id(runs[0])] for runs in together]
+    return [Group(*parts) for parts in zip(_names(labels, together), labels, together, strict=True)]
 
 
 def labels_of(summaries: list[Summary]) -> dict[int, str]:
@@ -148,11 +150,14 @@ def _deciding(run: Summary) -> dict[str, Any]:
     return {name: value for name, value in run.get("config", {}).items() if name not in ASIDE}
 
 
-def _names(summaries: list[Summary], together: list[list[Summary]]) -> list[str]:
+def _names(labels: list[str], together: list[list[Summary]]) -> list[str]:
     """One distinct name per group: its label, and what differs of dataset, backbone, fidelity and seed."""
-    labels, first = labels_of(summaries), [runs[0] for runs in together]
+    first = [runs[0] for runs in together]
     differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
-    names = [" / ".join((labels[id(run)], *(_short(run[name]) for name in differing))) for run in first]
+    names = [
+        " / ".join((label, *(_short(run[name]) for name in differing)))
+        for label, run in zip(labels, first, strict=True)
+    ]
     names = [
         f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name
         for name, runs in zip(names, together, strict=True)

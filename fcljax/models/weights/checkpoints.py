@@ -22,7 +22,6 @@ import tarfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import numpy as np
 import safetensors
 
 from fcljax.errors import InputError
-from fcljax.models.weights.torch_zip import read_torch_zip
+from fcljax.models.weights.torch_zip import named, read_torch_zip
 
 TORCH = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH)
@@ -275,7 +274,9 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 
     with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
         warnings.simplefilter("ignore")  # old files make torch warn about its own storages
-        return dict(_flatten("", torch.load(path, map_location="cpu", weights_only=True)))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = named("", content, lambda value: hasattr(value, "detach"))
+    return {name: _numpy(name, tensor) for name, tensor in tensors}
 
 
 def _zip_imports(path: Path) -> list[str]:
@@ -320,19 +321,14 @@ def _plumbing() -> list[object]:
     return [argparse.Namespace, _codecs.encode, np.dtype, *types, *names]
 
 
-def _flatten(prefix: str, content: object) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if isinstance(key, str) and key != "optimizer":
-                yield from _flatten(f"{prefix}.{key}" if prefix else key, value)
-    elif hasattr(content, "detach"):
-        import torch
+def _numpy(name: str, tensor: Any) -> np.ndarray:
+    """A tensor of torch; bfloat16 as float32."""
+    import torch
 
-        tensor = content.detach()
-        if tensor.is_quantized or tensor.layout != torch.strided:
-            raise ValueError(f"{prefix} is sparse or quantised")
-        yield prefix, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    tensor = tensor.detach()
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        raise ValueError(f"{name} is sparse or quantised")
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import collections
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A view of a storage, in elements; read when it is wanted (`array`)."""
+    """A view of a storage, in elements; read when it is wanted."""
 
     storage: Storage
     offset: int
@@ -157,65 +157,42 @@ def _load(content: bytes) -> object:
         raise ValueError(f"its pickle makes no sense: {error}") from error
 
 
-class TorchZip:
-    """An open file of torch: `content` is what was saved, with a `Tensor` for every tensor.
-
-    Raises:
-      pickle.UnpicklingError: if the pickle names anything but tensors and plain containers.
-      ValueError: if it is no such file, or one of a machine with the bytes the other way round.
-    """
-
-    def __init__(self, path: Path):
-        self._archive = zipfile.ZipFile(path)
-        found = [name for name in self._archive.namelist() if PurePosixPath(name).name == "data.pkl"]
-        if len(found) != 1:
-            raise ValueError("it has no data.pkl")
-        self._folder = str(PurePosixPath(found[0]).parent)
-        order = f"{self._folder}/byteorder"
-        if order in self._archive.namelist() and self._archive.read(order) != b"little":
-            raise ValueError("its bytes are in the order of another kind of machine")
-        self.content = _load(self._archive.read(found[0]))
-
-    def __enter__(self) -> "TorchZip":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._archive.close()
-
-    def array(self, tensor: Tensor) -> np.ndarray:
-        """The numbers of a tensor, in memory of their own; bfloat16 as float32, which holds the same values.
-
-        Raises:
-          ValueError: if it reaches beyond its storage.
-        """
-        data = np.frombuffer(
-            self._archive.read(f"{self._folder}/data/{tensor.storage.member}"), tensor.storage.dtype
-        )
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-        last = tensor.offset + reach
-        if 0 not in tensor.shape and last >= len(data):
-            raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
-        step = data.dtype.itemsize
-        strides = tuple(step * stride for stride in tensor.stride)
-        view = np.lib.stride_tricks.as_strided(data[tensor.offset :], tensor.shape, strides)
-        return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
-
-
-def named_tensors(prefix: str, content: object) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if isinstance(key, str) and key != "optimizer":
-                yield from named_tensors(f"{prefix}.{key}" if prefix else key, value)
-    elif isinstance(content, Tensor):
-        yield prefix, content
-
-
 def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file, by dotted name.
 
     Raises:
-      pickle.UnpicklingError, ValueError: as `TorchZip`, and `ValueError` for a file that is cut off.
+      pickle.UnpicklingError: if the pickle names anything but tensors and plain containers.
+      ValueError: if it is no such file, is cut off, or is of a machine with the bytes the other way round.
     """
-    with TorchZip(path) as file:
-        return {name: file.array(tensor) for name, tensor in named_tensors("", file.content)}
+    with zipfile.ZipFile(path) as archive:
+        found = [name for name in archive.namelist() if PurePosixPath(name).name == "data.pkl"]
+        if len(found) != 1:
+            raise ValueError("it has no data.pkl")
+        folder = str(PurePosixPath(found[0]).parent)
+        order = f"{folder}/byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise ValueError("its bytes are in the order of another kind of machine")
+        tensors = named("", _load(archive.read(found[0])), lambda value: isinstance(value, Tensor))
+        read = lambda tensor: archive.read(f"{folder}/data/{tensor.storage.member}")
+        return {name: _array(read(tensor), tensor) for name, tensor in tensors}
+
+
+def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
+    """The numbers of a tensor, in memory of their own; bfloat16 as float32, which holds the same values."""
+    data = np.frombuffer(storage, tensor.storage.dtype)
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    if 0 not in tensor.shape and tensor.offset + reach >= len(data):
+        raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
+    strides = tuple(data.dtype.itemsize * stride for stride in tensor.stride)
+    view = np.lib.stride_tricks.as_strided(data[tensor.offset :], tensor.shape, strides)
+    return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
+
+
+def named(prefix: str, content: object, is_tensor: Callable[[object], bool]) -> Iterator[tuple[str, Any]]:
+    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if isinstance(key, str) and key != "optimizer":
+                yield from named(f"{prefix}.{key}" if prefix else key, value, is_tensor)
+    elif is_tensor(content):
+        yield prefix, content
