@@ -28,7 +28,7 @@ from fcljax.options import check_ranges, fields_of, option, resolved
 # improved: what we found to be better than intended, on held-out training images
 Fidelity = Literal["intended", "paper", "released", "improved"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
-Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet"]
+Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", "sampled"]
 # release: as the pipeline's release has it
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
 
@@ -76,7 +76,8 @@ class DealConfig(InputConfig):
 
     tasks: int = 5  # number of tasks T
     clients: int = 5  # number of clients K
-    # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task
+    # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task; sampled: in
+    # every round to new clients, each of which draws classes and rows of the task by itself (HePCo)
     partition: Partition = "dirichlet"
     # labels that a client owns in a task (quantity), or shards of 1/100 of its rows that it draws (shards)
     alpha: int = 2
@@ -87,10 +88,18 @@ class DealConfig(InputConfig):
     # static: clients keep their rows; redrawn: all rows are dealt afresh in every round; independent: so they
     # are for each client by itself, so that clients may share rows; default: static
     population: Literal["static", "redrawn", "independent"] | None = None
+    # gamma of sampled clients: the share of a class's rows that one of them draws; default: 0.1
+    split_ratio: float | None = option(None, positive=True, most=1.0)
+    # kappa: the share of the task's classes that a sampled client has; default: 0.6
+    category_ratio: float | None = option(None, positive=True, most=1.0)
+    # the rows of a sampled client's last class over those of its first; default: 1
+    imbalance: float | None = option(None, positive=True, most=1.0)
+    # applied; told: sampled clients only say that their classes are uneven; default: applied
+    long_tail: Literal["applied", "told"] | None = None
     # share of the training rows that is used, the first ones of each class; default: 1, PILoRA's presets 0.8
     train_share: float | None = option(None, positive=True, most=1.0)
-    # in which order tasks take the classes; default: shuffled
-    class_order: Literal["shuffled", "natural"] | None = None
+    # in which order tasks take the classes; python: shuffled as by HePCo's release; default: shuffled
+    class_order: Literal["shuffled", "natural", "python"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +151,8 @@ USUAL = {
     "preprocess": "fppl", "normalise": "checkpoint", "positions": "antialiased", "population": "static",
     "train_share": 1.0, "class_order": "shuffled",
 }  # fmt: skip
+# and with --partition sampled, which alone reads these
+SAMPLED = {"split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied"}
 
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 
@@ -245,6 +256,7 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     check_ranges(config)
     if config.momentum is not None and config.optimiser != "sgd":
         raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
+    check_partition(config)
     if config.hostile >= config.clients:
         raise InputError(
             f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
@@ -259,6 +271,23 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     if config.optimiser != "sgd":
         chosen.pop("momentum", None)
     return settle(config, chosen)
+
+
+def check_partition(config: DealConfig) -> None:
+    """Check that settings of sampled clients come with them, and that nobody fixes what they redraw.
+
+    Raises:
+      InputError: naming the first that does not.
+    """
+    sampled = config.partition == "sampled"
+    for name in SAMPLED:
+        if getattr(config, name) is not None and not sampled:
+            raise InputError(f"{name}: only sampled clients have it, and partition is {config.partition!r}")
+    if sampled and config.population not in (None, "redrawn"):
+        raise InputError(
+            f"population: sampled clients are new in every round, not {config.population!r}; nearest: "
+            f"'redrawn'"
+        )
 
 
 def preset(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
@@ -278,9 +307,15 @@ def settle(config: Settings, preset: Mapping[str, Any] = MappingProxyType({})) -
 
     The command line gives None where a preset may decide. A command that knows no method has no preset.
     """
+    usual, preset = dict(USUAL), dict(preset)
+    if getattr(config, "partition", None) == "sampled":
+        usual |= SAMPLED | {"population": "redrawn"}
+        preset.pop("population", None)
+    else:
+        preset = {name: value for name, value in preset.items() if name not in SAMPLED}
     chosen = {
         name: value
-        for name, value in {**USUAL, **preset}.items()
+        for name, value in (usual | preset).items()
         if hasattr(config, name) and getattr(config, name) is None
     }
     return dataclasses.replace(config, **chosen)

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
 from fcljax.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss
 from fcljax.types import (
     Aggregate,
@@ -44,14 +44,14 @@ class Train(NamedTuple):
     """How clients train: E epochs over their rows, with an optimiser that is new every round.
 
     optimiser: the direction of a step; the learning rate is applied to it afterwards
-    factor(round, rounds) -> what the rates of this round are multiplied with
+    factor(round, rounds, epoch) -> what the rates of an epoch of a round are multiplied with
     """
 
     epochs: int
     batch_size: int
     lr: float
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
-    factor: Callable[[Array, int], Array] | None = None
+    factor: Callable[[Array, int, Array], Array] | None = None
 
 
 class Seen(NamedTuple):
@@ -130,22 +130,24 @@ class ServerStep(NamedTuple):
 
     step(turn, learner, params, state, aggregate, key) -> (params, state, metrics): `aggregate.gather` and
       `aggregate.sum` hold what the collects report, by their names
-    init() -> its state
+    init(params, part) -> its state, from the first parameters and the first task's part of them
     sends(task, state) -> what goes down with the parameters, under its name; None: nothing
     collects: what clients must report
     takes: "adapter" or "classifier", parts that are gathered and not averaged: the step merges them
     sees_parts: do clients' parts reach the step one by one, as aggregate.gather["part"], besides their mean?
     follows_rule: does it merge what it gathers by the run's aggregation rule?
+    changes: does it replace the merged parameters, so that the accuracy of those is worth reporting too?
     """
 
     name: str
     step: Callable[..., tuple[Model, PyTree, Metrics]]
-    init: Callable[[], PyTree] = lambda: ()
+    init: Callable[[Model, Model], PyTree] = lambda params, part: ()
     sends: Callable[[Task, PyTree], PyTree] | None = None
     collects: tuple[Collect, ...] = ()
     takes: tuple[str, ...] = ()
     sees_parts: bool = False
     follows_rule: bool = False
+    changes: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -169,20 +171,26 @@ class Wire(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """The global model, what each server step keeps, then each survey's, and the aggregation's own."""
+    """The global model, what each server step keeps, then each survey's, and the aggregation's own.
+
+    provisional: the part as it was merged, before the steps, where one of them replaces it; () elsewhere
+    """
 
     params: Model
     steps: tuple[PyTree, ...]
     merging: PyTree
+    provisional: PyTree = ()
 
 
 class Local(NamedTuple):
-    """A client at work: parameters, optimiser, a memory per term, and what is collected, by name."""
+    """A client at work: parameters, optimiser, a memory per term, what is collected, by name, and how many
+    steps it has taken."""
 
     part: Model
     optimiser: PyTree
     memory: tuple[PyTree, ...]
     collected: dict[str, PyTree]
+    steps: Int[Array, ""]
 
 
 MEAN = make_aggregation(AggregationOptions())
@@ -241,6 +249,10 @@ def federate(
         lowest = jnp.finfo(logits.dtype).min
         return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
 
+    def predict_provisional(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
+        merged = _put(parts, server.params, turn.task, server.provisional)
+        return predict(turn, server._replace(params=merged), batch)
+
     main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
@@ -253,6 +265,7 @@ def federate(
         trainable=lambda turn, server: _trainable(parts, turn, server),
         handover=lambda turn, server: _handover(parts, turn, server),
         aggregation=aggregation.name,
+        predict_provisional=predict_provisional if parts.replaces else None,
     )
 
 
@@ -272,6 +285,16 @@ class _Parts(NamedTuple):
     def taken(self) -> tuple[str, ...]:
         """Parts of the model that steps merge by themselves."""
         return tuple(name for step in self.steps for name in step.takes)
+
+    @property
+    def whole(self) -> bool:
+        """Do parts travel as they are, since a step sees them one by one?"""
+        return any(step.sees_parts for step in self.steps)
+
+    @property
+    def replaces(self) -> bool:
+        """Does a step replace what was merged?"""
+        return any(step.changes for step in self.steps)
 
     @property
     def collects(self) -> tuple[Collect, ...]:
@@ -303,7 +326,10 @@ def check_parts(
     for step in (*steps, *(survey.step for survey in surveys)):
         # clipping and server optimisers act on what is averaged, so not on what a step takes over
         partly = step.takes and (aggregation.post or (aggregation.pre and aggregation.name != "uniform"))
-        if step.gathers and not plain and (aggregation.noise or not step.follows_rule or partly):
+        # a step that merges none of the parts that it sees leaves the mean to the rule
+        beside = step.sees_parts and not step.takes and aggregation.name == "uniform"
+        follows = (step.follows_rule and not partly) or beside
+        if step.gathers and not plain and (aggregation.noise or not follows):
             raise InputError(
                 f"aggregator: {aggregation.name!r} cannot be honoured, because {step.name} merges what "
                 f"clients send by a rule of its own; nearest: 'mean'"
@@ -349,9 +375,11 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
         for i, term in enumerate(parts.terms)
     )
     params = params._replace(extra=extra)
-    own = tuple(step.init() for step in (*parts.steps, *(survey.step for survey in parts.surveys)))
     part = _part(parts, params, _first_task(parts.setting))
-    return ServerState(params, own, parts.aggregation.init(_averaged(parts, part)))
+    steps = (*parts.steps, *(survey.step for survey in parts.surveys))
+    own = tuple(step.init(params, part) for step in steps)
+    provisional = part if parts.replaces else ()
+    return ServerState(params, own, parts.aggregation.init(_averaged(parts, part)), provisional)
 
 
 def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
@@ -398,7 +426,8 @@ def _program(parts: _Parts, train: Train) -> Program:
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
         part, collected = ctx.wire.part, {c.name: c.init(ctx) for c in parts.collects}
-        return Local(part, train.optimiser.init(part), _open(terms, ctx, state, key), collected)
+        memory = _open(terms, ctx, state, key)
+        return Local(part, train.optimiser.init(part), memory, collected, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
@@ -431,7 +460,7 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
         return ()
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        return Local(ctx.wire.part, (), _open(terms, ctx, state, key), {})
+        return Local(ctx.wire.part, (), _open(terms, ctx, state, key), {}, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         return Upload(weight=ctx.info.rows), _keep(terms, ctx, local, state, at_end=True)
@@ -466,20 +495,23 @@ def train_step(
 
     (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
     direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
-    part = _descend(parts, train, ctx, local.part, direction)
+    part = _descend(parts, train, ctx, local.part, direction, local.steps)
     seen = Seen(ctx, local.part, output, batch, key)
     during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
     rows = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if objective.reduction == "sum" else loss * rows
     right = hits(objective, output, batch, ctx.task)
     metrics = {"loss": Weighted(total, rows), "train_accuracy": Weighted(right, rows)}
-    return Local(part, optimiser, local.memory, local.collected | during), metrics
+    return Local(part, optimiser, local.memory, local.collected | during, local.steps + 1), metrics
 
 
-def _descend(parts: _Parts, train: Train, ctx: Ctx, part: Model, direction: PyTree) -> Model:
+def _descend(
+    parts: _Parts, train: Train, ctx: Ctx, part: Model, direction: PyTree, steps: Int[Array, ""]
+) -> Model:
     """part - rate * direction, with the adapter's own rate if it has one, under the terms' limits."""
     rate = parts.learner.adapter.rate
-    factor = train.factor(ctx.info.round, parts.setting.rounds) if train.factor else 1.0
+    epoch = steps // jnp.maximum(-(-ctx.info.rows // train.batch_size), 1)
+    factor = train.factor(ctx.info.round, parts.setting.rounds, epoch) if train.factor else 1.0
     rates = (train.lr if rate is None else rate, train.lr, train.lr)
     move = lambda own, by, rate: jax.tree.map(lambda x, u: x - rate * factor * u, own, by)
     part = Model(*map(move, part, direction, rates))
@@ -519,13 +551,14 @@ def _look(
 def _upload(parts: _Parts, ctx: Ctx, part: Model, sent: dict[str, PyTree]) -> Upload:
     """Up: the part, as a whole or divided into what is averaged and what is gathered, and the reports."""
     channel = lambda name: {c.name: sent[c.name] for c in parts.collects if c.channel == name}
-    mean, gather = _averaged(parts, part), channel("gather")
+    gather, rows = channel("gather"), ctx.info.rows
+    if parts.whole:
+        return Upload((), channel("sum"), gather | {"part": part}, rows)
+    mean = _averaged(parts, part)
     gather |= {name: getattr(part, name) for name in parts.taken}
-    if any(step.sees_parts for step in parts.steps):
-        gather["part"] = part
     if parts.aggregation.reduce:  # the rule needs all of them at once
         gather["mean"], mean = mean, ()
-    return Upload(mean, channel("sum"), gather, ctx.info.rows)
+    return Upload(mean, channel("sum"), gather, rows)
 
 
 def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload] | None:
@@ -536,6 +569,12 @@ def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload] | None:
 
     def receive(ctx: Ctx, upload: Upload) -> Upload:
         reference, weight = _averaged(parts, ctx.wire.part), jnp.asarray(upload.weight, jnp.float32)
+        if parts.whole:
+            mine = upload.gather["part"]
+            merged, weight = pre(_averaged(parts, mine), reference, weight)
+            taken = {name: getattr(mine, name) for name in parts.taken}
+            gather = upload.gather | {"part": merged._replace(**taken)}
+            return upload._replace(gather=gather, weight=weight)
         gathered = parts.aggregation.reduce is not None
         mean, weight = pre(upload.gather["mean"] if gathered else upload.mean, reference, weight)
         if gathered:
@@ -552,15 +591,26 @@ def _server(parts: _Parts) -> Callable[..., tuple[ServerState, Metrics]]:
     """Merge, put the part in its place, then the steps in their order."""
 
     def server(turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+        aggregate = _unpacked(parts, aggregate)
         mean, merging = _merge(parts, turn, state, aggregate, key)
         params, own, metrics = _put(parts, state.params, turn.task, mean), list(state.steps), {}
+        provisional = _part(parts, params, turn.task) if parts.replaces else ()
         for i, step in enumerate(parts.steps):
             step_key = key if i == 0 else jax.random.fold_in(key, i)
             params, own[i], more = step.step(turn, parts.learner, params, own[i], aggregate, step_key)
             metrics |= {f"{step.name}_{name}": value for name, value in more.items()}
-        return ServerState(params, tuple(own), merging), metrics
+        return ServerState(params, tuple(own), merging, provisional), metrics
 
     return server
+
+
+def _unpacked(parts: _Parts, aggregate: Aggregate) -> Aggregate:
+    """What arrived, with parts that travelled as a whole under the names of what they are made of."""
+    if not parts.whole:
+        return aggregate
+    part = aggregate.gather["part"]
+    more = {name: getattr(part, name) for name in parts.taken} | {"mean": _averaged(parts, part)}
+    return aggregate._replace(gather=aggregate.gather | more)
 
 
 def _merge(
@@ -572,6 +622,8 @@ def _merge(
     if rule.reduce:
         stacked = aggregate.gather["mean"]
         mean = rule.reduce(stacked, reference, aggregate.weight, valid, jax.random.fold_in(key, 1000))
+    elif parts.whole:
+        mean = weighted_mean(aggregate.gather["mean"], aggregate.weight, valid)
     if rule.post is None:
         return mean, state.merging
     return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, 1001))
@@ -585,7 +637,8 @@ def _survey_round(parts: _Parts, index: int) -> Round:
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
         del state, key
-        return Local(ctx.wire.part, (), ((),) * len(parts.terms), {c.name: c.init(ctx) for c in collects})
+        collected = {c.name: c.init(ctx) for c in collects}
+        return Local(ctx.wire.part, (), ((),) * len(parts.terms), collected, jnp.int32(0))
 
     def phase(view: View) -> Phase:
         mine = [c for c in collects if (c.view or View(1, survey.batch_size, False, False)) == view]

@@ -205,11 +205,13 @@ Classes = Literal["current", "seen", "all"]
 
 class Objective(NamedTuple):
     """A client's own loss: cross-entropy over some classes. classes: those of the task, those seen so far, or
-    all of the stream, which compete. reduction: over the rows of a batch. hardness: factor on the logits."""
+    all of the stream, which compete. reduction: over the rows of a batch. hardness: factor on the logits.
+    weight: of the loss; 0 where a term stands for it."""
 
     classes: Classes = "current"
     reduction: Reduction = "mean"
     hardness: float = 1.0
+    weight: float = 1.0
 
     def allowed(self, task: Task) -> Array:
         """Who competes [C]."""
@@ -219,7 +221,8 @@ class Objective(NamedTuple):
 def objective_loss(objective: Objective, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
     """The cross-entropy of a batch under an objective."""
     logits = objective.hardness * output.logits
-    return cross_entropy(logits, batch.label, objective.allowed(task), batch.mask, objective.reduction)
+    loss = cross_entropy(logits, batch.label, objective.allowed(task), batch.mask, objective.reduction)
+    return loss if objective.weight == 1 else objective.weight * loss
 
 
 def hits(objective: Objective, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:

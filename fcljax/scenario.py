@@ -9,9 +9,18 @@ from jaxtyping import Int, Int64
 
 from fcljax.config import DealConfig
 from fcljax.data.files.sources import Dataset
-from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards
+from fcljax.data.partition import (
+    Sample,
+    count_matrix,
+    dirichlet,
+    first_share,
+    iid,
+    quantity,
+    sample_client,
+    shards,
+)
 from fcljax.data.store import ClientRows, client_rows, merge
-from fcljax.data.tasks import class_order, make_tasks, relabel
+from fcljax.data.tasks import class_order, make_tasks, python_order, relabel
 from fcljax.federated.schedule import Roster
 from fcljax.options import resolved
 from fcljax.types import Task
@@ -40,23 +49,27 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
       InputError: for settings that the data set cannot meet.
     """
     classes = len(dataset.class_names)
-    train_label, test_label, held = deal(dataset, cfg)
-    tasks = make_tasks(classes, cfg.tasks)
+    dealt = deal(dataset, cfg, rounds)
+    tasks, held, told = make_tasks(classes, cfg.tasks), dealt.rows, dealt.told
     if joint:
-        tasks, by_task = make_tasks(classes, 1), held
-        held = lambda _, r: merge([by_task(t, r) for t in range(cfg.tasks)])
-    deals = 1 if cfg.population == "static" else rounds
-    dealt = [[_roster(held(t, r), train_label, classes) for r in range(deals)] for t in range(len(tasks))]
-    holdings = functools.reduce(np.add, (roster.class_rows for of_task in dealt for roster in of_task))
+        tasks, everything = make_tasks(classes, 1), range(cfg.tasks)
+        held = lambda _, r: merge([dealt.rows(t, r) for t in everything])
+        told = dealt.told and (lambda _, r: np.sum([dealt.told(t, r) for t in everything], axis=0))
     # a static population has one roster for all rounds of a task
-    return Scenario(
-        train_label, test_label, tasks, [of_task * (rounds // deals) for of_task in dealt], holdings
-    )
+    deals = 1 if cfg.population == "static" else rounds
+    rows = [[held(t, r) for r in range(deals)] for t in range(len(tasks))]
+    counts = [[_counts(each, dealt.train_label, classes) for each in of_task] for of_task in rows]
+    said = [[told(t, r) for r in range(deals)] for t in range(len(tasks))] if told else counts
+    rosters = [
+        [Roster(*each, numbers) for each, numbers in zip(*of_task, strict=True)] * (rounds // deals)
+        for of_task in zip(rows, said, strict=True)
+    ]
+    holdings = functools.reduce(np.add, (each for of_task in counts for each in of_task))
+    return Scenario(dealt.train_label, dealt.test_label, tasks, rosters, holdings)
 
 
-def _roster(held: ClientRows, label: np.ndarray, classes: int) -> Roster:
-    counts = count_matrix(label, np.split(held.rows, held.offset[1:-1]), classes)
-    return Roster(*held, counts.astype(np.int32))
+def _counts(held: ClientRows, label: np.ndarray, classes: int) -> np.ndarray:
+    return count_matrix(label, np.split(held.rows, held.offset[1:-1]), classes).astype(np.int32)
 
 
 class Deal(NamedTuple):
@@ -66,10 +79,13 @@ class Deal(NamedTuple):
     test_label: Int64[np.ndarray, " M"]
     # (task, round) -> the task's training rows that each client holds in that round
     rows: Callable[[int, int], ClientRows]
+    # (task, round) -> rows of each class [K, C] that clients say they hold, where that is not what they do
+    told: Callable[[int, int], np.ndarray] | None = None
 
 
-def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
-    """Deal the training rows to clients and tasks.
+def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
+    """Deal the training rows to clients and tasks, for so many rounds a task, which the seeds of sampled
+    clients depend on.
 
     The class order and a static population's partition come from one legacy numpy stream, in this order, as
     in FPPL's release (specification section 6); a partition by task is drawn for the tasks in turn, and the
@@ -77,6 +93,7 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
     redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
     is drawn when `Deal.rows` is called. In an independent one a partition is drawn for every client too, who
     takes its part of it: clients share rows then, and others belong to nobody. So does PILoRA's release.
+    Sampled clients depend on (seed, task, round, client), as HePCo's release draws them.
     `dirichlet` and `iid` split the whole training set each time, of which the task's rows count.
 
     Raises:
@@ -85,7 +102,7 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
     """
     stream = np.random.RandomState(cfg.seed)
     classes = len(dataset.class_names)
-    order = class_order(classes, stream) if cfg.class_order == "shuffled" else np.arange(classes)
+    order = _order(classes, cfg, stream)
     label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
     used = first_share(dataset.y_train, resolved(cfg.train_share))
     whole = cfg.partition in ("dirichlet", "iid")
@@ -94,6 +111,14 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
         mine = used if whole else used[tasks[task].current[label[used]]]
         return [mine[part] for part in _split(dataset.y_train[mine], cfg, rng)]
 
+    if cfg.partition == "sampled":
+        position = relabel(np.arange(classes), order)
+        mine = lambda task: used[tasks[task].current[label[used]]]
+        drawn = lambda task, round_: _sampled(dataset.y_train, mine(task), cfg, task, round_, rounds)
+        own = lambda task, round_: [each.rows for each in drawn(task, round_)]
+        rows = lambda task, round_: client_rows(own(task, round_), label, tasks[task])
+        said = lambda task, round_: _told(drawn(task, round_), position)
+        return Deal(label, relabel(dataset.y_test, order), rows, said if cfg.long_tail == "told" else None)
     if cfg.population == "redrawn":
         dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
     elif cfg.population == "independent":
@@ -106,6 +131,40 @@ def deal(dataset: Dataset, cfg: DealConfig) -> Deal:
         dealt = lambda task, round_: fixed[task]
     rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
     return Deal(label, relabel(dataset.y_test, order), rows)
+
+
+def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.ndarray:
+    """The class order; only numpy's shuffle draws from the stream."""
+    match cfg.class_order:
+        case "natural":
+            return np.arange(classes)
+        case "python":
+            return python_order(classes, cfg.seed)
+        case _:
+            return class_order(classes, stream)
+
+
+def _sampled(
+    labels: np.ndarray, mine: np.ndarray, cfg: DealConfig, task: int, round_: int, rounds: int
+) -> list[Sample]:
+    """The clients of one round, with the seeds of HePCo's release (specification 6.3); rows of the store."""
+    first = 1 + cfg.clients * round_ + cfg.clients * rounds * task + 2000 * cfg.seed
+    draw = functools.partial(
+        sample_client, labels[mine], split=resolved(cfg.split_ratio),
+        category=resolved(cfg.category_ratio), imbalance=resolved(cfg.imbalance),
+        applied=cfg.long_tail == "applied",
+    )  # fmt: skip
+    drawn = [draw(seed=(first + client) % 2**32) for client in range(cfg.clients)]
+    return [each._replace(rows=mine[each.rows]) for each in drawn]
+
+
+def _told(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
+    """What sampled clients say that they hold, by position in the class order."""
+    told = np.zeros((len(drawn), len(position)), np.int32)
+    for client, sample in enumerate(drawn):
+        for name, count in sample.told.items():
+            told[client, position[name]] = count
+    return told
 
 
 def _split(labels: np.ndarray, cfg: DealConfig, rng: np.random.RandomState) -> list[np.ndarray]:

@@ -276,6 +276,7 @@ class Method(NamedTuple):
     handover(turn, server) -> what clients get, when a task begins, of the one that is over, since they hold
       it from then on and no round has sent them its last state; for counting only
     aggregation: the rule that merges what clients send, by name
+    predict_provisional(turn, server, batch) -> logits of what was merged, before the server changed it
     """
 
     init: Callable[[PRNGKeyArray, PyTree], Server]
@@ -290,3 +291,4 @@ class Method(NamedTuple):
     trainable: Callable[[Turn, Server], dict[str, PyTree]] | None = None
     handover: Callable[[Turn, Server], PyTree] | None = None
     aggregation: str = "mean"
+    predict_provisional: Callable[[Turn, Server, Batch], Float[Array, "B C"]] | None = None

@@ -162,12 +162,13 @@ TASKS = jax.tree.map(jnp.asarray, STREAM)
 
 
 def formula(params, image, injection):
-    """The scaled image, plus its LoRA updates and the mean prompt of every block."""
+    """The scaled image, plus its LoRA updates and the mean prompt and prefix of every block."""
     x = image * params["scale"]
     if injection is None:
         return x
     pairs = sum(x @ m.a_q.T @ m.b_q.T + 2 * x @ m.a_v.T @ m.b_v.T for m in injection.lora.values())
-    return x + pairs + sum(prompt.mean(-2) for prompt in injection.prompt.values())
+    prefixes = sum(prefix.key.mean(-2) - 2 * prefix.value.mean(-2) for prefix in injection.prefix.values())
+    return x + pairs + prefixes + sum(prompt.mean(-2) for prompt in injection.prompt.values())
 
 
 def _apply(params, stats, image, injection, train):

@@ -35,6 +35,7 @@ from fcljax.types import Batch
 RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
 LORA = {"lora_lr": RATE, "lora_blocks": 2}
+POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 SGD = {"lr": 0.05, "lora_lr": 0.05}  # their own optimiser, whose steps are smaller than the rate
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2},
@@ -47,6 +48,13 @@ OPTIONS = {
     "ewc": LORA | SGD,
     "lwf": LORA | SGD,
     "icarl": LORA | SGD | {"memory_size": 6},
+    "hepco": POOL | {"generator_steps": 2, "generator_growth": 1, "distill_steps": 2, "latent_batch": 6},
+    "fedavg-prompt": POOL,
+    "fedprox": POOL,
+    "fed-cprompt": POOL,
+    "fedavg-ft": {},
+    "fedlwf-mc": {},
+    "centralized-prompt": POOL | {"clients": 4},
 }
 STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2

@@ -12,10 +12,10 @@ import small_runs
 from fcljax import cli
 from fcljax.config import DealConfig, settle
 from fcljax.data.files.sources import load_dataset
-from fcljax.data.partition import dirichlet
+from fcljax.data.partition import dirichlet, sample_client
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.scenario import deal
+from fcljax.scenario import deal, make_scenario
 
 CLASSES, TASKS = 10, 5
 BY_TASK = ["quantity", "shards", "task_dirichlet"]
@@ -266,3 +266,56 @@ def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
     assert f"{sizes.min()} to {sizes.max()}" in shown
     assert f"{partition}, again in every round" in shown
     assert (tmp_path / "classes.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- sampled clients ---------------------------------------------------------------------------------------
+
+
+def test_sampled_clients_depend_on_seed_task_round_and_place(digits):
+    """The seeds of HePCo's release: place + 1 + K round + K R task + 2000 seed."""
+    cfg = settings(partition="sampled", split_ratio=0.2, category_ratio=0.5, seed=9, class_order="natural")
+    dealt = deal(digits, cfg, rounds=4)
+    for task, round_ in ((0, 0), (0, 3), (2, 1)):
+        rows = np.flatnonzero(make_tasks(CLASSES, TASKS)[task].current[digits.y_train])
+        for client, mine in enumerate(held(dealt, task, round_)):
+            seed = client + 1 + 3 * round_ + 12 * task + 18000
+            sample = sample_client(digits.y_train[rows], seed, 0.2, 0.5, 1.0)
+            assert mine == rows[sample.rows].tolist() and len(sample.told) == 1 and mine
+    assert held(dealt, 0, 0) == held(deal(digits, cfg, rounds=4), 0, 0) != held(dealt, 0, 1)
+
+
+def test_sampled_clients_share_rows(digits):
+    """Clients draw by themselves, so that two may have the same rows."""
+    dealt = deal(digits, settings(partition="sampled", split_ratio=1.0, category_ratio=1.0))
+    first, second, _ = held(dealt, 1)
+    assert len(set(first)) == len(first) == len(second) and len({*first} & {*second}) > 200
+
+
+def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
+    """What clients say goes to the method, what they hold to the chart."""
+    cfg = settings(partition="sampled", split_ratio=0.5, category_ratio=1.0, imbalance=0.1, long_tail="told")
+    told, real = (
+        make_scenario(digits, replaced, 2, False)
+        for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
+    )
+    said, done = told.rosters[0][1], real.rosters[0][1]
+    np.testing.assert_array_equal(said.class_rows, done.class_rows)
+    assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
+    assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
+    assert told.holdings.sum() == sum(len(each.rows) for of_task in told.rosters for each in of_task)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--split-ratio", "0.5"], ["split_ratio: only sampled clients have it", "'dirichlet'"]),
+        (["--long-tail", "told"], ["long_tail: only sampled clients"]),
+        (["--partition", "sampled", "--population", "static"], ["population: sampled clients are new"]),
+        (["--partition", "sampled", "--category-ratio", "1.5"], ["category_ratio: 1.5", "1.0"]),
+    ],
+)
+def test_settings_of_sampled_clients_come_with_them(options, parts, tmp_path, capsys):
+    assert cli.main(["run", "linear", *OPTIONS, *options, "--out", str(tmp_path / "run")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
+    assert all(part in line for part in parts)
+    assert not (tmp_path / "run").exists()

@@ -21,7 +21,14 @@ from fcljax.types import Frozen, Setting
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
-CLASSES = {"imagenet_r": 200, "cub200": 200, "cifar100": 100, "tiny_imagenet": 200}
+CLASSES = {
+    "imagenet_r_hepco": 200,
+    "domainnet": 345,
+    "imagenet_r": 200,
+    "cub200": 200,
+    "cifar100": 100,
+    "tiny_imagenet": 200,
+}
 TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
 FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
 STATUS = ("unverified", "reproduced", "not reproduced")
@@ -150,6 +157,51 @@ def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
         _, cfg = load(file)
         on = {"u": not cfg.wo_unified, "f": not cfg.wo_fusion, "d": not cfg.wo_debias}
         assert "".join(part for part, is_on in on.items() if is_on) == parts
+
+
+# ---- HePCo -------------------------------------------------------------------------------------------------
+
+each_of_hepco = pytest.mark.parametrize(
+    "file", sorted(FOLDER.glob("hepco_*.yaml")), ids=lambda file: file.stem
+)
+
+
+def test_every_table_of_hepco_has_its_files():
+    sets = ("cifar-100", "imagenet-r", "domainnet")
+    names = [f"table1_{name}" for name in sets] + ["table3", "table4"]
+    names += [f"table2_{name}_{imbalance}" for name in sets for imbalance in (0.05, 0.01)]
+    assert {file.stem for file in FILES if file.stem.startswith("hepco")} == {
+        f"hepco_{name}" for name in names
+    }
+
+
+@each_of_hepco
+def test_the_settings_of_hepco_are_the_papers(file):
+    method, cfg = load(file)
+    assert (cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size, cfg.lr) == (5, 10, 10, 64, 1e-3)
+    assert (cfg.partition, cfg.split_ratio, cfg.category_ratio) == ("sampled", 0.1, 0.6)
+    assert (cfg.pool_size, cfg.pool_length, cfg.pool_blocks) == (100, 20, 5)
+    assert (cfg.backbone, cfg.normalise, cfg.aggregator) == ("vit_b16", "release", "uniform")
+    assert cfg.imbalance == (float(file.stem.rpartition("_")[2]) if "table2" in file.stem else 1)
+    for baseline in ("fedavg-prompt", "fedprox", "fed-cprompt", "fedavg-ft", "fedlwf-mc"):
+        assert cli.settings(baseline, {}, cli.Paths(config=str(file))).rounds == 10
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        "--wo-previous",
+        "--wo-kl --wo-mse",
+        "--wo-kl",
+        "--wo-mse",
+        "--wo-prompt-distillation",
+        "--wo-classifier-distillation",
+    ],
+)
+def test_the_rows_of_hepco_s_ablation_are_options(switches):
+    command = f"fcljax run hepco --config {FOLDER / 'hepco_table3.yaml'} {switches}"
+    method, paths, given = parts(command)
+    assert len(given) == len(switches.split()) and cli.settings(method, given, cli.Paths(**paths))
 
 
 # ---- PILoRA ------------------------------------------------------------------------------------------------

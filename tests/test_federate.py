@@ -359,10 +359,14 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
     assert len(main_of(method).program.phases) == 2  # both reports are made in one pass
     _, local = train(method, server, TASKS[1], BATCHES)
     upload, _ = client_round(method, server, TASKS[1], BATCHES)
-    assert upload.mean.classifier == () and set(upload.sum) == {"class_sums"}
-    assert set(upload.gather) == {"means", "classifier", "part"}
-    same(upload.gather["classifier"], local.part.classifier)
+    assert upload.mean == () and set(upload.sum) == {"class_sums"}
+    assert set(upload.gather) == {"means", "part"}  # a part that steps see is sent once, as a whole
     same(upload.gather["part"], local.part)
+    alone = compose(kit, steps=(steps[0], steps[1]._replace(sees_parts=False)))
+    apart, _ = client_round(alone, server, TASKS[1], BATCHES)
+    assert apart.mean.classifier == () and set(apart.gather) == {"means", "classifier"}
+    same(apart.gather["classifier"], local.part.classifier)
+    same(apart.mean.adapter, local.part.adapter)
     image = np.concatenate([batch.image[batch.mask] for batch in BATCHES]) * local.part.adapter["scale"]
     label = np.concatenate([batch.label[batch.mask] for batch in BATCHES])
     total = np.stack([image[label == c].sum(0) for c in (3, 4)])
@@ -386,7 +390,7 @@ def test_steps_follow_each_other_and_their_metrics_have_their_names():
         moved = params._replace(classifier=jax.tree.map(lambda x: 2 * x + state, params.classifier))
         return moved, state + 1, {"seen": state}
 
-    steps = tuple(ServerStep(name, bump, init=lambda: jnp.float32(1)) for name in "ab")
+    steps = tuple(ServerStep(name, bump, init=lambda params, part: jnp.float32(1)) for name in "ab")
     method = compose(kit_of(), steps=steps)
     server = fresh(method)
     mean = jax.tree.map(jnp.ones_like, server.params)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fcljax.adapters import full, linear, lora, prompts
+from fcljax.adapters import full, linear, lora, pool, prompts
 from fcljax.learner import Adapter
 from fcljax.types import Network, Setting
 
@@ -35,6 +35,10 @@ ADAPTERS: dict[str, AdapterEntry] = {
     "prompts": AdapterEntry(
         "a prompt per task, fused for every image by a gate (FPPL)",
         prompts.PromptOptions, prompts.prompts, prompts.FIDELITY,
+    ),
+    "pool": AdapterEntry(
+        "a pool of prompts, weighted for every image by their keys (HePCo)", pool.PoolOptions, pool.pool,
+        _NONE,
     ),
     "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE),
 }  # fmt: skip

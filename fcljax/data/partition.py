@@ -8,6 +8,7 @@ in the `labels` that were given.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
@@ -147,6 +148,52 @@ def shards(
         np.concatenate([cut[shard] for shard in rng.choice(count, alpha, replace=False)])
         for _ in range(clients)
     ]
+
+
+class Sample(NamedTuple):
+    """The rows of a client that is drawn for one round, and how many of each class it says that it has."""
+
+    rows: Int64[np.ndarray, " n"]
+    told: dict[int, int]
+
+
+def sample_client(
+    labels: Int[np.ndarray, " N"], seed: int, split: float, category: float, imbalance: float,
+    applied: bool = True,
+) -> Sample:  # fmt: skip
+    """The rows of one client of HePCo, which exists for one round: some classes of the task, and of each a
+    part of its rows that gets smaller from class to class.
+
+    Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split floor(N / n *
+    imbalance^(i / (classes - 1)))) rows.
+
+    Args:
+      labels: of the task's rows.
+      seed: of numpy's legacy generator, which shuffles the classes and then the rows of each.
+      split: gamma.
+      category: kappa, the share of the task's classes that a client has.
+      imbalance: beta, the size of the last class over that of the first; 1: all alike.
+      applied: False, as in most of the release's data sets: the client has floor(split * rows) rows of each
+        of its classes, whatever the imbalance, and yet says the numbers above.
+
+    Returns:
+      Positions in `labels`, and the numbers that the client says.
+    """
+    rng = np.random.RandomState(seed)
+    order = np.unique(labels)
+    count = len(order)
+    active = count - math.floor((1 - category) * count + 1e-9)
+    rng.shuffle(order)
+    sizes = [
+        int(split * int(len(labels) / count * imbalance ** (i / max(active - 1, 1)))) for i in range(active)
+    ]
+    rows = []
+    for name, size in zip(order, sizes, strict=False):
+        members = np.flatnonzero(labels == name)
+        rng.shuffle(members)
+        rows.append(members[: size if applied else int(split * len(members))])
+    told = {int(name): size for name, size in zip(order, sizes, strict=False)}
+    return Sample(np.concatenate([np.empty(0, np.int64), *rows]), told)
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:

@@ -4,6 +4,7 @@ Two numberings of classes exist. Original labels are those of the data set, 0..C
 numbers a class by its position in the class order, so that every task owns a contiguous range.
 """
 
+import random
 from itertools import accumulate
 
 import numpy as np
@@ -21,6 +22,15 @@ def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarra
     frozen for ever.
     """
     return rng.permutation(np.arange(num_classes, dtype=np.int64))
+
+
+def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
+    """Original labels in the order in which tasks take them, shuffled by Python's own generator; seed 0: the
+    natural order (HePCo's release)."""
+    order = list(range(num_classes))
+    if seed:
+        random.Random(seed).shuffle(order)
+    return np.array(order, np.int64)
 
 
 def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:

@@ -13,7 +13,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.federate import Kit
-from fcljax.methods import ewc, fedavg, fedclm, fedncm, fppl, icarl, lwf, pilora
+from fcljax.methods import (
+    ewc,
+    fed_cprompt,
+    fedavg,
+    fedavg_prompt,
+    fedclm,
+    fedlwf_mc,
+    fedncm,
+    fppl,
+    hepco,
+    icarl,
+    lwf,
+    pilora,
+)
 from fcljax.types import Method
 
 Loaded = TypeVar("Loaded")
@@ -53,6 +66,10 @@ _SGD = _ONE_PAIR | {"optimiser": "sgd", "lr": 0.01, "lora_lr": 0.01}
 _DECAY = _SGD | {"weight_decay": 5e-4}
 _MOMENTUM = dict.fromkeys(("intended", "paper", "released"), {"momentum": 0.9})
 
+# HePCo's clients exist for one round, and are averaged whatever they have
+_SAMPLED = {"partition": "sampled", "aggregator": "uniform"}
+_WHOLE = {"full_lr": 5e-5, "lr": 5e-5}  # of methods that train the whole network (HePCo, section 5)
+
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
         "fused task prompts, unified representation, prototype debias (FPPL)",
@@ -75,7 +92,8 @@ METHODS: dict[str, MethodEntry] = {
     "fedncm": MethodEntry(
         "class means of frozen features, no training (FedNCM)", fedncm.FedNCMOptions, fedncm.fedncm, "linear",
         excludes=dict.fromkeys(
-            ("lora", "prompts", "full"), "nothing trains in FedNCM: an adapter would stay at its first values"
+            ("lora", "prompts", "pool", "full"),
+            "nothing trains in FedNCM: an adapter would stay at its first values",
         ),
         merges="it sends sums over rows, which are added up",
     ),
@@ -95,6 +113,35 @@ METHODS: dict[str, MethodEntry] = {
     "icarl": MethodEntry(
         "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLOptions, icarl.icarl, "lora", _MOMENTUM,
         _DECAY,
+    ),
+    "hepco": MethodEntry(
+        "a weighted prompt pool, latent generation and distillation on the server (HePCo)",
+        hepco.HepcoOptions, hepco.hepco, "pool", hepco.FIDELITY, _SAMPLED,
+    ),
+    "fedavg-prompt": MethodEntry(
+        "HePCo's clients, and a server that only averages", hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT, _SAMPLED,
+    ),
+    "fedprox": MethodEntry(
+        "FedAvg-Prompt whose clients are kept near what they were sent (FedProx)", hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT, _SAMPLED | {"prox_weight": 0.01},
+    ),
+    "fed-cprompt": MethodEntry(
+        "prompts near the newest global model and far from the last task's (Fed-CPrompt)",
+        fed_cprompt.CPromptOptions, fed_cprompt.fed_cprompt, "pool", hepco.CLIENT, _SAMPLED,
+    ),
+    "fedavg-ft": MethodEntry(
+        "FedAvg of the whole network", hepco.PromptedOptions, fedavg_prompt.fedavg_prompt, "full",
+        hepco.CLIENT, _SAMPLED | _WHOLE,
+    ),
+    "fedlwf-mc": MethodEntry(
+        "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)", hepco.PromptedOptions,
+        fedlwf_mc.fedlwf_mc, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+    ),
+    "centralized-prompt": MethodEntry(
+        "one client that has everything: HePCo's upper bound", hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT,
+        {"partition": "iid", "clients": 1, "rounds": 1, "epochs": 20},
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",

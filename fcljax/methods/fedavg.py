@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 from jaxtyping import PRNGKeyArray
 
-from fcljax.federate import CROSS_ENTROPY, Kit, Term, federate
+from fcljax.federate import CROSS_ENTROPY, Kit, ServerStep, Term, federate
 from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
 from fcljax.models.classifiers import linear
@@ -52,13 +52,15 @@ def plain(options: NoOptions, kit: Kit) -> Method:
 
 
 def averaging(
-    kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = ()
-) -> Method:
-    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss."""
+    kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = (),
+    steps: tuple[ServerStep, ...] = (),
+) -> Method:  # fmt: skip
+    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, and what they read."""
     model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes), keys)
     return federate(
-        model, kit.setting, kit.train, terms + kit.terms, objective=objective, aggregation=kit.aggregation
-    )
+        model, kit.setting, kit.train, terms + kit.terms, steps, objective=objective,
+        aggregation=kit.aggregation,
+    )  # fmt: skip
 
 
 def one_key(key: PRNGKeyArray) -> tuple[jax.Array, jax.Array]:

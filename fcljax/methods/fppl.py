@@ -150,7 +150,8 @@ def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
     reduction = resolved(options.reduction)
     everyone, equal = jnp.ones(setting.clients, bool), jnp.ones(setting.clients)
 
-    def init() -> Prototypes:
+    def init(params: Model, part: Model) -> Prototypes:
+        del params, part
         shape = (setting.clients, setting.classes)
         return Prototypes(jnp.zeros((*shape, width)), jnp.zeros(shape, bool))
 

@@ -106,12 +106,15 @@ def _classifier_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return second, first
 
 
-def learning_rate_factor(schedule: Schedule, round_: ArrayLike, rounds: int) -> Float[Array, ""]:
+def learning_rate_factor(
+    schedule: Schedule, round_: ArrayLike, rounds: int, epoch: ArrayLike = 0
+) -> Float[Array, ""]:
     """The factor on all learning rates in round r of a task of R rounds.
 
     1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, 1 in the first
-    ("cosine_lag": the release moves one round late).
+    ("cosine_lag": the release moves one round late). All epochs of a round have the same.
     """
+    del epoch
     if schedule == "constant":
         return jnp.ones(())
     position = jnp.maximum(round_ - 1, 0) if schedule == "cosine_lag" else round_

@@ -62,13 +62,13 @@ class Lora(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Extra keys and values of one block in head space, as in DualPrompt, CODA-Prompt and HePCo.
+    """Extra keys and values of one block, the heads' side by side, as in DualPrompt, CODA-Prompt and HePCo.
 
     They bypass norm1 and the qkv projection.
     """
 
-    key: Float[Array, "batch length heads head_dim"]
-    value: Float[Array, "batch length heads head_dim"]
+    key: Float[Array, "batch length width"]
+    value: Float[Array, "batch length width"]
 
 
 class Injection(NamedTuple):
@@ -115,8 +115,9 @@ class Attention(nn.Module):
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
-            k = jnp.concatenate([k, rearrange(prefix.key, "b n h d -> b h n d").astype(k.dtype)], axis=2)
-            v = jnp.concatenate([v, rearrange(prefix.value, "b n h d -> b h n d").astype(v.dtype)], axis=2)
+            more = lambda x: rearrange(x, "b n (h d) -> b h n d", h=c.heads).astype(k.dtype)
+            k = jnp.concatenate([k, more(prefix.key)], axis=2)
+            v = jnp.concatenate([v, more(prefix.value)], axis=2)
         score = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32) * (c.width // c.heads) ** -0.5
         out = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(v.dtype), v)
         return nn.Dense(c.width, dtype=c.dtype, name="proj")(rearrange(out, "b h n d -> b n (h d)"))

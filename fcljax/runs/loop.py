@@ -158,14 +158,14 @@ def _loop(
         bar = progress.add_task("", total=steps, completed=done, **shown(records))
         for step in range(done, steps):
             t, r = divmod(step, cfg.rounds)
-            last, row = r == cfg.rounds - 1, None
+            last, row = r == cfg.rounds - 1, Evaluated(None, None)
             state, done_round = play(state, t, r, last)
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(state.server, t, records)
                 if last:
-                    records.accuracy.append(row)
-            line = record(records, t, r, done_round, row)
+                    records.keep(*row)
+            line = record(records, t, r, done_round, *row)
             with log.open("a", encoding="utf-8") as file:
                 file.write(json_line(line))
             if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1:
@@ -210,19 +210,34 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
 # ---- evaluation --------------------------------------------------------------------------------------------
 
 
-def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Records], list[float]]:
-    """evaluate(server, t, records) -> accuracy on each task seen so far, over all its test rows, with all
-    seen classes competing."""
-    label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    predict = make_predict(exp.method.predict, exp.read, batch_size, len(label))
+class Evaluated(NamedTuple):
+    """Accuracy on each task seen so far, over all its test rows, with all seen classes competing: of the
+    global model, and of what was merged before the server changed it, if it did. None: not evaluated."""
 
-    def evaluate(server: PyTree, t: int, records: Records) -> list[float]:
+    accuracy: list[float] | None
+    provisional: list[float] | None
+
+
+def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Records], Evaluated]:
+    """evaluate(server, t, records) -> accuracies after task t; the records get the confusion matrix."""
+    label, tasks = exp.scenario.test_label, exp.scenario.tasks
+    make = lambda predict: make_predict(predict, exp.read, batch_size, len(label))
+    predict = make(exp.method.predict)
+    merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
+
+    def confusion_of(predict: Callable, server: PyTree, t: int, records: Records) -> np.ndarray:
         rows = np.flatnonzero(tasks[t].seen[label])
         predicted = predict(_turn(exp, t), (server,), exp.test, rows)
-        confusion = metrics.confusion_matrix(label[rows], predicted, exp.setting.classes)
-        records.confusion = confusion.tolist()
         records.add(evaluated_images=len(rows))
-        return metrics.task_accuracy(confusion, [task.classes for task in tasks[: t + 1]]).tolist()
+        return metrics.confusion_matrix(label[rows], predicted, exp.setting.classes)
+
+    def evaluate(server: PyTree, t: int, records: Records) -> Evaluated:
+        classes = [task.classes for task in tasks[: t + 1]]
+        accuracy = lambda confusion: metrics.task_accuracy(confusion, classes).tolist()
+        confusion = confusion_of(predict, server, t, records)
+        records.confusion = confusion.tolist()
+        provisional = accuracy(confusion_of(merged, server, t, records)) if merged else None
+        return Evaluated(accuracy(confusion), provisional)
 
     return evaluate
 

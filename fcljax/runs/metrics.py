@@ -7,6 +7,7 @@ rows) is left out of every mean.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -88,6 +89,35 @@ def A_last(matrix: Matrix) -> float:
     """A_T: the average accuracy after the last task given; NaN for an empty matrix."""
     accuracy = average_accuracy(matrix)
     return float(accuracy[-1]) if accuracy.size else float("nan")
+
+
+class ByImage(NamedTuple):
+    """After each task: accuracy over the test images of all seen tasks, of the task itself, and of all tasks
+    before it (NaN after the first). All seen classes compete (HePCo's release: acc, plastic, lastacc)."""
+
+    acc: Float[np.ndarray, " T"]
+    plastic: Float[np.ndarray, " T"]
+    lastacc: Float[np.ndarray, " T"]
+
+
+def by_image(matrix: Matrix, rows: Sequence[int] | np.ndarray) -> ByImage:
+    """Accuracies over images, in which larger tasks count more.
+
+    Args:
+      matrix: the accuracy matrix.
+      rows: test images of each task.
+    """
+    a, rows = _lower(matrix), np.asarray(rows, float)
+    right, seen = np.nan_to_num(a) * rows[: len(a)], np.tri(len(a)) * rows[: len(a)]
+    acc, lastacc = (_ratio(np.tril(right, k).sum(1), np.tril(seen, k).sum(1)) for k in (0, -1))
+    return ByImage(acc, np.diagonal(a).copy(), lastacc)
+
+
+def drop(matrix: Matrix, rows: Sequence[int] | np.ndarray) -> float:
+    """F_N of HePCo: by how much the accuracy over the images of all earlier tasks falls when a task is
+    learned, averaged over the tasks after the first; 0 for a single task."""
+    found = by_image(matrix, rows)
+    return _mean(found.acc[:-1] - found.lastacc[1:]) if len(found.acc) > 1 else 0.0
 
 
 def forgetting(matrix: Matrix) -> dict[str, float]:

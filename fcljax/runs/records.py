@@ -24,11 +24,13 @@ from fcljax.federated.engine import RoundReport
 
 @dataclasses.dataclass
 class Records:
-    """Host-side history of a run: one entry per round, the last confusion matrix, and totals. `uploads`
-    counts the clients that took part in each of the method's rounds."""
+    """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
+    where the server changes it (`provisional`), the last confusion matrix, and totals. `uploads` counts the
+    clients that took part in each of the method's rounds."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
+    provisional: list[list[float]] = dataclasses.field(default_factory=list)
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
@@ -38,6 +40,11 @@ class Records:
         """Add to the totals."""
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
+
+    def keep(self, accuracy: list[float] | None, provisional: list[float] | None) -> None:
+        """Add the accuracies after a task."""
+        self.accuracy += [accuracy] if accuracy is not None else []
+        self.provisional += [provisional] if provisional is not None else []
 
     def count(self, done: RoundReport) -> None:
         """Add what a round did to the totals."""
@@ -50,13 +57,19 @@ class Records:
         )  # fmt: skip
 
 
-def record(records: Records, t: int, r: int, done: RoundReport, row: list[float] | None) -> dict[str, Any]:
-    """Add one round to the history; `row` holds accuracies per task where the round was evaluated."""
+def record(
+    records: Records, t: int, r: int, done: RoundReport, row: list[float] | None,
+    provisional: list[float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Add one round to the history; `row` holds accuracies per task where the round was evaluated, and
+    `provisional` those of what was merged."""
     line: dict[str, Any] = {"task": t, "round": r, **done.metrics, "participants": done.participants}
     line |= {"rejected": done.rejected, "refused": done.refused, "slot_efficiency": done.slot_efficiency}
     if row is not None:
         line["accuracy"] = row
         line["A"] = float(np.mean(row))
+    if provisional is not None:
+        line["A_provisional"] = float(np.mean(provisional))
     number = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
     line = {name: number(value) for name, value in line.items()}
     records.rounds.append(line)

@@ -22,12 +22,14 @@ NO_TRAFFIC = Traffic(0, 0, 0, 0)
 
 class Wires(NamedTuple):
     """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast,
-    what of a finished task is handed over, a client's state, and the named parts that it trains."""
+    what of a finished task is handed over, a client's and the server's state, and the named parts that a
+    client trains."""
 
     uploads: tuple[Upload, ...]
     broadcast: Broadcast
     handover: PyTree
     state: PyTree
+    server: PyTree
     trainable: dict[str, PyTree]
 
 
@@ -48,7 +50,7 @@ def wire_shapes(exp: Experiment) -> Wires:
         uploads = tuple(upload(each, ctx, state, key) for each in method.rounds)
         named = method.trainable(turn, server) if method.trainable else {"upload": uploads[0].mean}
         handover = method.handover(turn, server) if method.handover else ()
-        return Wires(uploads, broadcast, handover, state, named)
+        return Wires(uploads, broadcast, handover, state, server, named)
 
     return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
 
@@ -73,7 +75,7 @@ def summarize(
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in wires.trainable.items()}
-    kept = {"scalars": communication.scalars(wires.state), "bytes": communication.num_bytes(wires.state)}
+    size = lambda tree: {"scalars": communication.scalars(tree), "bytes": communication.num_bytes(tree)}
     return {
         "method": method_name,
         "dataset": cfg.dataset,
@@ -81,12 +83,14 @@ def summarize(
         "seed": cfg.seed,
         "fidelity": cfg.fidelity,
         **metrics.summarize(records.accuracy),
+        "by_image": _by_image(exp, records),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
         **_communication(exp, wires, records),
         "extra_storage": communication.extra_storage(wires.broadcast),
-        "client_state": kept,
+        "client_state": size(wires.state),
+        "server_state": size(wires.server),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
         "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
@@ -101,6 +105,17 @@ def summarize(
         "traces": max(exp.engine.traces.values(), default=0),
         "config": dataclasses.asdict(cfg),
     }
+
+
+def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
+    """HePCo's metrics, under the names of its release: accuracies over images, what was merged included where
+    the server changes it (predisacc), and F_N (drop)."""
+    rows = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
+    plain = lambda values: [None if np.isnan(value) else float(value) for value in values]
+    whole = metrics.by_image(records.accuracy, rows)._asdict()
+    found = {name: plain(values) for name, values in whole.items()}
+    merged = plain(metrics.by_image(records.provisional, rows).acc) if records.provisional else None
+    return found | {"predisacc": merged, "drop": metrics.drop(records.accuracy, rows)}
 
 
 def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""A weighted pool of prefix prompts (HePCo, section 4.1): every image's prompt is the sum of all prompts of
+the pool, each times the cosine of its key and the image's un-prompted features.
+
+The sum has no softmax and no best k: weights may be negative. Half of a prompt becomes keys, half values, of
+its block's attention; they bypass the block's own projection (prefix tuning).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fcljax.errors import InputError
+from fcljax.learner import Adapter
+from fcljax.models.heads import cosine
+from fcljax.models.vit import Injection, Prefix, check_blocks
+from fcljax.options import option
+from fcljax.types import Network, Setting, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolOptions:
+    """Options of the adapter `pool`; the values are HePCo's."""
+
+    pool_size: int = option(100, least=1)  # M: prompts of a block
+    pool_length: int = option(20, least=2)  # tokens of a prompt, half of them keys and half values; even
+    pool_blocks: int = 5  # blocks 0..4
+
+
+class Pool(NamedTuple):
+    """Prompts and their keys, of every block with prompts. All of them train in every task."""
+
+    prompt: Float[Array, "blocks size length width"]
+    key: Float[Array, "blocks size width"]
+
+
+def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
+    """HePCo's adapter.
+
+    Args:
+      options: of the pool.
+      setting: not read: the pool is the same for all tasks.
+      network: a ViT.
+
+    Raises:
+      InputError: for more blocks with prompts than the network has, or an odd length.
+    """
+    del setting
+    check_blocks("pool_blocks", options.pool_blocks, network)
+    if options.pool_length % 2:
+        raise InputError(
+            f"pool_length: {options.pool_length} tokens cannot be half keys and half values; nearest: "
+            f"{options.pool_length + 1}"
+        )
+
+    def init(key: PRNGKeyArray, frozen) -> Pool:
+        """Uniform in [0, 1), keys too, as in the release."""
+        del frozen
+        first, second = jax.random.split(key)
+        shape = (options.pool_blocks, options.pool_size)
+        prompt = jax.random.uniform(first, (*shape, options.pool_length, network.width))
+        return Pool(prompt, jax.random.uniform(second, (*shape, network.width)))
+
+    def prompt(held, part: Pool, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+        del held, task
+        return weighted_prompts(part, query)
+
+    def inject(held, part: Pool, query: Array, task: Task, train: bool) -> Injection:
+        del held, task, train
+        return prefix_injection(weighted_prompts(part, query))
+
+    return Adapter(init, inject=inject, prompt=prompt, queries=True)
+
+
+def weighted_prompts(
+    pool: Pool, query: Float[Array, "batch width"]
+) -> Float[Array, "batch blocks length width"]:
+    """rho_l(q) = sum_m cos(q, K_lm) P_lm (HePCo, section 4.1).
+
+    One matrix product per block: on CPU five of them take a fifth of the time of a batched one.
+    """
+    blocks, size, length, width = pool.prompt.shape
+    weight = [cosine(query, key, eps=1e-12) for key in pool.key]
+    prompts = [own @ prompt.reshape(size, -1) for own, prompt in zip(weight, pool.prompt, strict=True)]
+    return jnp.stack(prompts, axis=1).reshape(-1, blocks, length, width)
+
+
+def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
+    """The first half of each block's tokens as keys, the second half as values."""
+    halves = rearrange(prompt, "b l (two n) d -> two l b n d", two=2)
+    return Injection(prefix={block: Prefix(*halves[:, block]) for block in range(prompt.shape[1])})

@@ -1,0 +1,15 @@
+"""FedAvg-Prompt (HePCo's first baseline, specification A2): HePCo's clients, and a server that only averages.
+
+With one client that has everything it is the centralised prompting of HePCo's table 1, with `prox_weight` it
+is FedProx on prompts.
+"""
+
+from fcljax.federate import Kit
+from fcljax.methods.fedavg import averaging
+from fcljax.methods.hepco import PromptedOptions, scheduled
+from fcljax.types import Method
+
+
+def fedavg_prompt(options: PromptedOptions, kit: Kit) -> Method:
+    """FedAvg-Prompt as a method."""
+    return averaging(kit._replace(train=scheduled(kit.train, options)))

@@ -1,0 +1,50 @@
+"""Server steps that several methods share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from fcljax.federate import ServerStep
+from fcljax.learner import Learner, Model
+from fcljax.types import Aggregate, Ctx, Task, Turn
+
+
+class Start(NamedTuple):
+    """The part that a task began with, and that task (-1: none yet)."""
+
+    part: Model
+    task: Int[Array, ""]
+
+
+def start_of_task() -> ServerStep:
+    """The global model that a task began with goes down in every round of it, besides the newest: clients
+    that keep nothing get their teacher from here (`teacher`). Nothing else changes."""
+
+    def step(turn: Turn, learner: Learner, params: Model, start: Start, aggregate: Aggregate, key: Array):
+        del learner, aggregate, key
+        return params, began_with(turn, start), {}
+
+    return ServerStep("start", step, init=no_start, sends=lambda task, start: start)
+
+
+def no_start(params: Model, part: Model) -> Start:
+    """Before the first task."""
+    del params
+    return Start(jax.tree.map(jnp.zeros_like, part), jnp.int32(-1))
+
+
+def began_with(turn: Turn, start: Start) -> Start:
+    """What the first round of a task broadcast, kept through its others."""
+    return _of_task(turn.task, start, turn.previous.wire.part)
+
+
+def teacher(ctx: Ctx) -> Model:
+    """The part that the task began with, as a client sees it; in the first round it is the newest."""
+    return _of_task(ctx.task, ctx.wire.sent["start"], ctx.wire.part).part
+
+
+def _of_task(task: Task, start: Start, newest: Model) -> Start:
+    pick = lambda new, kept: jnp.where(start.task == task.index, kept, new)
+    return Start(jax.tree.map(pick, newest, start.part), jnp.asarray(task.index, jnp.int32))

@@ -1,0 +1,527 @@
+"""HePCo against its formulas: numbers of the specification (O1 to O14), and every part switched off once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from micro import FORMULA, KEY, SCALE, SETTING, TASKS, TINY, by_hand, compiled, method_of, turn_of
+from small_runs import some
+from toys import same
+
+from fcljax import config
+from fcljax.adapters import ADAPTERS
+from fcljax.adapters.pool import Pool, PoolOptions, pool, prefix_injection, weighted_prompts
+from fcljax.data.partition import sample_client
+from fcljax.data.tasks import python_order
+from fcljax.errors import InputError
+from fcljax.federate import Kit, Train, Wire
+from fcljax.learner import Model, learner
+from fcljax.methods import hepco as H
+from fcljax.models.classifiers import linear
+from fcljax.models.generator import GeneratorConfig, generate, init_generator
+from fcljax.models.heads import Head, cross_entropy, init_head
+from fcljax.models.vit import VITS, Injection, Prefix, apply_vit, init_vit, vit_network
+from fcljax.runs import metrics
+from fcljax.steps import Start
+from fcljax.types import Aggregate, Batch, Broadcast, Setting
+
+SMALL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
+FEW = {
+    "generator_steps": 3, "generator_growth": 2, "distill_steps": 3, "latent_batch": 6, "noise_width": 3,
+    "label_width": 2,
+}  # fmt: skip
+
+
+def options(fidelity="intended", **values):
+    cfg = config.resolve("hepco", config.from_mapping("hepco", {"fidelity": fidelity, **values}, "test"))
+    return config.part(H.HepcoOptions, cfg)
+
+
+def norm(tree):
+    return float(optax.tree.norm(tree))
+
+
+# ---- the pool ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_weighted_by_plain_cosines_without_a_softmax():
+    """O1."""
+    keys = jnp.array([[[1.0, 0], [0, 2]]])
+    prompts = jax.random.normal(KEY, (1, 2, 4, 2))
+    found = weighted_prompts(Pool(prompts, keys), jnp.array([[3.0, 4]]))
+    np.testing.assert_allclose(found[0, 0], 0.6 * prompts[0, 0] + 0.8 * prompts[0, 1], rtol=1e-5)
+    away = weighted_prompts(Pool(prompts, keys), jnp.array([[-3.0, 4]]))  # weights may be negative
+    np.testing.assert_allclose(away[0, 0], -0.6 * prompts[0, 0] + 0.8 * prompts[0, 1], rtol=1e-5)
+
+
+def test_a_prompt_is_half_keys_and_half_values():
+    """O2."""
+    prompt = jax.random.normal(KEY, (3, 5, 20, 8))
+    prefix = prefix_injection(prompt).prefix
+    assert set(prefix) == {0, 1, 2, 3, 4} and prefix[4].key.shape == (3, 10, 8)
+    same(prefix[2].key, prompt[:, 2, :10])
+    same(prefix[2].value, prompt[:, 2, 10:])
+
+
+def test_a_prefix_of_projected_prompts_is_those_prompts():
+    """Prompt tokens enter a block as keys and values of norm1(p); a prefix holds them as they are."""
+    params, image = init_vit(KEY, TINY), jax.random.normal(KEY, (2, 8, 8, 3))
+    prompt, block = jax.random.normal(KEY, (2, 3, TINY.width)), params["block_01"]
+    centred = prompt - prompt.mean(-1, keepdims=True)
+    normed = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + TINY.epsilon)
+    normed = normed * block["norm1"]["scale"] + block["norm1"]["bias"]
+    _, key, value = jnp.split(normed @ block["attn"]["qkv"]["kernel"] + block["attn"]["qkv"]["bias"], 3, -1)
+    by_prompt = apply_vit(TINY, params, image, Injection(prompt={1: prompt})).cls
+    by_prefix = apply_vit(TINY, params, image, Injection(prefix={1: Prefix(key, value)})).cls
+    np.testing.assert_allclose(by_prompt, by_prefix, atol=1e-5)
+    assert float(jnp.abs(by_prompt - apply_vit(TINY, params, image, None).cls).max()) > 1e-3
+
+
+@pytest.mark.parametrize("classes, scalars", [(100, 8_140_900), (200, 8_217_800), (345, 8_329_305)])
+def test_a_client_trains_as_many_numbers_as_the_paper_says(classes, scalars):
+    """Specification section 9: CIFAR-100, ImageNet-R, DomainNet."""
+    network, setting = vit_network(VITS["vit_b16"]), Setting(classes, 5, classes // 5, 5)
+    model = learner(network, pool(PoolOptions(), setting, network), linear(768, classes))
+    shapes = jax.eval_shape(lambda: model.init(KEY, SCALE))
+    count = lambda tree: sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    assert count(shapes.adapter) == 8_064_000 and count(shapes) == scalars
+
+
+def test_a_pool_of_odd_length_is_refused():
+    network = vit_network(TINY)
+    with pytest.raises(InputError, match="pool_length: 3 tokens .*; nearest: 4"):
+        pool(PoolOptions(pool_length=3, pool_blocks=2), SETTING, network)
+    with pytest.raises(InputError, match="pool_blocks: 5 where the network has 2 blocks"):
+        pool(PoolOptions(), SETTING, network)
+
+
+# ---- who holds what ----------------------------------------------------------------------------------------
+
+
+def test_class_orders_are_those_of_the_release():
+    """O6."""
+    assert python_order(100, 9)[:10].tolist() == [52, 72, 74, 41, 80, 22, 94, 73, 36, 50]
+    assert python_order(100, 1)[:10].tolist() == [53, 37, 65, 51, 4, 20, 38, 9, 10, 81]
+    assert python_order(5, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed, active", [(18001, [0, 1, 2, 3, 7, 9]), (18002, [0, 1, 3, 4, 5, 7])])
+def test_a_sampled_client_has_the_classes_of_the_release(seed, active):
+    """O5."""
+    labels = np.repeat(np.arange(10), 30)
+    sample = sample_client(labels, seed, 0.1, 0.6, 1.0)
+    assert sorted(sample.told) == active and np.unique(labels[sample.rows]).tolist() == active
+    assert len(set(sample.rows)) == len(sample.rows) == 18
+
+
+@pytest.mark.parametrize(
+    "classes, rows, imbalance, told",
+    [
+        (10, 500, 1.0, [50] * 6),
+        (10, 500, 0.05, [50, 27, 15, 8, 4, 2]),
+        (10, 500, 0.01, [50, 19, 7, 3, 1, 0]),
+        (20, 120, 0.05, [12, 9, 6, 5, 4, 3, 2, 1, 1, 1, 0, 0]),
+    ],
+)
+def test_a_sampled_client_has_a_long_tail(classes, rows, imbalance, told):
+    """O4; where it is only told, the rows are those of the release's data sets."""
+    labels = np.repeat(np.arange(classes), rows)
+    sample = sample_client(labels, 18001, 0.1, 0.6, imbalance)
+    assert list(sample.told.values()) == told
+    held = np.bincount(labels[sample.rows], minlength=classes)
+    assert {name: held[name] for name in sample.told} == sample.told
+    ignored = sample_client(labels, 18001, 0.1, 0.6, imbalance, applied=False)
+    assert ignored.told == sample.told
+    assert [np.sum(labels[ignored.rows] == name) for name in ignored.told] == [rows // 10] * len(told)
+
+
+def test_so_many_classes_are_active():
+    """42 of DomainNet's 69; a share of 0.9 of ten classes is nine, although 1 - 0.9 is a little under 0.1."""
+    active = lambda classes, category: len(sample_client(np.arange(classes), 1, 1.0, category, 1.0).told)
+    assert (active(69, 0.6), active(20, 0.6), active(10, 0.9), active(3, 1.0)) == (42, 12, 9, 3)
+
+
+# ---- the client's schedule ---------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_falls_over_the_epochs_of_a_round():
+    """O3."""
+    lag = [float(H.epoch_factor("cosine_lag", epoch, 10)) for epoch in range(10)]
+    expected = [1, 1, 0.985109, 0.940881, 0.868632, 0.770513, 0.649448, 0.509041, 0.353475, 0.187381]
+    np.testing.assert_allclose(lag, expected, atol=1e-6)
+    np.testing.assert_allclose(5e-3 * lag[9], 9.369e-4, rtol=1e-4)
+    np.testing.assert_allclose(H.epoch_factor("cosine", 9, 10), 0.015707, atol=1e-6)
+    assert float(H.epoch_factor("constant", 9, 10)) == 1 and float(H.epoch_factor("cosine", 0, 1)) == 1
+
+
+# ---- weights and losses ------------------------------------------------------------------------------------
+
+
+def test_clients_count_by_their_rows_over_all_rows():
+    """O7."""
+    rows, valid = jnp.array([[2.0, 1, 0], [0, 1, 0]]), jnp.array([True, True])
+    np.testing.assert_allclose(H.class_weights(rows, valid, "over_total"), [[0.4, 0.2, 0], [0, 0.2, 0]])
+    np.testing.assert_allclose(H.class_weights(rows, valid, "per_class"), [[1, 0.5, 0], [0, 0.5, 0]])
+    np.testing.assert_allclose(
+        H.class_weights(rows, jnp.array([True, False]), "uniform"), [[1, 1, 1], [0, 0, 0]]
+    )
+    cifar = jnp.zeros((5, 100)).at[:, :6].set(50).at[0, 6:10].set(0)
+    cifar = cifar.at[4].set(0).at[4, 4:10].set(50)  # together they have ten classes
+    weight = H.class_weights(cifar, jnp.ones(5, bool), "over_total")
+    np.testing.assert_allclose(weight[0, 0], 0.031447, atol=1e-6)
+    np.testing.assert_allclose(jax.nn.softmax(H._odds(rows.sum(0))), [0.5, 0.5, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("direction, expected", [("client_server", 0.143841), ("server_client", 0.130812)])
+def test_the_divergence_has_both_directions(direction, expected):
+    """O8; a class that is not seen says nothing."""
+    client, server = jnp.log(jnp.array([[[0.5, 0.5, 9.0]]])), jnp.log(jnp.array([[0.25, 0.75, 1.0]]))
+    seen = jnp.array([True, True, False])
+    np.testing.assert_allclose(H.divergence(client, server, seen, direction), [[expected]], atol=1e-6)
+    slope = jax.grad(lambda x: H.divergence(client, x, seen, direction).sum())(server)
+    assert np.isfinite(slope).all() and float(slope[0, 2]) == 0
+
+
+def test_the_clients_cross_entropy_leaves_past_classes_out():
+    """O9."""
+    loss = cross_entropy(
+        jnp.array([[5.0, 1, 2]]), jnp.array([2]), jnp.array([False, True, True]), jnp.array([True])
+    )
+    np.testing.assert_allclose(loss, 0.313262, atol=1e-6)
+
+
+def test_prompts_are_compared_by_a_sum_of_squares():
+    """O10."""
+    network, setting = vit_network(TINY), Setting(4, 2, 2, 1)
+    kit_pool = pool(PoolOptions(1, 20, 1), setting, network)
+    model = learner(network, kit_pool, linear(TINY.width, 4))
+    query, task = jnp.ones((1, TINY.width)), TASKS[0]
+    base = Pool(jnp.zeros((1, 1, 20, TINY.width)), jnp.ones((1, 1, TINY.width)))
+    head = init_head(KEY, TINY.width, 4)
+    student, teacher = Model(base, head), Model(base._replace(prompt=base.prompt + 0.1), head)
+    teachers = H.Teachers(student, jax.tree.map(lambda x: x[None], teacher), jnp.full((1, 4), 0.2))
+    gap = H.prompt_gap(model, student, student, task, teachers, query)
+    np.testing.assert_allclose(0.2 * gap, [[0.2 * 20 * TINY.width * 0.01]], rtol=1e-5)
+    assert np.isclose(0.2 * 20 * 768 * 0.01, 30.72)
+
+
+# ---- generators --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes, scalars", [(100, 1_092_352), (200, 1_098_752), (345, 1_108_032)])
+def test_a_generator_has_as_many_parameters_as_the_release(classes, scalars):
+    shapes = jax.eval_shape(lambda: init_generator(GeneratorConfig(classes, 768), KEY))
+    assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)) == scalars
+
+
+def test_batch_normalisation_uses_the_batch_in_training_and_what_it_remembers_after_it():
+    shape = GeneratorConfig(3, 4, 2, 2)
+    generator = init_generator(shape, KEY)
+    noise, label = jax.random.normal(KEY, (6, 2)), jnp.array([0, 1, 2, 0, 1, 2])
+    trained, moved = generate(shape, generator, noise, label, True)
+    still, kept = generate(shape, generator, noise, label, False)
+    same(kept, generator)
+    assert norm(jax.tree.map(jnp.subtract, moved.stats, generator.stats)) > 1e-3
+    assert float(jnp.abs(trained - still).max()) > 1e-3
+    x = jnp.concatenate([noise, generator.params["label"]["embedding"][label]], -1)
+    hidden = x @ generator.params["linear0"]["kernel"] + generator.params["linear0"]["bias"]
+    np.testing.assert_allclose(moved.stats["norm0"]["mean"], 0.1 * hidden.mean(0), atol=1e-6)
+    plain = shape._replace(norm=False)
+    same(*(generate(plain, init_generator(plain, KEY), noise, label, train)[0] for train in (True, False)))
+
+
+@functools.cache
+def learns():
+    adapter = ADAPTERS["pool"].build(PoolOptions(**SMALL), SETTING, FORMULA)
+    model = learner(FORMULA, adapter, linear(FORMULA.width, SETTING.classes))
+    return Kit(SETTING, FORMULA, adapter, Train(1, 4, 0.1)), model
+
+
+def world(**values):
+    """A learner on the formula network, three clients' parts around the server's, and what the step reads in
+    the second task."""
+    cfg = config.resolve("hepco", config.from_mapping("hepco", SMALL | FEW | values, "test"))
+    kit, model = learns()
+    params = model.init(KEY, SCALE)
+    noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
+    move = lambda i: jax.tree.map(lambda x: x + noise(i, x), model.part(params, TASKS[1]))
+    parts = jax.tree.map(lambda *x: jnp.stack(x), *map(move, range(3)))
+    rows = np.zeros((3, SETTING.classes), np.int32)
+    current = np.flatnonzero(TASKS[1].current)
+    rows[0, current[0]], rows[1, current], rows[2, current[-1]] = 4, 2, 7
+    aggregate = Aggregate(
+        (), {}, {"part": parts, "class_rows": jnp.asarray(rows)}, jnp.ones(3), jnp.arange(3),
+        jnp.array([True, True, False]),
+    )  # fmt: skip
+    past = H.Past(Start(move(9), jnp.int32(1)), jnp.where(TASKS[0].current, 3.0, 0.0))
+    return config.part(H.HepcoOptions, cfg), kit, model, params, aggregate, past
+
+
+BROADCAST = functools.partial(jax.tree.map, lambda x: x - 0.25)  # what the clients began the round with
+
+
+@functools.cache
+def step_of(opts, kit):
+    """One trace for all tests with the same settings."""
+    return jax.jit(H.latent_distillation(opts, kit).step, static_argnums=1)
+
+
+def played(opts, kit, model, params, aggregate, past, task=TASKS[1]):
+    previous = Broadcast(Wire(model.part(BROADCAST(params), task), {}))
+    return step_of(opts, kit)(
+        turn_of(task, 0, frozen=SCALE, previous=previous), model, params, past, aggregate, KEY
+    )
+
+
+def test_the_step_is_what_its_formulas_say():
+    """Every loss and every step of Adam written out, under the release's preset, with the same draws."""
+    opts, kit, model, params, aggregate, past = world(fidelity="released")
+    after, _, _ = played(opts, kit, model, params, aggregate, past)
+    shape, task = GeneratorConfig(SETTING.classes, FORMULA.width, 3, 2), TASKS[1]
+    seen, old = np.asarray(task.seen), np.asarray(task.old)
+    rows = np.asarray(aggregate.gather["class_rows"] * aggregate.valid[:, None], np.float32)
+    weight = rows / (rows.sum() + (rows.sum(0) == 0).sum())
+    part = lambda i: jax.tree.map(lambda x: x[i], aggregate.gather["part"])
+    keys = jax.random.split(KEY, 3)
+    odds = lambda count: jnp.where(count > 0, jnp.log(jnp.maximum(count, 1e-12)), -jnp.inf)
+
+    def logits(model, z):
+        return jnp.where(seen, z @ model.classifier.kernel + model.classifier.bias, -1e30)
+
+    def prompt(model, z):
+        unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        cosines = jnp.einsum("bd,lmd->blm", unit(z), unit(model.adapter.key))
+        return jnp.einsum("blm,lmnd->blnd", cosines, model.adapter.prompt)
+
+    def xent(logits, y):
+        return -jax.nn.log_softmax(logits)[jnp.arange(len(y)), y]
+
+    def kl(p, q):
+        apart = jax.nn.log_softmax(p) - jax.nn.log_softmax(q)
+        return jnp.sum(jnp.where(seen, jax.nn.softmax(p) * apart, 0), -1)
+
+    def conditions(key, count, log_odds):
+        first, second = jax.random.split(key)
+        noise = jax.random.normal(first, (count, 3))
+        return noise, jax.random.categorical(second, log_odds, shape=(count,))
+
+    def train(key, steps, log_odds, teachers, weights):
+        adam, generator = optax.adam(1e-4), init_generator(shape, jax.random.fold_in(key, 0))
+        state = adam.init(generator.params)
+        for i in range(steps):
+            noise, y = conditions(jax.random.fold_in(key, i + 1), 6, log_odds)
+
+            def loss(p, noise=noise, y=y, generator=generator):
+                z, moved = generate(shape, generator._replace(params=p), noise, y, True)
+                terms = [
+                    jnp.sum(w[y] * (xent(logits(m, z), y) - kl(logits(m, z), logits(params, z))))
+                    for m, w in zip(teachers, weights, strict=True)
+                ]
+                return sum(terms), moved
+
+            slope, moved = jax.grad(loss, has_aux=True)(generator.params)
+            update, state = adam.update(slope, state)
+            generator = moved._replace(params=optax.apply_updates(generator.params, update))
+        return generator
+
+    new = train(keys[0], 3, odds(rows.sum(0)), [part(0), part(1)], weight[:2])
+    older = train(keys[1], 3 + 2, odds(past.rows * old), [past.start.part], [old.astype(np.float32)])
+
+    def draw(key):
+        first, second = jax.random.split(key)
+        noise, y = conditions(first, 6, odds(rows.sum(0)))
+        old_noise, old_y = conditions(second, 3, odds(past.rows * old))
+        value = generate(shape, new, noise, y, False)[0]
+        return value, generate(shape, older, old_noise, old_y, False)[0], y, old_y
+
+    expected = params
+    for phase, name in enumerate(("adapter", "classifier")):
+        adam, key = optax.adam(1e-4), jax.random.fold_in(keys[2], phase)
+        state = adam.init(getattr(expected, name))
+        for i in range(3):
+            z, old_z, y, old_y = draw(jax.random.fold_in(key, i))
+
+            def loss(piece, z=z, old_z=old_z, y=y, old_y=old_y, name=name, expected=expected):
+                own = expected._replace(**{name: piece})
+                if name == "classifier":
+                    both = jnp.concatenate([z, old_z]), jnp.concatenate([y, old_y])
+                    return jnp.mean(xent(logits(own, both[0]), both[1]))
+                far = lambda a, b: jnp.sum((a - b) ** 2, (1, 2, 3))
+                clients = [jnp.sum(weight[j][y] * far(prompt(own, z), prompt(part(j), z))) for j in (0, 1)]
+                return sum(clients) + jnp.sum(far(prompt(own, old_z), prompt(past.start.part, old_z)))
+
+            update, state = adam.update(jax.grad(loss)(getattr(expected, name)), state)
+            expected = expected._replace(**{name: optax.apply_updates(getattr(expected, name), update)})
+    change = lambda model: jax.tree.map(jnp.subtract, model, params)
+    assert norm(change(expected).adapter) > 1e-3 and norm(change(expected).classifier) > 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), change(after), change(expected))
+
+
+SWITCHES = ["wo_previous", "wo_kl", "wo_mse", "wo_prompt_distillation", "wo_classifier_distillation"]
+
+
+# each compiles a step of its own
+@pytest.mark.parametrize("switch", some(SWITCHES, ("wo_prompt_distillation",)))
+def test_every_ablation_takes_something_away(switch):
+    plain, without = (played(*world(**{switch: on}))[0] for on in (False, True))
+    start = world()[3]
+    assert norm(jax.tree.map(jnp.subtract, plain, without)) > 1e-7
+    if switch == "wo_prompt_distillation":
+        same(without.adapter, start.adapter)
+    if switch == "wo_classifier_distillation":
+        same(without.classifier, start.classifier)
+
+
+READINGS = [
+    ("kl_direction", "client_server"), ("mse_to_generator", False), ("loss_weights", "uniform"),
+    ("loss_weights", "per_class"), ("distill_phases", "sequential"), ("generator_norm", False),
+    ("kl_weight", 2.0), ("mse_weight", 0.5), ("replay_ratio", 1.0), ("distill_lr", 1e-3),
+    ("generator_lr", 1e-3), ("generator_growth", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", some(READINGS, (("loss_weights", "uniform"),)))
+def test_every_reading_changes_the_result(field, value):
+    plain, other = (played(*world(**more))[0] for more in ({}, {field: value}))
+    assert norm(jax.tree.map(jnp.subtract, plain, other)) > 1e-8
+
+
+def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
+    """O11: the gradient of the generators' loss is the same without it."""
+    loss_at = lambda z, **more: H.generator_loss(
+        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers, z, label
+    )
+    opts, _, model, params, aggregate, _ = world(fidelity="released")
+    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SETTING.classes)))
+    z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
+    slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
+    same(slope(), slope(wo_mse=True))
+    assert float(jnp.abs(slope(mse_to_generator=True) - slope()).max()) > 1e-4
+
+
+def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not():
+    """The signs of eq. 5: the loss falls with the cross-entropy and rises with both disagreements."""
+    opts, _, model, params, aggregate, _ = world()
+    part = aggregate.gather["part"]
+    teachers = H.Teachers(params, part, jnp.ones((3, SETTING.classes)))
+    z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
+    loss = lambda **more: H.generator_loss(
+        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers, z, label
+    )
+    own = z @ params.classifier.kernel + params.classifier.bias
+    theirs = jax.vmap(lambda head: z @ head.kernel + head.bias)(part.classifier)
+    apart = H.divergence(theirs, own, TASKS[1].seen, "server_client").sum()
+    gap = H.prompt_gap(model, params, params, TASKS[1], teachers, z).sum()
+    assert apart > 0 and gap > 0
+    np.testing.assert_allclose(loss(wo_kl=True) - loss(), apart, rtol=1e-4)
+    np.testing.assert_allclose(loss(wo_mse=True) - loss(), 0.1 * gap, rtol=1e-4)
+    easier = dataclasses.replace(opts, wo_kl=True, wo_mse=True)
+    surer = Head(part.classifier.kernel, part.classifier.bias.at[:, label[0]].add(1))
+    better = teachers._replace(parts=part._replace(classifier=surer))
+    harder, easy = (
+        H.generator_loss(model, easier, params, TASKS[1], each, z, label) for each in (teachers, better)
+    )
+    assert easy < harder
+
+
+@pytest.mark.parametrize("ratio, count", [(0.5, 32), (1.0, 64), (0.125, 8)])
+def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
+    """O12."""
+    opts = options(replay_ratio=ratio)
+    shape = GeneratorConfig(SETTING.classes, FORMULA.width)
+    past = world()[-1]
+    draw = lambda: H.draw_latents(
+        opts, shape, jnp.ones(SETTING.classes) * TASKS[1].current, past, TASKS[1],
+        init_generator(shape, KEY), init_generator(shape, KEY), KEY,
+    )  # fmt: skip
+    batch = draw()
+    assert batch.new.value.shape == (64, FORMULA.width) and batch.old.value.shape == (count, FORMULA.width)
+    assert np.asarray(TASKS[1].current)[batch.new.label].all()
+    assert np.asarray(TASKS[1].old)[batch.old.label].all()
+
+
+def test_the_first_task_has_no_previous_model():
+    """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
+    opts, kit, model, params, aggregate, past = world()
+    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SETTING.classes))
+    spoilt = jax.tree.map(lambda x: x + 5, first.start.part)
+    poisoned = first._replace(start=first.start._replace(part=spoilt))
+    task = TASKS[0]
+    rows = aggregate.gather["class_rows"].at[:].set(jnp.where(task.current, 3, 0))
+    aggregate = aggregate._replace(gather=aggregate.gather | {"class_rows": rows})
+    (one, kept, _), (two, _, _) = (
+        played(opts, kit, model, params, aggregate, each, task) for each in (first, poisoned)
+    )
+    same(one, two)
+    assert norm(jax.tree.map(jnp.subtract, one, params)) > 1e-4
+    same(kept.start.part, model.part(BROADCAST(params), task))  # what the round began with
+    assert int(kept.start.task) == 0 and kept.rows.tolist() == (6 * np.asarray(task.current)).tolist()
+
+
+def test_what_is_not_valid_teaches_nothing():
+    opts, kit, model, params, aggregate, past = world()
+    spoilt = jax.tree.map(lambda x: x.at[2].set(jnp.nan), aggregate.gather["part"])
+    other = aggregate._replace(gather=aggregate.gather | {"part": spoilt})
+    same(*(played(opts, kit, model, params, each, past)[0] for each in (aggregate, other)))
+    nobody = aggregate._replace(valid=jnp.zeros(3, bool))
+    same(played(opts, kit, model, params, nobody, past)[0], params)
+
+
+# ---- the method --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", some(["pool", "lora"], ("lora",)))
+def test_it_runs_on_adapters_with_and_without_prompts(adapter):
+    own = SMALL if adapter == "pool" else {"lora_lr": 1e-3, "lora_blocks": 1}
+    hepco, mean = (
+        method_of(name, network=FORMULA, adapter=adapter, batch_size=4, lr=0.05, **own, **more)
+        for name, more in (("hepco", FEW), ("fedavg-prompt", {}))
+    )
+    ours, theirs = by_hand(hepco), by_hand(mean)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), ours.params, theirs.params)
+    assert max(jax.tree.leaves(moved.classifier)) > 1e-5
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ours.params))
+
+
+def test_uploads_are_averaged_without_weights():
+    """O14."""
+    method = method_of("fedavg-prompt", network=FORMULA, **SMALL)
+    uploads = jnp.array([1.0, 2, 3, 4, 10])
+    program = method.rounds[0].program
+    assert method.aggregation == "uniform" and program.receive is not None
+    assert float(uploads.mean()) == 4
+
+
+def test_the_merged_model_is_evaluated_too():
+    """predisacc: what the clients' mean says, before the server changes it."""
+    method = method_of("hepco", network=FORMULA, batch_size=4, lr=0.05, **SMALL, **FEW)
+    server = by_hand(method)
+    turn = turn_of(TASKS[1], frozen=SCALE)
+    nothing = jnp.zeros(4, jnp.int32)
+    batch = Batch(jax.random.normal(KEY, (4, FORMULA.width)), nothing, nothing == 0, nothing)
+    merged, final = (compiled(f)(turn, server, batch) for f in (method.predict_provisional, method.predict))
+    assert float(jnp.abs(merged - final).max()) > 1e-6
+    as_if = server._replace(
+        params=server.params._replace(
+            **{name: getattr(server.provisional, name) for name in ("adapter", "classifier")}
+        )
+    )
+    same(merged, compiled(method.predict)(turn, as_if, batch))
+    assert method_of("fedavg-prompt", network=FORMULA, **SMALL).predict_provisional is None
+
+
+def test_metrics_over_images():
+    """O13, and tasks of different sizes."""
+    matrix = [[90], [80, 70], [60, 65, 75]]
+    assert np.isclose(metrics.A_last(matrix), 66.667, atol=1e-3)
+    assert metrics.forgetting(matrix)["paper"] == 17.5 and metrics.drop(matrix, [1, 1, 1]) == 11.25
+    found = metrics.by_image(matrix, [100, 300, 100])
+    np.testing.assert_allclose(found.acc, [90, 72.5, 66])
+    np.testing.assert_allclose(found.lastacc, [np.nan, 80, 63.75])
+    np.testing.assert_allclose(found.plastic, [90, 70, 75])
+    np.testing.assert_allclose(metrics.drop(matrix, [100, 300, 100]), ((90 - 80) + (72.5 - 63.75)) / 2)
+    assert metrics.drop([[90]], [5]) == 0
