@@ -77,7 +77,8 @@ class Mutant:
         return f"{self.path}:{self.line}:{self.column}:{self.before}:{self.after}"
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.number}: {self.before} -> {self.after}"
+        plain = lambda text: " ".join(text.split())
+        return f"{self.path}:{self.number}: {plain(self.before)} -> {plain(self.after)}"
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -343,8 +344,10 @@ def _line(record: dict) -> str:
 
 
 def keep(records: list[dict], number: int, seed: int):
-    """Write a fixed sample of those that a test caught."""
-    caught = [record for record in records if record["caught"] and "::" in record["by"]]
+    """Write a fixed sample of those that a test caught and whose lines are still there."""
+    sources = targets(REPOSITORY)
+    here = lambda record: applied(sources[record["mutant"]["path"]], Mutant(**record["mutant"])) is not None
+    caught = [record for record in records if record["caught"] and "::" in record["by"] and here(record)]
     chosen = random.Random(seed).sample(caught, min(number, len(caught)))
     text = [{"mutant": record["mutant"], "by": record["by"]} for record in chosen]
     KEPT.write_text(json.dumps(text, indent=1) + "\n")

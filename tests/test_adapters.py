@@ -23,12 +23,13 @@ VARIANTS = {
     "lora, products": LORA | dict(local_lora="products", global_lora="products"),
     "lora, the current pair alone": LORA | dict(local_lora="current", global_lora="first"),
     "lora, one pair": LORA | dict(lora_pairs="one"),
+    "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
     "prompts": PROMPTS,
     "prompts, a fixed scale": PROMPTS | dict(gate_scale="fixed"),
     "prompts, the best task alone": PROMPTS | dict(wo_fusion=True),
     "prompts, all of them sent": PROMPTS | dict(prompt_upload="all"),
 }
-SHARED = ("linear", "full", "lora, one pair")  # what they train belongs to no task
+SHARED = ("linear", "full", "lora, one pair", "pool")  # what they train belongs to no task
 PAIR = 4 * 2 * 2 * WIDTH  # numbers of a pair in two blocks
 QUERY = rows_of([0, 1, 2, 3]).image
 every = pytest.mark.parametrize("variant", VARIANTS)
@@ -117,7 +118,7 @@ def test_a_task_opens_with_what_there_is_or_with_the_prompt_before_it(variant):
     params = params_of(adapter)
     same(adapter.open_task(params, TASKS[0]), params)
     opened = adapter.open_task(params, TASKS[1])
-    if adapter.prompt:
+    if VARIANTS[variant]["adapter"] == "prompts":
         same(opened._replace(prompt=params.prompt), params)
         np.testing.assert_array_equal(opened.prompt[1], params.prompt[0])
         np.testing.assert_array_equal(opened.prompt[0], params.prompt[0])
@@ -206,11 +207,11 @@ def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
 def test_an_adapter_says_what_it_reads_and_at_which_rate_it_trains(variant):
     adapter, name = adapter_of(variant), VARIANTS[variant]["adapter"]
     assert adapter.plain == (name == "linear")
-    assert adapter.queries == (name == "prompts") == (adapter.prompt is not None)
+    assert adapter.queries == (name in ("prompts", "pool")) == (adapter.prompt is not None)
     rate = {"lora": resolved("fppl", **VARIANTS[variant]).lora_lr} if name == "lora" else {"full": 0.5}
     assert adapter.rate == rate.get(name)
     model = learner(FORMULA, adapter, linear(WIDTH, SETTING.classes))
-    assert model.queries == (name in ("prompts", "linear"))
+    assert model.queries == (name in ("prompts", "pool", "linear"))
 
 
 def test_evaluation_may_use_other_pairs_than_training():

@@ -24,7 +24,7 @@ from fcljax.methods import hepco as H
 from fcljax.models.classifiers import linear
 from fcljax.models.generator import GeneratorConfig, generate, init_generator
 from fcljax.models.heads import Head, cross_entropy, init_head
-from fcljax.models.vit import VITS, Injection, Prefix, apply_vit, init_vit, vit_network
+from fcljax.models.vit import VITS, vit_network
 from fcljax.runs import metrics
 from fcljax.steps import Start
 from fcljax.types import Aggregate, Batch, Broadcast, Setting
@@ -65,20 +65,6 @@ def test_a_prompt_is_half_keys_and_half_values():
     assert set(prefix) == {0, 1, 2, 3, 4} and prefix[4].key.shape == (3, 10, 8)
     same(prefix[2].key, prompt[:, 2, :10])
     same(prefix[2].value, prompt[:, 2, 10:])
-
-
-def test_a_prefix_of_projected_prompts_is_those_prompts():
-    """Prompt tokens enter a block as keys and values of norm1(p); a prefix holds them as they are."""
-    params, image = init_vit(KEY, TINY), jax.random.normal(KEY, (2, 8, 8, 3))
-    prompt, block = jax.random.normal(KEY, (2, 3, TINY.width)), params["block_01"]
-    centred = prompt - prompt.mean(-1, keepdims=True)
-    normed = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + TINY.epsilon)
-    normed = normed * block["norm1"]["scale"] + block["norm1"]["bias"]
-    _, key, value = jnp.split(normed @ block["attn"]["qkv"]["kernel"] + block["attn"]["qkv"]["bias"], 3, -1)
-    by_prompt = apply_vit(TINY, params, image, Injection(prompt={1: prompt})).cls
-    by_prefix = apply_vit(TINY, params, image, Injection(prefix={1: Prefix(key, value)})).cls
-    np.testing.assert_allclose(by_prompt, by_prefix, atol=1e-5)
-    assert float(jnp.abs(by_prompt - apply_vit(TINY, params, image, None).cls).max()) > 1e-3
 
 
 @pytest.mark.parametrize("classes, scalars", [(100, 8_140_900), (200, 8_217_800), (345, 8_329_305)])

@@ -442,6 +442,13 @@ def test_prototypes_are_reweighted_by_their_distance_to_the_mean_features(fideli
     np.testing.assert_allclose(prototypes_of(after)[2:4], [[9, 0, 0, 0], [expected, 0, 0, 0]], atol=2e-6)
 
 
+def test_a_high_temperature_weighs_all_clients_alike():
+    method, server = make(reweight_temperature=1e6)
+    prototypes = [[[9.0], [1.0]], [[9.0], [2.0]], [[9.0], [4.0]]]
+    after = serve(method, server, TASKS[1], prototypes, [[None, [0.0]], [None, [0.0]], [None, [0.0]]])
+    np.testing.assert_allclose(prototypes_of(after)[3, 0], 7 / 3, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("fidelity", "expected"), [("intended", (1.515109, 2.020146)), ("paper", (2.807074, 3.742765))]
 )

@@ -42,6 +42,7 @@ OWN = {
     "lora": dict(lora_rank=2, lora_lr=RATE),
     "prompts": dict(prompt_length=2, prompt_blocks=2),
     "full": dict(full_lr=RATE),
+    "pool": dict(pool_size=3, pool_length=2, pool_blocks=2),
     "linear": {},
 }
 

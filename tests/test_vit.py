@@ -62,7 +62,7 @@ def attention(p, x, prefix):
         q, k, v = (dense(p["qkv"], x[image])[:, i * width + head * size :][:, :size] for i in range(3))
         if prefix is not None:
             k, v = (
-                np.concatenate([own, np.asarray(extra[image, :, head])])
+                np.concatenate([own, np.asarray(extra[image, :, head * size :][:, :size])])
                 for own, extra in ((k, prefix.key), (v, prefix.value))
             )
         odds = np.exp(q @ k.T / math.sqrt(size))
@@ -189,7 +189,7 @@ def test_lanes_with_prompts_of_their_own_equal_a_loop_over_them(params):
 
 
 def test_a_prefix_is_more_keys_and_values(params, image):
-    prefix = Prefix(*(random(ROWS, 3, TINY.heads, TINY.width // TINY.heads) for _ in range(2)))
+    prefix = Prefix(*(random(ROWS, 3, TINY.width) for _ in range(2)))
     features = run(TINY, params, image, Injection(prefix={0: prefix}), False)
     expected = equations(params, image, prefix)[:, 0]
     np.testing.assert_allclose(features.cls, expected, atol=1e-4)

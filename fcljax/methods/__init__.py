@@ -68,6 +68,11 @@ _MOMENTUM = dict.fromkeys(("intended", "paper", "released"), {"momentum": 0.9})
 
 # HePCo's clients exist for one round, and are averaged whatever they have
 _SAMPLED = {"partition": "sampled", "aggregator": "uniform"}
+# one client that has everything is no sampled one
+_ALONE = {
+    preset: {field: value for field, value in fields.items() if field != "long_tail"}
+    for preset, fields in hepco.CLIENT.items()
+}
 _WHOLE = {"full_lr": 5e-5, "lr": 5e-5}  # of methods that train the whole network (HePCo, section 5)
 
 METHODS: dict[str, MethodEntry] = {
@@ -117,6 +122,7 @@ METHODS: dict[str, MethodEntry] = {
     "hepco": MethodEntry(
         "a weighted prompt pool, latent generation and distillation on the server (HePCo)",
         hepco.HepcoOptions, hepco.hepco, "pool", hepco.FIDELITY, _SAMPLED,
+        merges="its server learns from the clients' models one by one; `uniform` works too",
     ),
     "fedavg-prompt": MethodEntry(
         "HePCo's clients, and a server that only averages", hepco.PromptedOptions,
@@ -140,7 +146,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "centralized-prompt": MethodEntry(
         "one client that has everything: HePCo's upper bound", hepco.PromptedOptions,
-        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT,
+        fedavg_prompt.fedavg_prompt, "pool", _ALONE,
         {"partition": "iid", "clients": 1, "rounds": 1, "epochs": 20},
     ),
     "joint": MethodEntry(
