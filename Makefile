@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long mutants lint clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -16,6 +16,10 @@ test: .venv/ready lint
 # What is long and rarely breaks.
 test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+
+# Small errors that the tests must catch, a fixed sample: docs/testing.md.
+mutants: .venv/ready
+	$(BIN)/python experiments/mutate.py --kept
 
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments

@@ -192,10 +192,13 @@ def prepare(folder: Path) -> Path:
     """A copy of the repository to break, and this process made ready to be forked: what is slow to import is
     imported, and no backend of JAX runs."""
     copy = folder / "copy"
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "*.egg-info", "build")
-    shutil.copytree(REPOSITORY, copy, ignore=ignore)
+    for name in ("fcljax", "tests", "experiments", "docs"):  # and no results or environments
+        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in filter(Path.is_file, REPOSITORY.iterdir()):
+        shutil.copy(file, copy)
     (folder / "compiled").mkdir(exist_ok=True)
     os.environ["FCLJAX_TESTS"] = str(folder)
+    os.environ["PYTHONPATH"] = str(copy)  # of processes that tests start
     sys.path.insert(0, str(copy / "tests"))
     importlib.import_module("conftest")
     for name in HEAVY:

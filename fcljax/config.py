@@ -256,7 +256,6 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     check_ranges(config)
     if config.momentum is not None and config.optimiser != "sgd":
         raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
-    check_partition(config)
     if config.hostile >= config.clients:
         raise InputError(
             f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
@@ -306,7 +305,12 @@ def settle(config: Settings, preset: Mapping[str, Any] = MappingProxyType({})) -
     """Settings without a None that stands for a default: those of the preset, then the usual ones.
 
     The command line gives None where a preset may decide. A command that knows no method has no preset.
+
+    Raises:
+      InputError: as `check_partition`.
     """
+    if isinstance(config, DealConfig):
+        check_partition(config)
     usual, preset = dict(USUAL), dict(preset)
     if getattr(config, "partition", None) == "sampled":
         usual |= SAMPLED | {"population": "redrawn"}

@@ -319,3 +319,11 @@ def test_settings_of_sampled_clients_come_with_them(options, parts, tmp_path, ca
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
     assert all(part in line for part in parts)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_chart_of_sampled_clients_is_refused_settings_that_are_not_theirs(tmp_path, capsys):
+    options = ["digits", "--imbalance", "0.1", "--out", str(tmp_path / "charts")]
+    assert cli.main(["data", "show", *options]) == 2
+    assert "imbalance: only sampled clients have it" in capsys.readouterr().err
+    assert cli.main(["data", "show", *options, "--partition", "sampled"]) == 0
+    assert (tmp_path / "charts" / "classes.png").is_file()
