@@ -106,20 +106,20 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
     label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
     used = first_share(dataset.y_train, resolved(cfg.train_share))
     whole = cfg.partition in ("dirichlet", "iid")
+    of_task = lambda task: used if whole else used[tasks[task].current[label[used]]]
+    told = None
 
     def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
-        mine = used if whole else used[tasks[task].current[label[used]]]
+        mine = of_task(task)
         return [mine[part] for part in _split(dataset.y_train[mine], cfg, rng)]
 
     if cfg.partition == "sampled":
         position = relabel(np.arange(classes), order)
-        mine = lambda task: used[tasks[task].current[label[used]]]
-        drawn = lambda task, round_: _sampled(dataset.y_train, mine(task), cfg, task, round_, rounds)
-        own = lambda task, round_: [each.rows for each in drawn(task, round_)]
-        rows = lambda task, round_: client_rows(own(task, round_), label, tasks[task])
-        said = lambda task, round_: _told(drawn(task, round_), position)
-        return Deal(label, relabel(dataset.y_test, order), rows, said if cfg.long_tail == "told" else None)
-    if cfg.population == "redrawn":
+        drawn = lambda task, round_: _sampled(dataset.y_train, of_task(task), cfg, task, round_, rounds)
+        dealt = lambda task, round_: [each.rows for each in drawn(task, round_)]
+        if cfg.long_tail == "told":
+            told = lambda task, round_: _told(drawn(task, round_), position)
+    elif cfg.population == "redrawn":
         dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
     elif cfg.population == "independent":
         alone = lambda *place: parts(place[0], np.random.RandomState([cfg.seed, *place]))[place[-1]]
@@ -130,7 +130,7 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
         )
         dealt = lambda task, round_: fixed[task]
     rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
-    return Deal(label, relabel(dataset.y_test, order), rows)
+    return Deal(label, relabel(dataset.y_test, order), rows, told)
 
 
 def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.ndarray:

@@ -56,7 +56,12 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
     """{scalars, bytes} that a client keeps from earlier rounds besides what a round sends it (FPPL's ESTG
     counts these)."""
-    return {"scalars": scalars(broadcast.held), "bytes": num_bytes(broadcast.held)}
+    return size(broadcast.held)
+
+
+def size(tree: PyTree) -> dict[str, int]:
+    """{scalars, bytes} of a tree."""
+    return {"scalars": scalars(tree), "bytes": num_bytes(tree)}
 
 
 def total(traffic: Traffic, times: int) -> dict[str, int]:

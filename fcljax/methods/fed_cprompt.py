@@ -31,8 +31,7 @@ class CPromptOptions(PromptedOptions):
 def fed_cprompt(options: CPromptOptions, kit: Kit) -> Method:
     """Fed-CPrompt as a method."""
     terms = (contrast(options.contrast_near, options.contrast_far, options.contrast_margin),)
-    train = kit._replace(train=scheduled(kit.train, options))
-    return averaging(train, terms=terms, steps=(start_of_task(),))
+    return averaging(scheduled(kit, options), terms=terms, steps=(start_of_task(),))
 
 
 def contrast(near: float, far: float, margin: float) -> Term:

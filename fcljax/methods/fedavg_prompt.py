@@ -12,4 +12,4 @@ from fcljax.types import Method
 
 def fedavg_prompt(options: PromptedOptions, kit: Kit) -> Method:
     """FedAvg-Prompt as a method."""
-    return averaging(kit._replace(train=scheduled(kit.train, options)))
+    return averaging(scheduled(kit, options))

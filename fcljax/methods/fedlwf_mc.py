@@ -21,8 +21,8 @@ from fcljax.types import Method
 
 def fedlwf_mc(options: PromptedOptions, kit: Kit) -> Method:
     """FedLwF.MC as a method."""
-    train = kit._replace(train=scheduled(kit.train, options))
-    return averaging(train, Objective("seen", weight=0.0), terms=(binary(),), steps=(start_of_task(),))
+    objective, steps = Objective("seen", weight=0.0), (start_of_task(),)
+    return averaging(scheduled(kit, options), objective, terms=(binary(),), steps=steps)
 
 
 def binary() -> Term:

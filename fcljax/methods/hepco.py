@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Collect, Kit, ServerStep, Train, federate
+from fcljax.federate import Collect, Kit, ServerStep, federate
 from fcljax.learner import Learner, Model, learner
 from fcljax.models.classifiers import linear
 from fcljax.models.generator import Generator, GeneratorConfig, generate, init_generator
@@ -97,19 +97,18 @@ FIDELITY = {name: CLIENT[name] | _SERVER[name] for name in CLIENT}
 def hepco(options: HepcoOptions, kit: Kit) -> Method:
     """HePCo as a method, on any adapter. `options` must be resolved."""
     model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    return federate(
-        model, kit.setting, scheduled(kit.train, options), kit.terms, (latent_distillation(options, kit),),
-        aggregation=kit.aggregation,
-    )  # fmt: skip
+    steps, train = (latent_distillation(options, kit),), scheduled(kit, options).train
+    return federate(model, kit.setting, train, kit.terms, steps, aggregation=kit.aggregation)
 
 
 # ---- client: cross-entropy over the task's classes (section 4.1) -------------------------------------------
 
 
-def scheduled(train: Train, options: PromptedOptions) -> Train:
-    """The clients' training, with the learning rate falling over the epochs of every round."""
-    schedule = resolved(options.epoch_schedule)
-    return train._replace(factor=lambda round_, rounds, epoch: epoch_factor(schedule, epoch, train.epochs))
+def scheduled(kit: Kit, options: PromptedOptions) -> Kit:
+    """The kit with the clients' learning rate falling over the epochs of every round."""
+    schedule, epochs = resolved(options.epoch_schedule), kit.train.epochs
+    factor = lambda round_, rounds, epoch: epoch_factor(schedule, epoch, epochs)
+    return kit._replace(train=kit.train._replace(factor=factor))
 
 
 def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Array, ""]:

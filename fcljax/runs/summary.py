@@ -75,7 +75,6 @@ def summarize(
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in wires.trainable.items()}
-    size = lambda tree: {"scalars": communication.scalars(tree), "bytes": communication.num_bytes(tree)}
     return {
         "method": method_name,
         "dataset": cfg.dataset,
@@ -89,8 +88,8 @@ def summarize(
         "personal_accuracy": personal,
         **_communication(exp, wires, records),
         "extra_storage": communication.extra_storage(wires.broadcast),
-        "client_state": size(wires.state),
-        "server_state": size(wires.server),
+        "client_state": communication.size(wires.state),
+        "server_state": communication.size(wires.server),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
         "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
