@@ -37,7 +37,7 @@ TARGETS = (
 TESTS = (
     "adapters", "aggregation", "baselines", "check", "communication", "conformance", "federate", "fppl",
     "hepco", "invariance", "invariance_fppl", "lora", "options", "outside", "pilora", "privacy", "prototypes",
-    "recall", "rounds", "terms",
+    "recall", "rounds", "surrogates", "terms",
 )  # fmt: skip
 # imported once, before a process is forked for each mutant
 HEAVY = (

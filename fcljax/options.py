@@ -77,3 +77,12 @@ def check_value(field: dataclasses.Field, value: object) -> None:
         raise InputError(f"{name}: {value} is too large; nearest valid value: {rule['most']}")
     if below is not None and value >= below:
         raise InputError(f"{name}: {value} is too large; it must be below {below}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SurrogateOptions:
+    """Of methods that need images of another data set: a run's settings with these fields get them, as
+    `Frozen.surrogate`."""
+
+    surrogate: str = "glyphs"  # data set of the surrogate images, as --dataset names it; labels are not read
+    surrogate_images: int = 2000  # how many of its training images are used, drawn by the seed

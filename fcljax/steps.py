@@ -48,3 +48,12 @@ def teacher(ctx: Ctx) -> Model:
 def _of_task(task: Task, start: Start, newest: Model) -> Start:
     pick = lambda new, kept: jnp.where(start.task == task.index, kept, new)
     return Start(jax.tree.map(pick, newest, start.part), jnp.asarray(task.index, jnp.int32))
+
+
+def sound_parts(part: Model, aggregate: Aggregate) -> Model:
+    """The clients' parts [P, ...], with the averaged one, `part`, in the place of those that are absent or
+    not valid: they count for nothing, and nothing times NaN would be NaN."""
+    alive = lambda leaf: aggregate.valid.reshape(-1, *[1] * (leaf.ndim - 1))
+    pick = lambda own, theirs: jnp.where(alive(theirs), theirs, own)
+    own, theirs = part._replace(extra=()), aggregate.gather["part"]._replace(extra=())
+    return jax.tree.map(pick, own, theirs)

@@ -40,10 +40,11 @@ class Setting(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """Parameters that are never trained, shared by all clients: an argument everywhere."""
+    """What is never trained and shared by all clients: an argument everywhere."""
 
     network: PyTree
     decoder: PyTree = ()  # of a masked autoencoder, where the checkpoint has one
+    surrogate: PyTree = ()  # images of another data set [S, H, W, 3], grey levels 0..255, where a method asks
 
 
 class Features(NamedTuple):
@@ -69,8 +70,9 @@ class Network(NamedTuple):
     width: int
     blocks: int
     image: tuple[int, int, int]  # shape of one image
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)  # pixel constants: what is taken off pixels in [0, 1]
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they are divided by
+    # pixel constants of the images that it is given: what was taken off pixels in [0, 1]
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they were divided by
     decode: Callable[..., Array] | None = None
 
 

@@ -54,6 +54,11 @@ OPTIONS = {
     "fed-cprompt": POOL,
     "fedavg-ft": {},
     "fedlwf-mc": {},
+    "cfed": {"server_steps": 2, "server_batch": 6},
+    "target": {
+        "synthesis_rounds": 2, "synthesis_batch": 4, "synthesis_warmup": 1, "generator_steps": 2,
+        "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
+    },
     "centralized-prompt": POOL | {"clients": 4},
 }
 STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round

@@ -183,7 +183,7 @@ def test_the_settings_of_hepco_are_the_papers(file):
     assert (cfg.pool_size, cfg.pool_length, cfg.pool_blocks) == (100, 20, 5)
     assert (cfg.backbone, cfg.normalise, cfg.aggregator) == ("vit_b16", "release", "uniform")
     assert cfg.imbalance == (float(file.stem.rpartition("_")[2]) if "table2" in file.stem else 1)
-    for baseline in ("fedavg-prompt", "fedprox", "fed-cprompt", "fedavg-ft", "fedlwf-mc"):
+    for baseline in ("fedavg-prompt", "fedprox", "fed-cprompt", "fedavg-ft", "fedlwf-mc", "cfed", "target"):
         assert cli.settings(baseline, {}, cli.Paths(config=str(file))).rounds == 10
 
 

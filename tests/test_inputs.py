@@ -17,12 +17,14 @@ from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli
 from fcljax.config import InputConfig, settle
-from fcljax.data.augment import train_view
+from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.sources import Dataset
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
+from fcljax.options import SurrogateOptions
+from fcljax.pixels import NORMALISE, network_input
 from fcljax.runs import build
 from fcljax.runs.inputs import (
     backbone_name,
@@ -34,6 +36,7 @@ from fcljax.runs.inputs import (
     read_clean,
     save_features,
     saved_features,
+    surrogate_images,
 )
 
 SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
@@ -300,3 +303,35 @@ def test_a_run_takes_the_features_that_embed_has_left(tmp_path, monkeypatch, cap
     assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))
     capsys.readouterr()
+
+
+# ---- images of another data set ----------------------------------------------------------------------------
+
+
+def test_surrogate_images_are_another_data_sets_under_the_clean_view(tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 3)).astype(np.uint8)
+    np.savez(tmp_path / "x.npz", x_train=image, y_train=np.arange(7), x_test=image, y_test=np.arange(7))
+    name, cfg = f"npz:{tmp_path / 'x.npz'}", dataclasses.replace(SMALL, preprocess="hepco")
+    found = surrogate_images(cfg, SurrogateOptions(name, 5), 8)
+    assert found.dtype == np.uint8 and found.shape == (5, 8, 8, 3)
+    assert all(any((one == other).all() for other in image) for one in found)  # of the right size already
+    assert len({one.tobytes() for one in found}) == 5
+    again = surrogate_images(dataclasses.replace(cfg, seed=1), SurrogateOptions(name, 5), 8)
+    assert found.tobytes() != again.tobytes()
+    assert len(surrogate_images(cfg, SurrogateOptions(name, 99), 4)) == 7
+
+
+def test_surrogate_images_of_the_run_itself_or_of_nothing_are_refused():
+    with pytest.raises(InputError, match="surrogate: 'digits' is the run's own data set"):
+        surrogate_images(SMALL, SurrogateOptions("digits"), 8)
+    with pytest.raises(InputError, match="^surrogate: unknown name 'digit'; did you mean 'digits'"):
+        surrogate_images(SMALL, SurrogateOptions("digit"), 8)
+
+
+def test_the_network_that_methods_see_knows_the_pixels_that_it_gets():
+    found = load_inputs(dataclasses.replace(SMALL, normalise="cifar100"))
+    network = build.network_of(found.backbone, found.preprocess)
+    assert (network.mean, network.std) == NORMALISE["cifar100"]
+    grey = jnp.full((1, 8, 8, 3), 51, jnp.uint8)
+    expected = clean_view(found.preprocess, grey)
+    np.testing.assert_allclose(network_input(network, grey), expected, rtol=1e-6)

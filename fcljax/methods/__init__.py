@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from fcljax.errors import InputError, nearest
 from fcljax.federate import Kit
 from fcljax.methods import (
+    cfed,
     ewc,
     fed_cprompt,
     fedavg,
@@ -26,6 +27,7 @@ from fcljax.methods import (
     icarl,
     lwf,
     pilora,
+    target,
 )
 from fcljax.types import Method
 
@@ -143,6 +145,14 @@ METHODS: dict[str, MethodEntry] = {
     "fedlwf-mc": MethodEntry(
         "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)", hepco.PromptedOptions,
         fedlwf_mc.fedlwf_mc, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+    ),
+    "cfed": MethodEntry(
+        "FedAvg of the whole network, some clients distil on images of another data set (CFeD)",
+        cfed.CFeDOptions, cfed.cfed, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+    ),
+    "target": MethodEntry(
+        "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
+        target.TargetOptions, target.target, "full", target.FIDELITY, _SAMPLED | _WHOLE,
     ),
     "centralized-prompt": MethodEntry(
         "one client that has everything: HePCo's upper bound", hepco.PromptedOptions,

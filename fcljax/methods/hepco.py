@@ -25,7 +25,7 @@ from fcljax.models.classifiers import linear
 from fcljax.models.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.models.heads import cross_entropy, mask_logits
 from fcljax.options import option, resolved
-from fcljax.steps import Start, began_with, no_start
+from fcljax.steps import Start, began_with, no_start, sound_parts
 from fcljax.types import Aggregate, Method, Task, Turn, Weighted
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
@@ -169,7 +169,7 @@ def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
         task, keys = turn.task, jax.random.split(key, 3)
         rows = jnp.where(aggregate.valid[:, None], aggregate.gather["class_rows"], 0).astype(jnp.float32)
         weight = class_weights(rows, aggregate.valid, resolved(options.loss_weights))
-        clients = Teachers(params, _sound(learner.part(params, task), aggregate), weight)
+        clients = Teachers(params, sound_parts(learner.part(params, task), aggregate), weight)
         past = Past(began_with(turn, past.start), past.rows + rows.sum(0))
         previous = _previous(params, past, task)
         loss = functools.partial(generator_loss, learner, options, params, task)
@@ -186,15 +186,6 @@ def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
 
     counts = Collect("class_rows", lambda ctx: ctx.info.class_rows, lambda learner, seen, total: total)
     return ServerStep("latent", step, init, collects=(counts,), sees_parts=True, changes=True)
-
-
-def _sound(part: Model, aggregate: Aggregate) -> Model:
-    """The clients' parts, with the averaged one in the place of those that are absent or not valid: they
-    count for nothing, and nothing times NaN would be NaN."""
-    alive = lambda leaf: aggregate.valid.reshape(-1, *[1] * (leaf.ndim - 1))
-    pick = lambda own, theirs: jnp.where(alive(theirs), theirs, own)
-    own, theirs = part._replace(extra=()), aggregate.gather["part"]._replace(extra=())
-    return jax.tree.map(pick, own, theirs)
 
 
 def _previous(params: Model, past: Past, task: Task) -> Teachers:

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.config import RunConfig, TrainConfig
+from fcljax.data.augment import Preprocess
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -77,7 +78,9 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, entry.joint)
     tasks = scenario.tasks
     setting = Setting(len(tasks[0].seen), len(tasks), len(tasks[0].classes), cfg.clients, cfg.rounds)
-    method = make_method(method_name, cfg, setting, network_of(inputs.backbone))
+    method = make_method(
+        method_name, cfg, setting, network_of(inputs.backbone, inputs.preprocess)
+    )  # fmt: skip
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
     if isinstance(train, Host) and cfg.devices > 1:
@@ -85,7 +88,7 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
             f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger "
             f"data_budget"
         )
-    frozen = frozen_of(inputs.backbone)
+    frozen = frozen_of(inputs.backbone, inputs.surrogate)
     engine = _engine(method, cfg, inputs, scenario, Example(frozen, train, tasks[0]))
     return Experiment(
         method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
@@ -125,15 +128,22 @@ def make_train(cfg: TrainConfig) -> Train:
     return Train(cfg.epochs, cfg.batch_size, cfg.lr, direction)
 
 
-def network_of(backbone: Pretrained) -> Network:
-    """The network of a file of weights as methods see it, with its decoder if it has one."""
+def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Network:
+    """The network of a file of weights as methods see it, with its decoder if it has one.
+
+    Args:
+      preprocess: how its images are made, of which it keeps the pixel constants; None: those of the weights.
+    """
     decoder = partial(decode, backbone.decoder[0]) if backbone.decoder else None
-    return vit_network(backbone.config, backbone.mean, backbone.std, decoder)
+    pixels = backbone if preprocess is None else preprocess
+    return vit_network(backbone.config, pixels.mean, pixels.std, decoder)
 
 
-def frozen_of(backbone: Pretrained) -> Frozen:
-    """The parameters of a file of weights, none of which train."""
-    return Frozen(backbone.params, backbone.decoder[1] if backbone.decoder else ())
+def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
+    """The parameters of a file of weights, none of which train, and the images of another data set."""
+    return Frozen(
+        backbone.params, backbone.decoder[1] if backbone.decoder else (), jax.tree.map(jnp.asarray, surrogate)
+    )
 
 
 def _engine(method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example) -> Engine:

@@ -90,7 +90,8 @@ def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[i
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
     data = Split(image, jnp.asarray(label, jnp.int32))
     rosters = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
-    frozen = Frozen(init_vit(jax.random.key(1), vit))
+    surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
+    frozen = Frozen(init_vit(jax.random.key(1), vit), surrogate=surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
     engine = _engine(method, LANES, frozen, data, rosters)
     states = init_clients(method, server, SETTING.clients, KEY)

@@ -8,13 +8,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
 from fcljax.config import InputConfig
@@ -27,7 +28,7 @@ from fcljax.features import make_features
 from fcljax.files import atomic
 from fcljax.models.vit import VITS, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
-from fcljax.options import resolved
+from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
@@ -42,6 +43,7 @@ class Inputs(NamedTuple):
     dataset: Dataset
     preprocess: Preprocess
     augments: bool  # does the training view differ from the clean one?
+    surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
 
 def load_inputs(cfg: InputConfig) -> Inputs:
@@ -68,7 +70,38 @@ def load_inputs(cfg: InputConfig) -> Inputs:
         preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
     elif cfg.normalise != "release":
         preprocess = preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
-    return Inputs(backbone, dataset, preprocess, dataset.augment if cfg.augment is None else cfg.augment)
+    augments = dataset.augment if cfg.augment is None else cfg.augment
+    other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
+    return Inputs(backbone, dataset, preprocess, augments, other)
+
+
+def surrogate_images(
+    cfg: InputConfig, options: SurrogateOptions, image_size: int
+) -> UInt8[np.ndarray, "S side side 3"]:
+    """Training images of another data set under the clean view, as grey levels.
+
+    Raises:
+      InputError: for a data set that is not there, or the run's own.
+    """
+    if options.surrogate == cfg.dataset:
+        raise InputError(
+            f"surrogate: {options.surrogate!r} is the run's own data set; name another"
+        )
+    try:
+        dataset = load_dataset(options.surrogate, **image_options(cfg, image_size))
+    except InputError as error:
+        raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
+    rows = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
+    plain = preset(resolved(cfg.preprocess), image_size, fills_frame=not dataset.augment)
+    view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
+    size = dataset.size_train
+
+    def grey(some: np.ndarray) -> np.ndarray:
+        unit = view(dataset.x_train[some], None if size is None else jnp.asarray(size[some]))
+        return np.round(np.asarray(unit) * 255).astype(np.uint8)
+
+    # a chunk at a time: the views are four times as large as the grey levels
+    return np.concatenate([grey(rows[i : i + 256]) for i in range(0, len(rows), 256)])
 
 
 def tell(inputs: Inputs, console: Console) -> None:

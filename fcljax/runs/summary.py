@@ -90,6 +90,8 @@ def summarize(
         "extra_storage": communication.extra_storage(wires.broadcast),
         "client_state": communication.size(wires.state),
         "server_state": communication.size(wires.server),
+        # images of another data set, which server and clients store
+        "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
         "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
