@@ -345,7 +345,7 @@ class DataListOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrepareOptions(config.InputConfig):
+class PrepareOptions(config.ImageConfig):
     """Options of `fcljax data prepare`."""
 
     force: bool = False  # decode again, and replace what was prepared

@@ -34,8 +34,8 @@ Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"
 
 
 @dataclasses.dataclass(frozen=True)
-class InputConfig:
-    """Which images go into which network, and how: what all commands that read data share."""
+class ImageConfig:
+    """Which images, and how they are stored: what all commands that read data share."""
 
     dataset: str = "digits"  # a name of `fcljax list`, such as digits or cifar100; npz:PATH or folder:PATH
     # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
@@ -44,34 +44,45 @@ class InputConfig:
     skip_corrupt: bool = False  # leave out images that cannot be decoded, and say which
     # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
     store_size: int | None = None
+    image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
+    # whose release's resizes, crops and flips; default: fppl, or the method's own under `released`
+    preprocess: Pipeline | None = None
+    glyph_train: int = 100  # training images per class of the data set glyphs
+    glyph_test: int = 20  # test images per class of the data set glyphs
+    seed: int = option(2023, least=0, most=2**32 - 1)  # of class order, partition, initial values, all draws
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitConfig(ImageConfig):
+    """Which of the images are trained on."""
+
+    # share of each class's training images that is kept from training and evaluated on, in place of the test
+    # images: for choosing settings
+    holdout: float = option(0.0, least=0.0, below=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputConfig(SplitConfig):
+    """Which network the images go into, and how."""
+
     # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
     backbone: str = "auto"
     # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
     checkpoint: str | None = None
     heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
-    image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
-    # whose release's resizes, crops and flips; default: fppl, or the method's own under `released`
-    preprocess: Pipeline | None = None
     # pixel range; default: checkpoint (what the weights expect), or release if not intended
     normalise: Pixels | None = None
     # how position embeddings come to another image size; default: antialiased, and plain, which is what the
     # releases do, under `paper` and `released`
     positions: Positions | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
-    augment: bool | None = None  # random crops and flips in training; default: as the data set suggests
     eval_batch_size: int = 64  # images per evaluation step
     # MiB of device memory for images; more stay on the host; default: half of the device's
     data_budget: int | None = None
-    glyph_train: int = 100  # training images per class of the data set glyphs
-    glyph_test: int = 20  # test images per class of the data set glyphs
-    # share of each class's training images that is kept from training and evaluated on, in place of the test
-    # images: for choosing settings
-    holdout: float = option(0.0, least=0.0, below=1.0)
-    seed: int = option(2023, least=0, most=2**32 - 1)  # of class order, partition, initial values, all draws
 
 
 @dataclasses.dataclass(frozen=True)
-class DealConfig(InputConfig):
+class DealConfig(SplitConfig):
     """Which client holds which of the images, and in which task."""
 
     tasks: int = 5  # number of tasks T
@@ -111,6 +122,7 @@ class TrainConfig:
     rounds: int = 3  # communication rounds per task
     epochs: int = 5  # local epochs per round
     batch_size: int = 32  # rows per local step
+    augment: bool | None = None  # random crops and flips; default: as the data set suggests
     lr: float = option(1e-3, positive=True)  # the clients' learning rate
     optimiser: Literal["adam", "sgd"] = "adam"  # the clients', new in every round
     momentum: float | None = option(None, most=1.0)  # of sgd; default: the method's, else 0
@@ -134,7 +146,7 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, DealConfig):
+class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, DealConfig, InputConfig):
     """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
     need no download."""
 
@@ -143,7 +155,7 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Dea
     dp_delta: float | None = option(None, positive=True, most=1.0)
 
 
-Settings = TypeVar("Settings", bound=InputConfig)
+Settings = TypeVar("Settings", bound=ImageConfig)
 Presets = Mapping[str, Mapping[str, object]]  # preset name -> values of fields
 
 # what a field is where neither the user nor a preset says

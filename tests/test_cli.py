@@ -448,6 +448,12 @@ def test_data_show_draws_images_and_who_holds_what(capsys):
     assert "1438" in out and "32x32" in out
 
 
+def test_data_show_leaves_out_what_is_held_out(capsys):
+    assert cli.main(["data", "show", "digits", "--holdout", "0.25", "--out", "pictures"]) == 0
+    out = capsys.readouterr().out
+    assert "1083" in out
+
+
 def test_data_show_overwrites_nothing(capsys):
     Path("classes.png").write_text("mine")
     assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits")
@@ -463,6 +469,10 @@ def test_data_show_overwrites_nothing(capsys):
         (["data", "prepare", "cifar1000"], ["'cifar1000'", "did you mean 'cifar100'"]),
         (["data", "prepare", "digits", "--store-size", "0"], ["store_size: 0", "nearest valid value: 1"]),
         (["data", "show", "digits", "--tasks", "11"], ["tasks: 11", "1 to 10"]),
+        (["data", "prepare", "digits", "--holdout", "0.2"], ["unknown option '--holdout'"]),
+        (["data", "prepare", "digits", "--positions", "plain"], ["unknown option '--positions'"]),
+        (["data", "show", "digits", "--normalise", "unit"], ["unknown option '--normalise'"]),
+        (["embed", "--augment"], ["unknown option '--augment'"]),
         (["convert"], ["convert: 0 files given", "SRC [DST]"]),
         (["convert", "a", "b", "c"], ["convert: 3 files given"]),
         (["convert", "absent.npz"], ["absent.npz"]),

@@ -15,7 +15,7 @@ import small_runs
 from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
-from fcljax import cli
+from fcljax import cli, config
 from fcljax.config import InputConfig, settle
 from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.sources import Dataset
@@ -86,7 +86,12 @@ def test_pixels_are_in_the_range_that_is_asked_for(normalise, mean, std):
 def test_digits_fill_their_frame_and_lose_no_margin(inputs):
     assert inputs.preprocess.resized == 8
     assert not inputs.augments
-    assert load_inputs(dataclasses.replace(SMALL, augment=True)).augments
+
+
+def test_augment_decides_over_the_data_set():
+    cfg = config.resolve("linear", config.from_mapping("linear", {"image_size": "8"}, "test"))
+    augments = lambda value: build.build("linear", dataclasses.replace(cfg, augment=value)).inputs.augments
+    assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
 
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):

@@ -75,6 +75,7 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
       InputError: for anything in the settings or files that cannot work.
     """
     inputs, entry = load_inputs(cfg), find_method(method_name)
+    inputs = inputs if cfg.augment is None else inputs._replace(augments=cfg.augment)
     scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, entry.joint)
     tasks = scenario.tasks
     setting = Setting(len(tasks[0].seen), len(tasks), len(tasks[0].classes), cfg.clients, cfg.rounds)

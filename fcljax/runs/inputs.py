@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
-from fcljax.config import InputConfig
+from fcljax.config import ImageConfig, InputConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.sources import Dataset, data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
@@ -70,9 +70,8 @@ def load_inputs(cfg: InputConfig) -> Inputs:
         preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
     elif cfg.normalise != "release":
         preprocess = preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
-    augments = dataset.augment if cfg.augment is None else cfg.augment
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
-    return Inputs(backbone, dataset, preprocess, augments, other)
+    return Inputs(backbone, dataset, preprocess, dataset.augment, other)
 
 
 def surrogate_images(
@@ -110,7 +109,7 @@ def tell(inputs: Inputs, console: Console) -> None:
         console.print(f"checkpoint: {note}", soft_wrap=True, highlight=False)
 
 
-def image_options(cfg: InputConfig, image_size: int) -> dict[str, Any]:
+def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:
     """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size
     pixels."""
     geometry = preset(resolved(cfg.preprocess), image_size).geometry

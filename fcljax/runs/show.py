@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fcljax.config import DealConfig
-from fcljax.data.files.sources import load_dataset
+from fcljax.data.files.sources import hold_out, load_dataset
 from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
@@ -41,6 +41,7 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
         if file.exists():
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
     dataset = load_dataset(cfg.dataset, **image_options(cfg, cfg.image_size or 224))
+    dataset = hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
     classes = len(dataset.class_names)
     dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
     held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
