@@ -130,6 +130,83 @@ def test_a_preset_leaves_no_disputed_field_open(method, fidelity):
                 assert getattr(cfg, name) == (entry.defaults.get(name, value))
 
 
+@pytest.mark.parametrize("fidelity", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_preset_decides_what_any_of_them_decides(method, fidelity):
+    """Of a method's and an adapter's own options none is left to whoever reads it first."""
+    entry = METHODS[method]
+    for adapter in set(ADAPTERS) - set(entry.excludes):
+        cfg = config.resolve(method, config.run_class(method, adapter)(fidelity=fidelity))
+        own = (entry.options_with.get(adapter, entry.options), ADAPTERS[adapter].options)
+        names = {field.name for options in own for field in fields_of(options)}
+        tables = (*entry.fidelity.values(), *ADAPTERS[adapter].fidelity.values())
+        for name in names & {name for table in tables for name in table}:
+            assert getattr(cfg, name) is not None, f"{method}, {adapter}, {fidelity}: {name}"
+
+
+# What the sources use (specifications: FPPL 0, PILoRA 0, HePCo 5, baselines A and C), as they are by default.
+SOURCES = {
+    "fppl": dict(
+        temperature=0.2, unified_weight=1.0, server_epochs=5, prompt_length=20, prompt_blocks=5,
+        wo_unified=False, wo_debias=False, wo_pool=False, wo_fusion=False,
+    ),
+    "pilora": dict(
+        pl_weight=1e-3, hardness=1.0, reweight_temperature=0.2, prototype_init=0.1, orthogonality_weight=0.5,
+        lora_rank=4, lora_blocks=1, lora_lr=1e-5, wo_reweight=False, wo_orthogonality=False, headtune=False,
+        weight_decay=1e-5,
+    ),
+    "ewc": dict(
+        ewc_weight=1000.0, fisher_limit=1e-4, optimiser="sgd", lr=0.01, lora_lr=0.01, momentum=0.9,
+        weight_decay=0.0,
+    ),
+    "lwf": dict(
+        distill_weight=3.0, distill_temperature=2.0, optimiser="sgd", lr=0.01, lora_lr=0.01, momentum=0.9,
+        weight_decay=5e-4,
+    ),
+    "icarl": dict(
+        distill_weight=1.0, distill_temperature=2.0, memory_size=200, optimiser="sgd", lr=0.01, lora_lr=0.01,
+        momentum=0.9, weight_decay=5e-4,
+    ),
+    "hepco": dict(
+        kl_weight=1.0, mse_weight=0.1, generator_steps=100, generator_growth=50, generator_lr=1e-4,
+        generator_norm=True, noise_width=64, label_width=64, latent_batch=64, replay_ratio=0.5,
+        distill_steps=200, distill_lr=1e-4, pool_size=100, pool_length=20, pool_blocks=5, split_ratio=0.1,
+        category_ratio=0.6, imbalance=1.0, wo_previous=False, wo_kl=False, wo_mse=False,
+        wo_prompt_distillation=False, wo_classifier_distillation=False,
+    ),
+    "fedprox": dict(prox_weight=0.01),
+    "fed-cprompt": dict(contrast_near=1000.0, contrast_far=10.0, contrast_margin=1.0),
+    "fedavg-ft": dict(lr=5e-5, full_lr=5e-5),
+    "fedlwf-mc": dict(lr=5e-5, full_lr=5e-5),
+    "cfed": dict(
+        distill_weight=0.1, distill_temperature=2.0, reviewer_share=0.4, server_steps=0, server_batch=128,
+        lr=5e-5, full_lr=5e-5,
+    ),
+    "target": dict(
+        distill_weight=25.0, distill_temperature=2.0, noise_lr=0.01, label_weight=0.5, adversarial_weight=1.0,
+        noise_width=256, crop_padding=0.125, synthesis_rounds=30, synthesis_batch=16, synthesis_warmup=20,
+        student_steps=50, student_lr=2e-3, student_temperature=20.0, generator_lr=2e-3, meta="fomaml",
+        lr=5e-5, full_lr=5e-5,
+    ),
+    "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", SOURCES)
+def test_the_defaults_are_the_sources_numbers(method):
+    cfg = config.resolve(method, config.run_class(method)())
+    assert {name: getattr(cfg, name) for name in SOURCES[method]} == SOURCES[method]
+
+
+def test_target_as_released_never_ends_its_warm_up():
+    run = lambda fidelity: config.resolve("target", config.run_class("target")(fidelity=fidelity))
+    fields = ("synthesis_batch", "generator_steps", "generator_channels", "student_steps", "student_lr")
+    for fidelity, rounds in (("released", 10), ("paper", 32)):
+        assert [getattr(run(fidelity), name) for name in fields] == [256, 10, 64, 400, 0.2]
+        assert run(fidelity).synthesis_rounds == rounds
+    assert run("released").synthesis_warmup > run("released").synthesis_rounds
+
+
 def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():
     run = lambda fidelity: config.resolve("pilora", config.run_class("pilora")(fidelity=fidelity))
     fields = ("preprocess", "normalise", "positions", "train_share", "class_order", "population")
