@@ -482,12 +482,14 @@ def _recall(terms: tuple[Term, ...]) -> tuple[Callable | None, Callable | None, 
 def train_step(
     parts: _Parts, train: Train, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Local, Metrics]:
-    """The one training step: the objective plus all terms, and a step of the optimiser."""
-    learner, objective = parts.learner, parts.objective
+    """The one training step: the objective, the adapter's own loss and all terms; a step of the optimiser."""
+    learner, objective, own = parts.learner, parts.objective, parts.learner.adapter.loss
 
     def loss_of(part: Model):
         output = learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True)
         loss = objective_loss(objective, output, batch, ctx.task)
+        if own is not None:
+            loss = loss + own(part.adapter, output.query, ctx.task, batch.mask)
         for term, memory in zip(parts.terms, local.memory, strict=True):
             if term.loss:
                 loss = loss + term.loss(learner, Seen(ctx, part, output, batch, key), memory)

@@ -43,12 +43,14 @@ class Adapter(NamedTuple):
     put(params, task, part) -> params with the part in its place
     held(params) -> what `inject` reads besides the part: params, or the same tuple with what clients do not
       need as None or ()
-    inject(held or params, part, query, task, train) -> Injection: pure in the query, the frozen network's own
-      class token; None changes nothing in the network. `train`: as in a client's step, or as in evaluation
+    inject(held or params, part, query, task, train, mask) -> Injection: pure in the query, the frozen
+      network's own class token; None changes nothing in the network. `train`: as in a client's step, or as in
+      evaluation. `mask`: rows that count, where rows share what they get; padding has no say in it
     network(part) -> parameters that stand for the frozen ones; None: the frozen ones
     feature(Features) -> what the classifier reads
     prompt(held or params, part, query, task) -> the prompts that inject would insert, for servers that distil
       them on latents; None: it has none
+    loss(part, query, task, mask) -> scalar that clients add to their loss, whatever the method; None: nothing
     trained(part, task) -> what of the part trains, for counting
     queries: does `inject` read the query?
     rate: learning rate of the part; None: the run's
@@ -63,6 +65,7 @@ class Adapter(NamedTuple):
     network: Callable[[PyTree], PyTree] | None = None
     feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
     prompt: Callable[..., Array] | None = None
+    loss: Callable[..., Float[Array, ""]] | None = None
     trained: Callable[[PyTree, Task], PyTree] = _same
     queries: bool = False
     rate: float | None = None
@@ -100,10 +103,12 @@ class Model(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a learner says of a batch: logits of all classes, unmasked, and the features below them."""
+    """What a learner says of a batch: logits of all classes, unmasked, the features below them, and the query
+    if the adapter reads it."""
 
     logits: Float[Array, "batch classes"]
     feature: Float[Array, "batch width"]
+    query: Float[Array, "batch width"] | None = None
 
 
 class Learner(NamedTuple):
@@ -160,8 +165,8 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         return _features(network, adapter, frozen, held.adapter, part.adapter, batch, task, train)
 
     def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        feature = features(frozen, held, part, batch, task, train)
-        return Output(classifier.logits(held.classifier, part.classifier, feature, task), feature)
+        feature, query = features(frozen, held, part, batch, task, train)
+        return Output(classifier.logits(held.classifier, part.classifier, feature, task), feature, query)
 
     def part_of(params: Model, task: Task) -> Model:
         own = adapter.part(params.adapter, task), classifier.part(params.classifier, task)
@@ -169,7 +174,7 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 
     def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         part = part_of(params, task)
-        feature = features(frozen, params, part, batch, task, False)
+        feature, _ = features(frozen, params, part, batch, task, False)
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, part.classifier, feature, task)
 
@@ -188,16 +193,17 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 def _features(
     network: Network, adapter: Adapter, frozen: Frozen, held: PyTree, part: PyTree, batch: Batch, task: Task,
     train: bool,
-) -> Float[Array, "batch width"]:  # fmt: skip
-    """The features that the classifier reads; the query is taken from the cache where the batch has it."""
+) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None]:  # fmt: skip
+    """The features that the classifier reads, and the query, which is taken from the cache where the batch
+    has it."""
     query = batch.query
     if query is None and (adapter.queries or adapter.plain):
         query = network.apply(frozen.network, (), batch.image, None, False)[0].cls
     if adapter.plain and query is not None:
-        return query
+        return query, query
     params = adapter.network(part) if adapter.network else frozen.network
-    injection = adapter.inject(held, part, query, task, train) if adapter.inject else None
-    return adapter.feature(network.apply(params, (), batch.image, injection, train)[0])
+    injection = adapter.inject(held, part, query, task, train, batch.mask) if adapter.inject else None
+    return adapter.feature(network.apply(params, (), batch.image, injection, train)[0]), query
 
 
 Classes = Literal["current", "seen", "all"]

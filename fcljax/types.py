@@ -49,11 +49,12 @@ class Frozen(NamedTuple):
 
 class Features(NamedTuple):
     """What a network says of images. cls: class token after the final norm, if there is one. tokens: all
-    tokens likewise, if asked for. taps: named intermediates."""
+    tokens likewise, if asked for. taps: named intermediates. prompts: what became of injected tokens."""
 
     cls: Float[Array, "batch width"]
     tokens: Float[Array, "batch tokens width"] | None
     taps: dict[str, Array]
+    prompts: Float[Array, "batch length width"] | None = None
 
 
 class Network(NamedTuple):

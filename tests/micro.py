@@ -173,7 +173,9 @@ def formula(params, image, injection):
 
 
 def _apply(params, stats, image, injection, train):
-    return Features(formula(params, image, injection), None, {}), stats
+    feature = formula(params, image, injection)
+    tokens = None if injection is None or injection.tokens is None else feature[:, None] + injection.tokens
+    return Features(feature, None, {}, tokens), stats
 
 
 FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, (WIDTH,))

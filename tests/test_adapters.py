@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import FORMULA, KEY, SCALE, SETTING, TASKS, WIDTH, formula, resolved, rows_of
+from micro import FORMULA, KEY, SCALE, SETTING, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
@@ -16,6 +16,10 @@ from fcljax.types import Frozen
 
 PROMPTS = dict(adapter="prompts", prompt_length=3, prompt_blocks=2)
 LORA = dict(adapter="lora", lora_rank=2, lora_blocks=2)
+DUAL = dict(
+    adapter="dualprompt", dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1
+)  # fmt: skip
+CODA = dict(adapter="coda", coda_components=4, coda_length=2, coda_blocks=2)
 VARIANTS = {
     "linear": dict(adapter="linear"),
     "full": dict(adapter="full", full_lr=0.5),
@@ -24,16 +28,26 @@ VARIANTS = {
     "lora, the current pair alone": LORA | dict(local_lora="current", global_lora="first"),
     "lora, one pair": LORA | dict(lora_pairs="one"),
     "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
+    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "dualprompt": DUAL,
+    "dualprompt, all of them sent": DUAL | dict(dual_upload="all"),
+    "coda": CODA,
+    "coda, all of them sent": CODA | dict(coda_upload="all"),
     "prompts": PROMPTS,
     "prompts, a fixed scale": PROMPTS | dict(gate_scale="fixed"),
     "prompts, the best task alone": PROMPTS | dict(wo_fusion=True),
     "prompts, all of them sent": PROMPTS | dict(prompt_upload="all"),
 }
-SHARED = ("linear", "full", "lora, one pair", "pool")  # what they train belongs to no task
+QUERIED = ("prompts", "pool", "l2p", "dualprompt", "coda")
+SHARED = ("linear", "full", "lora, one pair", "pool", "l2p")  # what they train belongs to no task
 PAIR = 4 * 2 * 2 * WIDTH  # numbers of a pair in two blocks
 QUERY = rows_of([0, 1, 2, 3]).image
+EVERY = jnp.ones(4, bool)  # rows of a batch without padding
 every = pytest.mark.parametrize("variant", VARIANTS)
-of_tasks = pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in SHARED])
+OWN_START = ("dualprompt", "coda")  # how their tasks start and what they train is in test_pmae_adapters.py
+of_tasks = pytest.mark.parametrize(
+    "variant", [name for name in VARIANTS if name not in SHARED and not name.startswith(OWN_START)]
+)
 of_prompts = pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("prompts")])
 
 
@@ -64,9 +78,9 @@ def is_slot(x):
 
 def feature(adapter, held, part, task, train=True):
     """What the classifier reads."""
-    injection = adapter.inject(held, part, QUERY, task, train) if adapter.inject else None
+    injection = adapter.inject(held, part, QUERY, task, train, EVERY) if adapter.inject else None
     params = adapter.network(part) if adapter.network else SCALE.network
-    return formula(params, QUERY, injection)
+    return adapter.feature(FORMULA.apply(params, (), QUERY, injection, train)[0])
 
 
 def test_every_adapter_is_here():
@@ -116,9 +130,12 @@ def test_putting_a_part_leaves_the_slots_of_other_tasks_bit_for_bit(variant):
 def test_a_task_opens_with_what_there_is_or_with_the_prompt_before_it(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
-    same(adapter.open_task(params, TASKS[0]), params)
+    if not variant.startswith("coda"):
+        same(adapter.open_task(params, TASKS[0]), params)
     opened = adapter.open_task(params, TASKS[1])
-    if VARIANTS[variant]["adapter"] == "prompts":
+    if variant.startswith(OWN_START):
+        assert jax.tree.map(jnp.shape, opened) == jax.tree.map(jnp.shape, params)
+    elif VARIANTS[variant]["adapter"] == "prompts":
         same(opened._replace(prompt=params.prompt), params)
         np.testing.assert_array_equal(opened.prompt[1], params.prompt[0])
         np.testing.assert_array_equal(opened.prompt[0], params.prompt[0])
@@ -207,11 +224,11 @@ def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
 def test_an_adapter_says_what_it_reads_and_at_which_rate_it_trains(variant):
     adapter, name = adapter_of(variant), VARIANTS[variant]["adapter"]
     assert adapter.plain == (name == "linear")
-    assert adapter.queries == (name in ("prompts", "pool")) == (adapter.prompt is not None)
+    assert adapter.queries == (name in QUERIED) == (adapter.prompt is not None)
     rate = {"lora": resolved("fppl", **VARIANTS[variant]).lora_lr} if name == "lora" else {"full": 0.5}
     assert adapter.rate == rate.get(name)
     model = learner(FORMULA, adapter, linear(WIDTH, SETTING.classes))
-    assert model.queries == (name in ("prompts", "pool", "linear"))
+    assert model.queries == (name in (*QUERIED, "linear"))
 
 
 def test_evaluation_may_use_other_pairs_than_training():
@@ -244,7 +261,7 @@ def test_prompts_are_those_that_are_injected_in_training_and_in_evaluation(varia
         prompt = adapter.prompt(adapter.held(params), part, QUERY, task)
         assert prompt.shape == (4, 2, 3, WIDTH)
         for held, train in ((adapter.held(params), True), (params, False)):
-            injection = adapter.inject(held, part, QUERY, task, train)
+            injection = adapter.inject(held, part, QUERY, task, train, EVERY)
             assert sorted(injection.prompt) == [0, 1] and not injection.lora
             for block in (0, 1):
                 np.testing.assert_array_equal(injection.prompt[block], prompt[:, block])

@@ -60,6 +60,11 @@ OPTIONS = {
         "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
     },
     "centralized-prompt": POOL | {"clients": 4},
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "dualprompt": {
+        "dual_shared_length": 2, "dual_length": 3, "dual_shared_blocks": 1, "dual_blocks": 1,
+    },
+    "coda-prompt": {"coda_components": 4, "coda_length": 4, "coda_blocks": 2},
 }
 STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2

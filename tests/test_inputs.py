@@ -103,8 +103,8 @@ def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
 
 
 def test_known_shapes_have_names_at_any_image_size():
-    for name, config in VITS.items():
-        assert backbone_name(dataclasses.replace(config, image_size=96, dtype="bfloat16")) == name
+    for name, shape in VITS.items():
+        assert backbone_name(dataclasses.replace(shape, image_size=96, dtype="bfloat16")) == name
 
 
 @pytest.fixture(scope="module")

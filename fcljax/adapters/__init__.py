@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fcljax.adapters import full, linear, lora, pool, prompts
+from fcljax.adapters import coda, dualprompt, full, l2p, linear, lora, pool, prompts
 from fcljax.learner import Adapter
 from fcljax.types import Network, Setting
 
@@ -39,6 +39,18 @@ ADAPTERS: dict[str, AdapterEntry] = {
     "pool": AdapterEntry(
         "a pool of prompts, weighted for every image by their keys (HePCo)", pool.PoolOptions, pool.pool,
         _NONE,
+    ),
+    "l2p": AdapterEntry(
+        "a pool of prompts, chosen by their keys, that go through the whole network (L2P)", l2p.L2POptions,
+        l2p.l2p, _NONE,
+    ),
+    "dualprompt": AdapterEntry(
+        "prefixes that all tasks share, and one of each task's own (DualPrompt)",
+        dualprompt.DualPromptOptions, dualprompt.dualprompt, dualprompt.FIDELITY,
+    ),
+    "coda": AdapterEntry(
+        "prefixes that are summed from components, weighted for every image (CODA-Prompt)",
+        coda.CodaOptions, coda.coda, coda.FIDELITY,
     ),
     "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE),
 }  # fmt: skip

@@ -164,8 +164,8 @@ def lora(options: LoraOptions, setting: Setting, network: Network) -> Adapter:
         # pyrefly: ignore[bad-argument-type]  # what clients do not need is None in what they hold
         return params._replace(b_q=None, b_v=None) if local == "current" else params
 
-    def inject(held: Lora | tuple[()], part: Lora, query: Array | None, task: Task, train: bool) -> Injection:
-        del query
+    def inject(held: Lora | tuple[()], part: Lora, query, task: Task, train: bool, mask) -> Injection:
+        del query, mask
         rule = "current" if one else local if train else evaluated
         return lora_injection(summed(held, part, slot(task), rule))
 

@@ -68,8 +68,8 @@ def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
         del held, task
         return weighted_prompts(part, query)
 
-    def inject(held, part: Pool, query: Array, task: Task, train: bool) -> Injection:
-        del held, task, train
+    def inject(held, part: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+        del held, task, train, mask
         return prefix_injection(weighted_prompts(part, query))
 
     return Adapter(init, inject=inject, prompt=prompt, queries=True)

@@ -148,8 +148,8 @@ def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapt
         past = held if isinstance(held, Prompts | HeldPrompts) and not whole else part
         return fuse(weights, past.prompt, current(part, task).prompt, task.index)
 
-    def inject(held: Held, part: Prompts, query: Array, task: Task, train: bool) -> Injection:
-        del train
+    def inject(held: Held, part: Prompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+        del train, mask
         return prompt_injection(prompt(held, part, query, task))
 
     return Adapter(

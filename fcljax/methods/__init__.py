@@ -159,6 +159,15 @@ METHODS: dict[str, MethodEntry] = {
         fedavg_prompt.fedavg_prompt, "pool", _ALONE,
         {"partition": "iid", "clients": 1, "rounds": 1, "epochs": 20},
     ),
+    "l2p": MethodEntry(
+        "FedAvg of L2P's pool of prompts (FedL2P)", fedavg.NoOptions, fedavg.truncated, "l2p"
+    ),
+    "dualprompt": MethodEntry(
+        "FedAvg of DualPrompt's prefixes (FedDualP)", fedavg.NoOptions, fedavg.truncated, "dualprompt"
+    ),
+    "coda-prompt": MethodEntry(
+        "FedAvg of CODA-Prompt's components (FedCODA-P)", fedavg.NoOptions, fedavg.plain, "coda"
+    ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",
         defaults=_ONE_PAIR | {"rounds": 15}, joint=True,

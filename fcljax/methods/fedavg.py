@@ -7,6 +7,7 @@ with all classes at once it is the joint training of PILoRA's tables.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -16,6 +17,7 @@ from fcljax.federate import CROSS_ENTROPY, Kit, ServerStep, Term, federate
 from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
 from fcljax.models.classifiers import linear
+from fcljax.models.heads import Head, init_head, init_truncated
 from fcljax.options import resolved
 from fcljax.types import Method
 
@@ -51,12 +53,20 @@ def plain(options: NoOptions, kit: Kit) -> Method:
     return averaging(kit, keys=one_key if kit.adapter.plain else two_keys)
 
 
+def truncated(options: NoOptions, kit: Kit) -> Method:
+    """FedAvg with the first classifier that the releases of L2P and DualPrompt draw (pMAE specification,
+    section 6): the baselines `l2p` and `dualprompt`."""
+    del options
+    return averaging(kit, first=init_truncated)
+
+
 def averaging(
     kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = (),
-    steps: tuple[ServerStep, ...] = (),
+    steps: tuple[ServerStep, ...] = (), first: Callable[..., Head] = init_head,
 ) -> Method:  # fmt: skip
-    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, and what they read."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes), keys)
+    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, and what they read.
+    `first` draws the classifier's first values."""
+    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes, first), keys)
     return federate(
         model, kit.setting, kit.train, terms + kit.terms, steps, objective=objective,
         aggregation=kit.aggregation,

@@ -1,5 +1,6 @@
 """Classifiers on features as parts of a learner: linear, learned prototypes, class means."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -7,19 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.learner import Classifier
-from fcljax.models.heads import apply_head, class_sums, init_head, mask_logits
+from fcljax.models.heads import Head, apply_head, class_sums, init_head, mask_logits
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.types import Batch, Task
 
 
-def linear(width: int, classes: int) -> Classifier:
-    """A linear classifier over all classes of the stream, all of which trains and travels."""
+def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> Classifier:
+    """A linear classifier over all classes of the stream, all of which trains and travels. `first` draws its
+    first values, as `init_head` does."""
 
     def logits(held: PyTree, part: PyTree, feature: Array, task: Task) -> Array:
         del held, task
         return apply_head(part, feature)
 
-    return Classifier(init=lambda key: init_head(key, width, classes), logits=logits)
+    return Classifier(init=lambda key: first(key, width, classes), logits=logits)
 
 
 def prototypes(

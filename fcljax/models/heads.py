@@ -25,6 +25,12 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
     return Head(draw(kernel, (width, classes)), draw(bias, (classes,)))
 
 
+def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
+    """Kernel normal with deviation 0.02, cut off at two deviations, bias 0, as timm's heads."""
+    kernel = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, classes))
+    return Head(kernel, jnp.zeros(classes))
+
+
 def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array, "batch classes"]:
     """Logits of all classes."""
     return feature @ head.kernel + head.bias

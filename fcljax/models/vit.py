@@ -81,12 +81,16 @@ class Injection(NamedTuple):
     prefix: keys and values that are concatenated as they are.
     lora: low-rank updates of q and v.
     keep: indices of the patches that stay, in order (masked autoencoding); None keeps all.
+    tokens: stand between the class token and the patches from the first block to the last, [batch, length,
+      width] or [length, width], with the class token's position embedding (L2P); `Features.prompts` is what
+      becomes of them.
     """
 
     prompt: Mapping[int, Float[Array, "..."]] = {}
     prefix: Mapping[int, Prefix] = {}
     lora: Mapping[int, Lora] = {}
     keep: Int[Array, "batch kept"] | None = None
+    tokens: Float[Array, "..."] | None = None
 
 
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
@@ -166,17 +170,23 @@ class ViT(nn.Module):
         x = nn.Dense(c.width, dtype=c.dtype, name="patch")(patches).astype(jnp.float32) + position[1:]
         if injection.keep is not None:
             x = jnp.take_along_axis(x, injection.keep[..., None], axis=1)
-        x = jnp.concatenate([jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width)), x], axis=1)
+        first = [jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width))]
+        if injection.tokens is not None:
+            extra = injection.tokens + position[0]
+            first.append(jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])))
+        read = sum(part.shape[1] for part in first)
+        x = jnp.concatenate([*first, x], axis=1)
         taps = {"embed": x}
         for i in range(c.depth):
-            # Of the last block only the class token is read: query, projection and MLP are for it alone.
-            queries = 1 if i == c.depth - 1 and not full else None
+            # Of the last block only the class token is read, and injected tokens: query, projection and MLP
+            # are for them alone.
+            queries = read if i == c.depth - 1 and not full else None
             x = Block(c, name=f"block_{i:02d}")(
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
             )
             taps[f"block_{i:02d}"] = x
         x = _norm(c, "norm")(x) if c.final_norm else x
-        return Features(x[:, 0], x if full else None, taps)
+        return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
 
 
 def init_vit(key: PRNGKeyArray, config: ViTConfig) -> PyTree:

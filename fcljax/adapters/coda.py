@@ -1,0 +1,177 @@
+"""CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend to it (Smith et al.,
+CVPR 2023), as pMAE's release has it (specification 6.3).
+
+Every task has components of its own: a prompt P, a key K and an attention vector A each. The weight of a
+component is the cosine of (query times A) and K, without a softmax. Those of the current task train, those of
+earlier tasks stay, those of coming tasks are not used. Half of a prompt's tokens become keys, half values.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fcljax.adapters.pool import prefix_injection
+from fcljax.errors import InputError
+from fcljax.learner import Adapter
+from fcljax.models.vit import Injection, check_blocks
+from fcljax.options import option
+from fcljax.types import Network, Setting, Task
+
+EPSILON = 1e-12  # of the lengths of vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class CodaOptions:
+    """Options of the adapter `coda`; the values are those of pMAE's release. Fields with default None take
+    the value of the fidelity preset."""
+
+    coda_components: int = 100  # of all tasks together, equally many for each
+    coda_length: int = option(8, least=2)  # tokens of a prompt, half of them keys and half values; even
+    coda_blocks: int = 5  # blocks 0..4
+    coda_orthogonality: float = 0.0  # weight of the distance of P, K and A from orthonormal rows
+    coda_gram_schmidt: bool = True  # do a task's components start orthogonal to those before them?
+    coda_upload: Literal["current", "all"] | None = None  # components that cross the wire
+
+
+FIDELITY = {
+    "intended": dict(coda_upload="current"),
+    "paper": dict(coda_upload="current"),
+    "released": dict(coda_upload="all"),
+}
+
+
+class Components(NamedTuple):
+    """Prompts, keys and attention vectors of n components of each task; as a part those of the current task,
+    without the axis of tasks."""
+
+    prompt: Float[Array, "*tasks blocks n length width"]
+    key: Float[Array, "*tasks blocks n width"]
+    attention: Float[Array, "*tasks blocks n width"]
+
+
+def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
+    """CODA-Prompt's adapter.
+
+    Args:
+      options: resolved, no None.
+      setting: the stream's sizes.
+      network: a ViT.
+
+    Raises:
+      InputError: for fewer components than tasks, an odd length, or more blocks than the network has.
+    """
+    check_blocks("coda_blocks", options.coda_blocks, network)
+    if options.coda_components < setting.tasks:
+        raise InputError(
+            f"coda_components: {options.coda_components} are too few for {setting.tasks} tasks; nearest: "
+            f"{setting.tasks}"
+        )
+    if options.coda_length % 2:
+        raise InputError(
+            f"coda_length: {options.coda_length} tokens cannot be half keys and half values; nearest: "
+            f"{options.coda_length + 1}"
+        )
+    whole, each = options.coda_upload == "all", options.coda_components // setting.tasks
+
+    def init(key: PRNGKeyArray, frozen) -> Components:
+        """Normal numbers: every task's draw, which Gram-Schmidt turns into its first values."""
+        del frozen
+        shape, keys = (setting.tasks, options.coda_blocks, each), jax.random.split(key, 3)
+        draw = lambda key, *rest: jax.random.normal(key, (*shape, *rest, network.width))
+        return Components(draw(keys[0], options.coda_length), draw(keys[1]), draw(keys[2]))
+
+    def open_task(params: Components, task: Task) -> Components:
+        return jax.tree.map(lambda x: orthogonal_start(x, task.index), params)
+
+    def part(params: Components, task: Task) -> Components:
+        return params if whole else current(params, task)
+
+    def put(params: Components, task: Task, part: Components) -> Components:
+        if whole:
+            return part
+        return jax.tree.map(lambda all_, own: all_.at[task.index].set(own), params, part)
+
+    def prompt(held: Components | tuple[()], part: Components, query: Array, task: Task):
+        past = part if whole or not isinstance(held, Components) else held
+        return combined(with_current(past, current(part, task) if whole else part, task), query, task)
+
+    def inject(
+        held: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
+    ) -> Injection:
+        del train, mask
+        return prefix_injection(prompt(held, part, query, task))
+
+    def loss(part: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
+        del query, mask
+        own = current(part, task) if whole else part
+        return options.coda_orthogonality * sum(map(apart_from_orthonormal, own), jnp.zeros(()))
+
+    return Adapter(
+        init, open_task if options.coda_gram_schmidt else lambda params, task: params, part, put,
+        inject=inject, prompt=prompt, loss=loss if options.coda_orthogonality else None, queries=True,
+        trained=current if whole else lambda part, task: part,
+        held=lambda params: () if whole else params,
+    )  # fmt: skip
+
+
+def current(params: Components, task: Task) -> Components:
+    """The components that train now."""
+    return jax.tree.map(lambda x: x[task.index], params)
+
+
+def with_current(params: Components, own: Components, task: Task) -> Components:
+    """All components, of which only the current task's get a gradient."""
+
+    def put(every: Array, mine: Array) -> Array:
+        is_current = (jnp.arange(len(every)) == task.index).reshape(-1, *[1] * (every.ndim - 1))
+        return jnp.where(is_current, mine, jax.lax.stop_gradient(every))
+
+    return jax.tree.map(put, params, own)
+
+
+def combined(
+    params: Components, query: Float[Array, "batch width"], task: Task
+) -> Float[Array, "batch blocks length width"]:
+    """sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
+    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), EPSILON**2))
+    attended = unit(query[:, None, None, None] * params.attention)  # [batch, tasks, blocks, n, width]
+    weight = jnp.sum(attended * unit(params.key), axis=-1)
+    seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
+    return jnp.einsum("btmk,tmkld->bmld", jnp.where(seen, weight, 0.0), params.prompt)
+
+
+def orthogonal_start(
+    rows: Float[Array, "tasks blocks n *shape"], task: Array
+) -> Float[Array, "tasks blocks n *shape"]:
+    """The task's rows by Gram-Schmidt, one after the other: each draw minus its projections on all rows
+    before it, those of earlier tasks included, as a vector of length 1."""
+    tasks, blocks, each = rows.shape[:3]
+    flat = jnp.moveaxis(rows.reshape(tasks, blocks, each, -1), 1, 0).reshape(blocks, tasks * each, -1)
+
+    def of_block(flat: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+        def one(i: Array, flat: Array) -> Array:
+            row = task * each + i
+            return flat.at[row].set(rejected(flat, row))
+
+        return jax.lax.fori_loop(0, each, one, flat)
+
+    done = jax.vmap(of_block)(flat).reshape(blocks, tasks, each, -1)
+    return jnp.moveaxis(done, 0, 1).reshape(rows.shape)
+
+
+def rejected(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " width"]:
+    """A row minus its projections on all rows before it, as a vector of length 1."""
+    before = jnp.arange(len(rows)) < index
+    share = jnp.where(before, rows @ rows[index] / jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON), 0.0)
+    row = rows[index] - share @ rows
+    return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
+
+
+def apart_from_orthonormal(x: Float[Array, "blocks n *shape"]) -> Float[Array, ""]:
+    """The mean square of X X^T - I, summed over the blocks."""
+    flat = x.reshape(*x.shape[:2], -1)
+    gram = jnp.einsum("bnd,bmd->bnm", flat, flat) - jnp.eye(flat.shape[1])
+    return jnp.sum(jnp.mean(gram**2, axis=(1, 2)))

@@ -1,0 +1,318 @@
+"""The adapters of pMAE's baselines: L2P, DualPrompt and CODA-Prompt, by the numbers of the specification."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from micro import FORMULA, KEY, SCALE, SETTING, TASKS, TINY, WIDTH, by_hand, compiled, method_of, turn_of
+from toys import same
+
+from fcljax import config
+from fcljax.adapters import ADAPTERS, coda, dualprompt, l2p
+from fcljax.errors import InputError
+from fcljax.federated import communication
+from fcljax.methods import METHODS
+from fcljax.models.heads import cosine, init_truncated
+from fcljax.models.vit import VITS, Injection, apply_vit, init_vit, parameter_shapes, vit_network
+from fcljax.runs.build import make_method
+from fcljax.types import Features, Frozen, Setting
+
+EVERY = jnp.ones(4, bool)
+QUERY = jax.random.normal(KEY, (4, WIDTH))
+OLD, NEW = TASKS
+
+
+def options_of(name, **values):
+    cfg = config.resolve("linear", config.from_mapping("linear", {"adapter": name, **values}, "test"))
+    return config.part(ADAPTERS[name].options, cfg)
+
+
+def adapter_of(name, network=FORMULA, setting=SETTING, **values):
+    return ADAPTERS[name].build(options_of(name, **values), setting, network)
+
+
+# ---- counts (specification 9) ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "fidelity", "expected"),
+    [
+        ("l2p", "intended", 199_880),
+        ("dualprompt", "intended", 262_088),
+        ("dualprompt", "released", 2_027_720),
+        ("coda-prompt", "intended", 345_800),
+        ("coda-prompt", "released", 3_993_800),
+    ],
+)
+def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
+    setting, vit = Setting(200, 20, 10, 10), VITS["vit_b16"]
+    cfg = config.resolve(method, config.run_class(method)(fidelity=fidelity))
+    made = make_method(method, cfg, setting, vit_network(vit))
+    server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
+    part = jax.eval_shape(lambda server: made.broadcast(turn_of(OLD), server).wire.part, server)
+    assert communication.scalars(part) == expected
+
+
+# ---- tokens that go through the network --------------------------------------------------------------------
+
+
+def test_injected_tokens_take_part_in_every_block_with_the_class_tokens_position():
+    """222 tokens of a ViT-B (specification 9); here 1 + 3 + 4. A token that is what the class token is before
+    its position is added becomes what the class token becomes."""
+    params, image = init_vit(KEY, TINY), jax.random.normal(KEY, (2, 8, 8, 3))
+    shape = jax.eval_shape(
+        lambda: apply_vit(
+            VITS["vit_b16"], parameter_zeros(), jnp.zeros((1, 224, 224, 3)),
+            Injection(tokens=jnp.zeros((25, 768))), full=True,
+        )
+    )  # fmt: skip
+    assert shape.tokens.shape == (1, 222, 768) and shape.prompts.shape == (1, 25, 768)
+    call = jax.jit(
+        lambda tokens, full: apply_vit(TINY, params, image, Injection(tokens=tokens), full), static_argnums=1
+    )
+    twins = call(params["cls"][None].repeat(3, 0), False)
+    np.testing.assert_allclose(twins.prompts, twins.cls[:, None].repeat(3, 1), atol=1e-5)
+    other = jax.random.normal(KEY, (2, 3, TINY.width))
+    short, whole = call(other, False), call(other, True)
+    np.testing.assert_allclose(short.prompts, whole.tokens[:, 1:4], atol=1e-5)
+    np.testing.assert_allclose(short.cls, whole.tokens[:, 0], atol=1e-5)
+    assert float(jnp.abs(short.cls - twins.cls).max()) > 1e-3
+
+
+def parameter_zeros():
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameter_shapes(VITS["vit_b16"]))
+
+
+# ---- L2P ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_chooses_the_prompts_with_the_most_votes():
+    """O14: {0,1}, {0,2}, {0,1} -> votes 3, 2, 1 -> {0, 1}; padding has none."""
+    score = jnp.array([[3.0, 2, 1], [3, 1, 2], [3, 2, 1], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    mask = jnp.array([True, True, True, False, False, False])
+    np.testing.assert_array_equal(l2p.choose(score, mask, 2, True), [[0, 1]] * 6)
+    np.testing.assert_array_equal(l2p.choose(score, ~mask, 2, True), [[1, 2]] * 6)
+    alone = l2p.choose(score, mask, 2, False)
+    np.testing.assert_array_equal(alone, [[0, 1], [0, 2], [0, 1], [2, 1], [2, 1], [2, 1]])
+
+
+def test_chosen_keys_are_pulled_to_the_queries():
+    """O14: cosines (0.5, 0.5, 0, 0, 0) of the five chosen keys of every row: S = 1, the term -0.1."""
+    query = jnp.eye(4)[:2] + 0
+    half = jnp.array([0.5, 0.5, 0.5, 0.5])  # cosine 0.5 with every axis
+    away = jnp.array([0.0, 0, 1, -1])
+    key = jnp.stack([half, 2 * half, away, away, 3 * away, -half])
+    chosen = jnp.tile(jnp.arange(5), (2, 1))
+    np.testing.assert_allclose(l2p.pull(key, query, chosen, jnp.ones(2, bool)), 1.0, atol=1e-6)
+    one = l2p.pull(key, query.at[1].set(jnp.nan), chosen, jnp.array([True, False]))
+    np.testing.assert_allclose(one, 1.0, atol=1e-6)
+    adapter = adapter_of("l2p", l2p_size=5, l2p_chosen=5, l2p_length=1)
+    part = l2p.KeyedPrompts(jnp.zeros((5, 1, WIDTH)), key[:5])
+    np.testing.assert_allclose(adapter.loss(part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
+    # keys are all that the term moves, towards the queries
+    slope = jax.grad(lambda part: adapter.loss(part, QUERY, OLD, EVERY))(part)
+    assert not slope.prompt.any() and slope.key.any()
+    moved = part._replace(key=part.key - 0.1 * slope.key)
+    near = lambda part: float(cosine(QUERY, part.key).sum())
+    assert near(moved) > near(part)
+
+
+def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
+    adapter = adapter_of("l2p", l2p_size=4, l2p_chosen=2, l2p_length=3)
+    part = adapter.init(KEY, None)
+    tokens = adapter.inject((), part, QUERY, OLD, True, EVERY).tokens
+    assert tokens.shape == (4, 6, WIDTH)
+    np.testing.assert_array_equal(tokens, adapter.prompt((), part, QUERY, OLD))
+    found = adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}, tokens))
+    np.testing.assert_allclose(found, tokens.mean(1), atol=1e-6)
+    with pytest.raises(InputError, match="l2p: the network gives back no injected tokens"):
+        adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}))
+    with pytest.raises(InputError, match="l2p_chosen: 5 of a pool of 4; nearest: 4"):
+        adapter_of("l2p", l2p_size=4)
+
+
+# ---- DualPrompt --------------------------------------------------------------------------------------------
+
+DUAL = {"dual_shared_length": 2, "dual_length": 2, "dual_shared_blocks": 1, "dual_blocks": 1}
+
+
+def test_the_release_deals_keys_and_values_out_in_the_wrong_order():
+    """O12, for batches of 4 and 3."""
+    both = jnp.arange(8.0).reshape(4, 2, 1, 1)  # image b: keys 2b, values 2b + 1
+    place = lambda half, image: 2 * image + half
+    expected = [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 1)], [(1, 2), (1, 3)]]
+    found = dualprompt.mixed_up(both, EVERY)[..., 0, 0]
+    np.testing.assert_array_equal(found, [[place(*pair) for pair in row] for row in expected])
+    expected = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
+    found = dualprompt.mixed_up(both, jnp.array([True, True, True, False]))[..., 0, 0]
+    np.testing.assert_array_equal(found[:3], [[place(*pair) for pair in row] for row in expected])
+
+
+def test_the_bug_is_an_option_and_changes_what_is_injected():
+    part = adapter_of("dualprompt", **DUAL).init(KEY, None)
+    held = jax.tree.map(lambda x: x, part)
+    of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
+    inject = lambda bug: of(bug).inject(held, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    right, wrong = inject(False), inject(True)
+    np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
+    np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
+    for block in (0, 1):
+        np.testing.assert_array_equal(wrong[block].value[0], right[block].key[0])  # keys for both
+        np.testing.assert_array_equal(wrong[block].key[3], right[block].value[3])  # values for both
+
+
+def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key():
+    adapter = adapter_of("dualprompt", **DUAL)
+    params = adapter.init(KEY, None)._replace(key=jnp.eye(WIDTH)[:2])
+    part = adapter.part(params, NEW)
+    queries = jnp.eye(WIDTH)[jnp.array([0, 0, 1, 1])]
+    of = lambda train, mask, task=NEW: (
+        adapter.inject(params, adapter.part(params, task), queries, task, train, mask).prefix[1].key[:, 0, 0]
+    )
+    own = params.own[:, 0, 0, 0, 0]
+    np.testing.assert_allclose(of(True, EVERY), own[jnp.array([1, 1, 1, 1])])
+    three = jnp.array([False, True, True, True])
+    np.testing.assert_allclose(of(False, three), own[jnp.array([1, 1, 1, 1])])
+    np.testing.assert_allclose(of(False, ~three), own[jnp.array([0, 0, 0, 0])])
+    # a task that was not seen yet is not chosen, but in the release
+    np.testing.assert_allclose(of(False, three, OLD), own[jnp.array([0, 0, 0, 0])])
+    adapter = adapter_of("dualprompt", **DUAL, dual_candidates="all")
+    np.testing.assert_allclose(of(False, three, OLD), own[jnp.array([1, 1, 1, 1])])
+    # prefixes of other tasks have no gradient, and cannot have one: they do not travel
+    assert part.own.shape == params.own.shape[1:]
+    # each image by itself
+    adapter = adapter_of("dualprompt", **DUAL, dual_batchwise=False)
+    np.testing.assert_allclose(of(False, EVERY), own[jnp.array([0, 0, 1, 1])])
+
+
+def test_the_tasks_key_is_pulled_to_the_queries():
+    adapter = adapter_of("dualprompt", **DUAL)
+    part = adapter.part(adapter.init(KEY, None), NEW)
+    expected = -0.1 * float(cosine(QUERY, part.key[None]).mean())
+    np.testing.assert_allclose(adapter.loss(part, QUERY, NEW, EVERY), expected, rtol=1e-5)
+    whole = adapter_of("dualprompt", **DUAL, dual_upload="all")
+    params = whole.init(KEY, None)
+    slope = jax.grad(lambda part: whole.loss(part, QUERY, NEW, EVERY))(params)
+    assert not slope.key[0].any() and slope.key[1].any()
+
+
+@pytest.mark.parametrize(("limit", "last"), [(0, 19), (10, 9), (1, 0)])
+def test_a_prefix_starts_as_the_one_before_up_to_the_releases_limit(limit, last):
+    """O15: in the release tasks 1 to 9 copy, 10 to 19 do not."""
+    setting = Setting(20, 20, 1, 2)
+    adapter = adapter_of("dualprompt", setting=setting, **DUAL, dual_transfer=limit)
+    params = adapter.init(KEY, None)
+    for index in (0, 1, 9, 10, 19):
+        opened = adapter.open_task(params, OLD._replace(index=jnp.int32(index)))
+        copied = bool((opened.own[index] == params.own[index - 1]).all()) if index else False
+        assert copied == (0 < index <= last)
+        same(opened.key, params.key)
+
+
+# ---- CODA-Prompt -------------------------------------------------------------------------------------------
+
+
+def test_components_are_weighted_by_attended_cosines():
+    """O13: q = (1, 0), A = ((1, 1), (0, 1)), K = ((1, 0), (1, 0)) -> (1, 0)."""
+    prompt = jax.random.normal(KEY, (1, 1, 2, 2, 2))
+    key = jnp.array([[1.0, 0], [1, 0]])[None, None]
+    attention = jnp.array([[1.0, 1], [0, 1]])[None, None]
+    found = coda.combined(coda.Components(prompt, key, attention), jnp.array([[1.0, 0]]), OLD)
+    np.testing.assert_allclose(found[0, 0], prompt[0, 0, 0], atol=1e-6)
+
+
+def test_gram_schmidt_takes_projections_off():
+    """O13: a past row (1, 0, 0), a draw (2, 3, 0) -> (0, 1, 0)."""
+    rows = jnp.array([[1.0, 0, 0], [2, 3, 0]])[:, None, None]
+    found = coda.orthogonal_start(rows, jnp.int32(1))
+    np.testing.assert_allclose(found[1, 0, 0], [0, 1, 0], atol=1e-6)
+    many = jax.random.normal(KEY, (3, 2, 2, 4, 3))
+    for task in range(3):
+        many = coda.orthogonal_start(many, jnp.int32(task))
+    flat = np.moveaxis(np.asarray(many), 1, 0).reshape(2, 6, 12)
+    np.testing.assert_allclose(flat @ flat.transpose(0, 2, 1), np.tile(np.eye(6), (2, 1, 1)), atol=1e-5)
+
+
+CODA = {"coda_components": 4, "coda_length": 4, "coda_blocks": 2}
+
+
+@pytest.mark.parametrize("upload", ["current", "all"])
+def test_components_of_earlier_tasks_count_and_stay_and_coming_ones_do_not(upload):
+    adapter = adapter_of("coda", **CODA, coda_upload=upload)
+    params = adapter.init(KEY, None)
+    held = adapter.held(params)
+
+    def total(params, part, task):
+        injected = adapter.inject(params, part, QUERY, task, True, EVERY)
+        return sum(jnp.sum(each.key + 2 * each.value) for each in injected.prefix.values())
+
+    for task in TASKS:
+        part = adapter.part(params, task)
+        np.testing.assert_allclose(total(params, part, task), total(held or params, part, task), rtol=1e-5)
+        slopes, own = jax.grad(total, argnums=(0, 1))(params, part, task)
+        every = own if upload == "all" else adapter.put(jax.tree.map(jnp.zeros_like, params), task, own)
+        assert all(x[task.index].any() for x in every)
+        assert not any(x[1 - task.index].any() for x in every)
+        assert not any(x.any() for x in slopes)
+    wild = jax.tree.map(lambda x: x.at[1].set(1e3), params)
+    first = adapter.part(params, OLD)
+    if upload == "current":
+        np.testing.assert_allclose(total(wild, first, OLD), total(params, first, OLD), rtol=1e-5)
+    past = jax.tree.map(lambda x: x.at[0].set(2 * x[0]), params)
+    second = adapter.part(past, NEW)
+    assert abs(float(total(past, second, NEW) - total(params, adapter.part(params, NEW), NEW))) > 1e-3
+
+
+def test_orthogonality_is_an_option():
+    assert adapter_of("coda", **CODA).loss is None
+    adapter = adapter_of("coda", **CODA, coda_orthogonality=0.5)
+    part = coda.Components(jnp.zeros((1, 2, 2, 2)), jnp.eye(2)[None], 2 * jnp.eye(2)[None])
+    # P: mean of I^2 = 1/2; K: 0; A: (4 - 1)^2 on the diagonal, 9 / 2
+    np.testing.assert_allclose(adapter.loss(part, QUERY, OLD, EVERY), 0.5 * (0.5 + 0 + 4.5), rtol=1e-6)
+
+
+def test_without_gram_schmidt_components_are_what_was_drawn():
+    adapter = adapter_of("coda", **CODA, coda_gram_schmidt=False)
+    params = adapter.init(KEY, None)
+    same(adapter.open_task(params, NEW), params)
+    started = adapter_of("coda", **CODA).open_task(params, NEW)
+    assert (started.key[1] != params.key[1]).any()
+    same(started.key[0], params.key[0])
+
+
+def test_too_few_components_or_an_odd_length_are_refused():
+    with pytest.raises(InputError, match="coda_components: 1 are too few for 2 tasks; nearest: 2"):
+        adapter_of("coda", coda_components=1, coda_blocks=2)
+    with pytest.raises(InputError, match="coda_length: 7 tokens cannot be .* nearest: 8"):
+        adapter_of("coda", coda_length=7, coda_blocks=2)
+
+
+# ---- the baselines -----------------------------------------------------------------------------------------
+
+
+def test_first_classifiers_are_those_of_the_releases():
+    head = init_truncated(KEY, 100, 400)
+    assert not head.bias.any() and float(jnp.abs(head.kernel).max()) <= 0.04
+    assert 0.015 < float(head.kernel.std()) < 0.02
+    first = lambda name: compiled(method_of(name, network=FORMULA, **SMALL[name]).init)(KEY, SCALE).params
+    assert not first("l2p").classifier.bias.any() and not first("dualprompt").classifier.bias.any()
+    assert first("coda-prompt").classifier.bias.any()
+
+
+SMALL = {
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "dualprompt": DUAL,
+    "coda-prompt": CODA,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["l2p", "dualprompt"])
+def test_the_adapters_own_loss_is_part_of_every_methods(name):
+    """The pull reaches the keys in FedAvg: without its weight they stay."""
+    pull = {"l2p": "l2p_pull", "dualprompt": "dual_pull"}[name]
+    plain = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name])).params
+    without = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name] | {pull: 0.0})).params
+    first = compiled(method_of(name, network=FORMULA, **SMALL[name]).init)(KEY, SCALE).params
+    np.testing.assert_allclose(without.adapter.key, first.adapter.key, atol=1e-6)
+    assert float(jnp.abs(plain.adapter.key - first.adapter.key).max()) > 1e-3
+    assert METHODS[name].adapter == name
