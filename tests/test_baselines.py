@@ -35,7 +35,7 @@ from fcljax.federated.engine import Lanes, run_round
 from fcljax.learner import Model, learner
 from fcljax.methods.ewc import Anchor, consolidate
 from fcljax.methods.icarl import Exemplars, draw, keep_highest
-from fcljax.methods.lwf import Teacher, first_model_of_task
+from fcljax.methods.lwf import Teacher, distil, first_model_of_task
 from fcljax.models.classifiers import Sums, linear, mean_logits
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
@@ -177,6 +177,14 @@ def test_a_teacher_is_taken_once_a_task(tuned):
     for found, expected in ((first, tuned), (again, tuned), (later, newer)):
         jax.tree.map(np.testing.assert_array_equal, found.part, expected)
     assert (int(again.task), int(later.task)) == (0, 1)
+
+
+def test_a_client_that_comes_late_takes_its_teacher_from_the_task_it_comes_in(tuned):
+    """Whichever task that is, the teacher that a client has before its first one is of no task."""
+    before = distil(1.0, 2.0).init(KEY, jax.tree.map(lambda x: x + 1, tuned))
+    for task in STREAM:
+        found = first_model_of_task(in_task(task, tuned), before, KEY)
+        jax.tree.map(np.testing.assert_array_equal, found.part, tuned)
 
 
 def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():

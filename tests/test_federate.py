@@ -462,6 +462,20 @@ def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
     assert set(np.argmax(logits, -1).tolist()) == ({4} if predicts == "all" else {2})
 
 
+def test_what_a_survey_keeps_is_there_in_the_next_one():
+    step = lambda turn, learner, params, count, aggregate, key: (params, count + 1, {})
+    counting = ServerStep(
+        "count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),)
+    )  # fmt: skip
+    method = compose(kit_of(), surveys=(Survey(counting, "opening", 4),))
+    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    nobody = Aggregate((), {}, {}, jnp.zeros(1), jnp.zeros(1, int), jnp.zeros(1, bool))
+    server = fresh(method)
+    for count in (1, 2):
+        server, _ = opening.server(turn_of(TASKS[0], frozen=SCALE), server, nobody, KEY)
+        assert int(server.steps[-1]) == count
+
+
 def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
     survey = Survey(ServerStep("nothing", None, collects=(class_sums(3, WIDTH),)), "opening", 4)
     kit = kit_of(train=None)

@@ -113,6 +113,15 @@ def test_no_number_of_any_option_may_be_negative_infinite_or_nan(options):
                 check_ranges(dataclasses.replace(options(), **{field.name: value}))
 
 
+@pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
+def test_a_learning_rate_or_a_temperature_of_zero_is_refused(options):
+    names = [field.name for field in fields_of(options)]
+    rates = [name for name in names if name == "lr" or name.endswith(("_lr", "temperature"))]
+    for name in set(rates):
+        with pytest.raises(InputError, match=f"^{name}: 0.0 must be finite and positive"):
+            check_ranges(dataclasses.replace(options(), **{name: 0.0}))
+
+
 @pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_preset_leaves_no_disputed_field_open(method, fidelity):

@@ -98,7 +98,7 @@ def test_a_failed_run_leaves_the_old_file(tmp_path, monkeypatch):
     ],
 )
 def test_values_out_of_range_are_named(field, value):
-    with pytest.raises(InputError, match=f"^{field}: must be .* not {value}$"):
+    with pytest.raises(InputError, match=f"^{field}: {value} (is too|must be)"):
         pretrain(dataclasses.replace(TINY, **{field: value}))
 
 

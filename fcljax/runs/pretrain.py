@@ -39,6 +39,7 @@ from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_gly
 from fcljax.errors import InputError
 from fcljax.files import atomic
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.options import check_ranges, option
 from fcljax.runs.metrics import nearest_class_mean
 from fcljax.types import PyTree
 
@@ -56,15 +57,17 @@ class PretrainConfig:
     steps: int = 2000  # optimiser steps
     batch_size: int = 128  # fresh images per step
     # peak learning rate of Muon (the matrices of the blocks) after the warm-up, then cosine decay to 0
-    lr: float = 0.02
-    adam_lr: float = 2e-3  # the same for Adam (everything else)
-    warmup: float = 0.05  # share of the steps in which the learning rates rise from 0
-    ramp: float = 0.4  # share of the steps in which distortions rise from slight to full
-    smoothing: float = 0.1  # label smoothing
-    temperature: float = 16.0  # factor of the cosines of class tokens and class weights: the logits
-    classes: int = len(PRETRAIN)  # how many characters of the alphabet to learn
+    lr: float = option(0.02, positive=True, most=1.0)
+    adam_lr: float = option(2e-3, positive=True, most=1.0)  # the same for Adam (everything else)
+    warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rates rise from 0
+    ramp: float = option(0.4, most=1.0)  # share of the steps in which distortions rise from slight to full
+    smoothing: float = option(0.1, most=1.0)  # label smoothing
+    # factor of the cosines of class tokens and class weights: the logits
+    temperature: float = option(16.0, positive=True)
+    # how many characters of the alphabet to learn
+    classes: int = option(len(PRETRAIN), least=2, most=len(PRETRAIN))
     validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
-    seed: int = 0  # of initial weights and images
+    seed: int = option(0, least=0)  # of initial weights and images
 
 
 class State(NamedTuple):
@@ -75,16 +78,7 @@ class State(NamedTuple):
 
 
 def _check(config: PretrainConfig) -> None:
-    for field in ("steps", "batch_size", "validate"):
-        if getattr(config, field) < 1:
-            raise InputError(f"{field}: must be at least 1, not {getattr(config, field)}")
-    if not 2 <= config.classes <= len(PRETRAIN):
-        raise InputError(f"classes: must be between 2 and {len(PRETRAIN)}, not {config.classes}")
-    if config.seed < 0:
-        raise InputError(f"seed: must be at least 0, not {config.seed}")
-    for field in ("lr", "adam_lr", "warmup", "ramp", "smoothing"):
-        if not 0 <= getattr(config, field) <= 1:
-            raise InputError(f"{field}: must be between 0 and 1, not {getattr(config, field)}")
+    check_ranges(config)
     out = Path(config.out)
     if out.suffix != ".safetensors":
         raise InputError(
