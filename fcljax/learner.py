@@ -34,6 +34,14 @@ def _class_token(features: Features) -> Float[Array, "batch width"]:
     return features.cls
 
 
+class Mixture(NamedTuple):
+    """Prompts that are weighted sums: of M vectors of N numbers in each of some groups, with weights of every
+    query. A prompt is einsum("bgm,gmn->bgn", weight, basis)."""
+
+    weight: Float[Array, "batch groups M"]
+    basis: Float[Array, "groups M N"]
+
+
 class Adapter(NamedTuple):
     """What is trained inside a frozen network.
 
@@ -50,6 +58,8 @@ class Adapter(NamedTuple):
     feature(Features) -> what the classifier reads
     prompt(held or params, part, query, task) -> the prompts that inject would insert, for servers that distil
       them on latents; None: it has none
+    mixture(held or params, part, query, task) -> Mixture, whose weights alone depend on the query, for
+      servers that compare the prompts of many models; None: prompts are no such sums
     loss(part, query, task, mask) -> scalar that clients add to their loss, whatever the method; None: nothing
     trained(part, task) -> what of the part trains, for counting
     queries: does `inject` read the query?
@@ -65,6 +75,7 @@ class Adapter(NamedTuple):
     network: Callable[[PyTree], PyTree] | None = None
     feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
     prompt: Callable[..., Array] | None = None
+    mixture: Callable[..., Mixture] | None = None
     loss: Callable[..., Float[Array, ""]] | None = None
     trained: Callable[[PyTree, Task], PyTree] = _same
     queries: bool = False

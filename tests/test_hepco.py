@@ -195,6 +195,40 @@ def test_prompts_are_compared_by_a_sum_of_squares():
     assert np.isclose(0.2 * 20 * 768 * 0.01, 30.72)
 
 
+def test_prompts_that_are_sums_are_compared_without_being_made():
+    """With the gradients that generators need, for clients far from the server's model and near to it."""
+    _, _, model, params, aggregate, _ = world()
+    task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
+    part = model.part(params, task)
+    for share in (1.0, 1e-3):
+        near = lambda mine, theirs, share=share: mine + share * (theirs - mine)
+        parts = jax.tree.map(near, part, aggregate.gather["part"])
+        teachers = H.Teachers(params, parts, jnp.ones((3, SETTING.classes)))
+        fast, plain = H.gaps(model, params, task, teachers), functools.partial(
+            H.prompt_gap, model, params, part, task, teachers
+        )  # fmt: skip
+        np.testing.assert_allclose(fast(z), plain(z), rtol=2e-3)
+        slopes = [jax.grad(lambda z, gap=gap: gap(z).sum())(z) for gap in (fast, plain)]
+        np.testing.assert_allclose(*slopes, rtol=1e-2, atol=1e-3 * float(jnp.abs(slopes[1]).max()))
+
+
+def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
+    """O10: a mean is 0.002 where the sum is 30.72."""
+    opts, _, model, params, aggregate, _ = world()
+    task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
+    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SETTING.classes)))
+    gaps, label = H.gaps(model, params, task, teachers), jnp.full(5, np.argmax(task.current))
+    of = lambda **more: H.generator_loss(
+        model, dataclasses.replace(opts, **more), params, task, teachers, gaps, z, label
+    )
+    without = of(generator_mse="none")
+    numbers = 2 * 2 * FORMULA.width  # blocks, tokens, channels
+    assert float(without) == float(of(wo_mse=True)) and without > of(generator_mse="sum")
+    np.testing.assert_allclose(
+        (without - of(generator_mse="mean")) * numbers, without - of(generator_mse="sum"), rtol=1e-3
+    )
+
+
 # ---- generators --------------------------------------------------------------------------------------------
 
 
@@ -363,7 +397,7 @@ def test_every_ablation_takes_something_away(switch):
 
 
 READINGS = [
-    ("kl_direction", "client_server"), ("mse_to_generator", False), ("loss_weights", "uniform"),
+    ("kl_direction", "client_server"), ("generator_mse", "none"), ("loss_weights", "uniform"),
     ("loss_weights", "per_class"), ("distill_phases", "sequential"), ("generator_norm", False),
     ("kl_weight", 2.0), ("mse_weight", 0.5), ("replay_ratio", 1.0), ("distill_lr", 1e-3),
     ("generator_lr", 1e-3), ("generator_growth", 4),
@@ -379,14 +413,15 @@ def test_every_reading_changes_the_result(field, value):
 def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
     """O11: the gradient of the generators' loss is the same without it."""
     loss_at = lambda z, **more: H.generator_loss(
-        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers, z, label
-    )
+        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers,
+        H.gaps(model, params, TASKS[1], teachers), z, label,
+    )  # fmt: skip
     opts, _, model, params, aggregate, _ = world(fidelity="released")
     teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SETTING.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
     same(slope(), slope(wo_mse=True))
-    assert float(jnp.abs(slope(mse_to_generator=True) - slope()).max()) > 1e-4
+    assert float(jnp.abs(slope(generator_mse="sum") - slope()).max()) > 1e-4
 
 
 def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not():
@@ -396,8 +431,9 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
     teachers = H.Teachers(params, part, jnp.ones((3, SETTING.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     loss = lambda **more: H.generator_loss(
-        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers, z, label
-    )
+        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers,
+        H.gaps(model, params, TASKS[1], teachers), z, label,
+    )  # fmt: skip
     own = z @ params.classifier.kernel + params.classifier.bias
     theirs = jax.vmap(lambda head: z @ head.kernel + head.bias)(part.classifier)
     apart = H.divergence(theirs, own, TASKS[1].seen, "server_client").sum()
@@ -409,7 +445,10 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
     surer = Head(part.classifier.kernel, part.classifier.bias.at[:, label[0]].add(1))
     better = teachers._replace(parts=part._replace(classifier=surer))
     harder, easy = (
-        H.generator_loss(model, easier, params, TASKS[1], each, z, label) for each in (teachers, better)
+        H.generator_loss(
+            model, easier, params, TASKS[1], each, H.gaps(model, params, TASKS[1], each), z, label
+        )
+        for each in (teachers, better)
     )
     assert easy < harder
 

@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.learner import Adapter
+from fcljax.learner import Adapter, Mixture
 from fcljax.models.heads import cosine
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option
@@ -72,7 +72,17 @@ def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
         del held, task, train, mask
         return prefix_injection(weighted_prompts(part, query))
 
-    return Adapter(init, inject=inject, prompt=prompt, queries=True)
+    def mixture(held, part: Pool, query: Array, task: Task) -> Mixture:
+        del held, task
+        basis = part.prompt.reshape(*part.prompt.shape[:2], -1)
+        return Mixture(jnp.stack(weights(part, query), axis=1), basis)
+
+    return Adapter(init, inject=inject, prompt=prompt, mixture=mixture, queries=True)
+
+
+def weights(pool: Pool, query: Float[Array, "batch width"]) -> list[Float[Array, "batch size"]]:
+    """cos(q, K_lm) of every prompt, for each block."""
+    return [cosine(query, key, eps=1e-12) for key in pool.key]
 
 
 def weighted_prompts(
@@ -83,8 +93,8 @@ def weighted_prompts(
     One matrix product per block: on CPU five of them take a fifth of the time of a batched one.
     """
     blocks, size, length, width = pool.prompt.shape
-    weight = [cosine(query, key, eps=1e-12) for key in pool.key]
-    prompts = [own @ prompt.reshape(size, -1) for own, prompt in zip(weight, pool.prompt, strict=True)]
+    pairs = zip(weights(pool, query), pool.prompt, strict=True)
+    prompts = [own @ prompt.reshape(size, -1) for own, prompt in pairs]
     return jnp.stack(prompts, axis=1).reshape(-1, blocks, length, width)
 
 

@@ -11,6 +11,7 @@ without prompts leaves the classifier to be distilled. Where paper and release d
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -63,7 +64,8 @@ class HepcoOptions(PromptedOptions):
     distill_steps: int = 200  # of the distillation
     distill_lr: float = option(1e-4, positive=True)  # its learning rate
     kl_direction: Direction | None = None  # KL(server || client) or KL(client || server)
-    mse_to_generator: bool | None = None  # does the disagreement of prompts reach the generators?
+    # of the prompts' numbers, in the generators' loss; none: the disagreement of prompts does not reach them
+    generator_mse: Literal["sum", "mean", "none"] | None = None
     loss_weights: Weights | None = None  # how much each client's losses count for a class
     distill_phases: Phases | None = None  # prompts and classifier on the same latents, or one after the other
     wo_previous: bool = False  # ablation: no generator of older classes, no replay
@@ -80,14 +82,13 @@ CLIENT = {
 }
 _SERVER = {
     "intended": dict(
-        kl_direction="server_client", mse_to_generator=True, loss_weights="over_total",
-        distill_phases="shared",
+        kl_direction="server_client", generator_mse="sum", loss_weights="over_total", distill_phases="shared",
     ),
     "paper": dict(
-        kl_direction="server_client", mse_to_generator=True, loss_weights="uniform", distill_phases="shared"
+        kl_direction="server_client", generator_mse="sum", loss_weights="uniform", distill_phases="shared"
     ),
     "released": dict(
-        kl_direction="client_server", mse_to_generator=False, loss_weights="over_total",
+        kl_direction="client_server", generator_mse="none", loss_weights="over_total",
         distill_phases="sequential",
     ),
 }  # fmt: skip
@@ -140,6 +141,9 @@ class Teachers(NamedTuple):
     weight: Float[Array, "J C"]
 
 
+Gaps = Callable[[Array], Float[Array, "J batch"]]  # of latents [batch, width], to each teacher
+
+
 class Latents(NamedTuple):
     """Drawn latents and the classes that they were drawn for."""
 
@@ -172,14 +176,16 @@ def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
         clients = Teachers(params, sound_parts(learner.part(params, task), aggregate), weight)
         past = Past(began_with(turn, past.start), past.rows + rows.sum(0))
         previous = _previous(params, past, task)
-        loss = functools.partial(generator_loss, learner, options, params, task)
+        loss = lambda teachers: functools.partial(
+            generator_loss, learner, options, params, task, teachers, gaps(learner, params, task, teachers)
+        )
         train = functools.partial(train_generator, options, shape)
         steps = jnp.where(jnp.any(aggregate.valid), options.generator_steps, 0)
-        new, found = train(keys[0], steps, _odds(rows.sum(0)), functools.partial(loss, clients))
+        new, found = train(keys[0], steps, _odds(rows.sum(0)), loss(clients))
         older = Generator((), ())
         if not options.wo_previous:
             more = jnp.where((steps > 0) & (task.index > 0), steps + options.generator_growth * task.index, 0)
-            older, _ = train(keys[1], more, _odds(past.rows * task.old), functools.partial(loss, previous))
+            older, _ = train(keys[1], more, _odds(past.rows * task.old), loss(previous))
         draw = functools.partial(draw_latents, options, shape, rows.sum(0), past, task, new, older)
         part, losses = distil(options, learner, params, task, clients, previous, draw, keys[2], steps > 0)
         return learner.put(params, task, part), past, losses | {"generator": found}
@@ -219,11 +225,11 @@ def _odds(rows: Float[Array, " C"]) -> Float[Array, " C"]:
 
 
 def generator_loss(
-    learner: Learner, options: HepcoOptions, params: Model, task: Task, teachers: Teachers,
+    learner: Learner, options: HepcoOptions, params: Model, task: Task, teachers: Teachers, gaps: Gaps,
     latent: Float[Array, "batch width"], label: Int[Array, " batch"],
 ) -> Float[Array, ""]:  # fmt: skip
     """L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5): latents that the teachers recognise, and of which
-    the averaged model `params` thinks otherwise."""
+    the averaged model `params` thinks otherwise. `gaps` are those of its prompts and the teachers'."""
     weight, student = teachers.weight[:, label], learner.part(params, task)
     theirs, own = _logits(learner, teachers, task, latent), _one(learner, params, student, task, latent)
     known = mask_logits(theirs, task.seen)
@@ -233,10 +239,18 @@ def generator_loss(
         apart = divergence(theirs, own, task.seen, resolved(options.kl_direction))
         loss = loss - options.kl_weight * jnp.sum(weight * apart)
     # the release takes the query out of the gradient in its prompt module, so that L_MSE has none here
-    if learner.adapter.prompt and options.mse_to_generator and not options.wo_mse:
-        gap = prompt_gap(learner, params, student, task, teachers, latent)
-        loss = loss - options.mse_weight * jnp.sum(weight * gap)
+    if learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
+        gap = jnp.sum(weight * gaps(latent))
+        count = prompt_numbers(learner, params, student, task, latent)
+        loss = loss - options.mse_weight * (gap / count if options.generator_mse == "mean" else gap)
     return loss
+
+
+def prompt_numbers(learner: Learner, held: Model, part: Model, task: Task, latent: Array) -> int:
+    """How many numbers a latent's prompts have, in all blocks together."""
+    prompt = resolved(learner.adapter.prompt)
+    shape = jax.eval_shape(lambda: prompt(held.adapter, part.adapter, latent, task)).shape
+    return math.prod(shape[1:])
 
 
 def _one(learner: Learner, held: Model, part: Model, task: Task, latent: Array) -> Float[Array, "batch C"]:
@@ -257,6 +271,37 @@ def divergence(
     p, q = log_odds(server), log_odds(client)
     p, q = (p, q) if direction == "server_client" else (q, p)
     return jnp.sum(jnp.where(seen, jnp.exp(p) * (p - q), 0.0), axis=-1)
+
+
+def gaps(learner: Learner, params: Model, task: Task, teachers: Teachers) -> Gaps:
+    """`prompt_gap` of the averaged model and teachers that stay as they are, for many latents.
+
+    Prompts that are sums w P of a basis P with weights w are compared without being made: w_s P_s - w_j P_j
+    is (w_s - w_j) P_j + w_s (P_s - P_j), whose square needs no more than the products of these bases.
+    """
+    part, mixture = learner.part(params, task), learner.adapter.mixture
+    if mixture is None:
+        return functools.partial(prompt_gap, learner, params, part, task, teachers)
+    of = lambda part, latent: mixture(params.adapter, part.adapter, latent, task)
+    nowhere = jnp.ones((1, learner.network.width))  # a basis does not depend on the latent
+    basis = lambda part: of(part, nowhere).basis
+
+    def products(theirs: Model) -> Float[Array, "groups both both"]:
+        both = jnp.concatenate([basis(theirs), basis(part) - basis(theirs)], axis=1)
+        return jnp.einsum("gmn,gkn->gmk", both, both)
+
+    square = jax.lax.map(products, teachers.parts)
+
+    def gap(latent: Float[Array, "batch width"]) -> Float[Array, "J batch"]:
+        own = of(part, latent).weight
+
+        def one(theirs: Model, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
+            weight = jnp.concatenate([own - of(theirs, latent).weight, own], axis=-1)
+            return jnp.einsum("bgm,gmk,bgk->b", weight, square, weight)
+
+        return jax.vmap(one)(teachers.parts, square)
+
+    return gap
 
 
 def prompt_gap(
