@@ -94,6 +94,16 @@ def test_augment_decides_over_the_data_set():
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
 
+def test_joint_training_has_all_classes_in_one_task():
+    def tasks(method):
+        values = {"image_size": "8", "tasks": "5"}
+        return build.build(
+            method, config.resolve(method, config.from_mapping(method, values, "test"))
+        ).scenario.tasks
+
+    assert [len(tasks(method)) for method in ("joint", "fedclm")] == [1, 5]
+
+
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})

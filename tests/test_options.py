@@ -165,17 +165,20 @@ SOURCES = {
         weight_decay=1e-5,
     ),
     "ewc": dict(
-        ewc_weight=1000.0, fisher_limit=1e-4, optimiser="sgd", lr=0.01, lora_lr=0.01, momentum=0.9,
-        weight_decay=0.0,
+        ewc_weight=1000.0, fisher_limit=1e-4, lora_pairs="one", optimiser="sgd", lr=0.01, lora_lr=0.01,
+        momentum=0.9, weight_decay=0.0,
     ),
     "lwf": dict(
-        distill_weight=3.0, distill_temperature=2.0, optimiser="sgd", lr=0.01, lora_lr=0.01, momentum=0.9,
-        weight_decay=5e-4,
-    ),
-    "icarl": dict(
-        distill_weight=1.0, distill_temperature=2.0, memory_size=200, optimiser="sgd", lr=0.01, lora_lr=0.01,
+        distill_weight=3.0, distill_temperature=2.0, lora_pairs="one", optimiser="sgd", lr=0.01, lora_lr=0.01,
         momentum=0.9, weight_decay=5e-4,
     ),
+    "icarl": dict(
+        distill_weight=1.0, distill_temperature=2.0, memory_size=200, lora_pairs="one", optimiser="sgd",
+        lr=0.01, lora_lr=0.01,
+        momentum=0.9, weight_decay=5e-4,
+    ),
+    "fedclm": dict(lora_pairs="one", classifier="nearest"),
+    "joint": dict(lora_pairs="one", rounds=15),
     "hepco": dict(
         kl_weight=1.0, mse_weight=0.1, generator_steps=100, generator_growth=50, generator_lr=1e-4,
         generator_norm=True, noise_width=64, label_width=64, latent_batch=64, replay_ratio=0.5,
