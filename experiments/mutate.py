@@ -36,8 +36,8 @@ TARGETS = (
 # the test files that look at those
 TESTS = (
     "adapters", "aggregation", "baselines", "check", "communication", "conformance", "federate", "fppl",
-    "hepco", "inputs", "invariance", "invariance_fppl", "lora", "options", "outside", "pilora", "pmae_adapters",
-    "privacy", "prototypes", "recall", "rounds", "surrogates", "terms",
+    "hepco", "inputs", "invariance", "invariance_fppl", "lora", "options", "outside", "pilora",
+    "pmae_adapters", "privacy", "prototypes", "recall", "rounds", "surrogates", "terms",
 )  # fmt: skip
 # imported once, before a process is forked for each mutant
 HEAVY = (
