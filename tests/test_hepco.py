@@ -264,7 +264,8 @@ def learns():
 def world(**values):
     """A learner on the formula network, three clients' parts around the server's, and what the step reads in
     the second task."""
-    cfg = config.resolve("hepco", config.from_mapping("hepco", SMALL | FEW | values, "test"))
+    seen = {} if "fidelity" in values else {"generator_mse": "sum"}  # every part of the loss has its word
+    cfg = config.resolve("hepco", config.from_mapping("hepco", SMALL | FEW | seen | values, "test"))
     kit, model = learns()
     params = model.init(KEY, SCALE)
     noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
@@ -451,6 +452,12 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
         for each in (teachers, better)
     )
     assert easy < harder
+
+
+def test_an_ablation_of_nothing_is_refused():
+    with pytest.raises(InputError, match="wo_mse: generator_mse is 'none', so that nothing is left out"):
+        method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True)
+    method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True, generator_mse="sum")
 
 
 @pytest.mark.parametrize("ratio, count", [(0.5, 32), (1.0, 64), (0.125, 8)])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.errors import InputError
 from fcljax.federate import Collect, Kit, ServerStep, federate
 from fcljax.learner import Learner, Model, learner
 from fcljax.models.classifiers import linear
@@ -82,7 +83,8 @@ CLIENT = {
 }
 _SERVER = {
     "intended": dict(
-        kl_direction="server_client", generator_mse="sum", loss_weights="over_total", distill_phases="shared",
+        kl_direction="server_client", generator_mse="none", loss_weights="over_total",
+        distill_phases="shared",
     ),
     "paper": dict(
         kl_direction="server_client", generator_mse="sum", loss_weights="uniform", distill_phases="shared"
@@ -96,7 +98,13 @@ FIDELITY = {name: CLIENT[name] | _SERVER[name] for name in CLIENT}
 
 
 def hepco(options: HepcoOptions, kit: Kit) -> Method:
-    """HePCo as a method, on any adapter. `options` must be resolved."""
+    """HePCo as a method, on any adapter. `options` must be resolved.
+
+    Raises:
+      InputError: for an ablation of what the generators do not see anyway.
+    """
+    if options.wo_mse and options.generator_mse == "none":
+        raise InputError("wo_mse: generator_mse is 'none', so that nothing is left out; nearest: wo_mse off")
     model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
     steps, train = (latent_distillation(options, kit),), scheduled(kit, options).train
     return federate(model, kit.setting, train, kit.terms, steps, aggregation=kit.aggregation)
