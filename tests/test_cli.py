@@ -327,6 +327,7 @@ def test_list_names_methods_data_sets_and_backbones(capsys):
     assert "fedncm + lora" in text and "pilora + --aggregator" in text
 
 
+@pytest.mark.long
 def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     """Adapters and aggregation rules, for every method: made, not run."""
     network = vit_network(ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32))

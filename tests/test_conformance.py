@@ -91,7 +91,7 @@ def predict(name, server, task):
 
 
 # The others are made from the same parts.
-@pytest.fixture(params=some(OPTIONS, ("fppl", "icarl")))
+@pytest.fixture(params=some(OPTIONS, ("icarl",)))
 def name(request):
     return request.param
 

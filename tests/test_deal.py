@@ -206,7 +206,7 @@ def finished(options, factory):
             *((partition, "redrawn") for partition in PARTITIONS),
             *((partition, "static") for partition in BY_TASK),
         ],
-        [("task_dirichlet", "static"), ("shards", "redrawn"), ("dirichlet", "redrawn")],
+        [("task_dirichlet", "redrawn")],
     ),
 )
 def test_a_run_finishes_under_every_partition_and_population(partition, population, tmp_path_factory):
@@ -217,6 +217,7 @@ def test_a_run_finishes_under_every_partition_and_population(partition, populati
     assert (out / "figures" / "classes.png").stat().st_size
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_path, tmp_path_factory):
     reference = finished(["--partition", "shards", "--population", "redrawn"], tmp_path_factory)
     out = shutil.copytree(reference, tmp_path / "resumed")

@@ -213,6 +213,7 @@ def counting(options, kit):
     )
 
 
+@pytest.mark.long
 def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     monkeypatch.setitem(METHODS, "linear", METHODS["linear"]._replace(build=counting))
     options = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--partition", "iid"]

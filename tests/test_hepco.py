@@ -386,7 +386,7 @@ SWITCHES = ["wo_previous", "wo_kl", "wo_mse", "wo_prompt_distillation", "wo_clas
 
 
 # each compiles a step of its own
-@pytest.mark.parametrize("switch", some(SWITCHES, ("wo_prompt_distillation",)))
+@pytest.mark.parametrize("switch", some(SWITCHES, ()))
 def test_every_ablation_takes_something_away(switch):
     plain, without = (played(*world(**{switch: on}))[0] for on in (False, True))
     start = world()[3]
@@ -476,6 +476,7 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
     assert np.asarray(TASKS[1].old)[batch.old.label].all()
 
 
+@pytest.mark.long
 def test_the_first_task_has_no_previous_model():
     """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
     opts, kit, model, params, aggregate, past = world()
@@ -506,7 +507,8 @@ def test_what_is_not_valid_teaches_nothing():
 # ---- the method --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adapter", some(["pool", "lora"], ("lora",)))
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", ["pool", "lora"])
 def test_it_runs_on_adapters_with_and_without_prompts(adapter):
     own = SMALL if adapter == "pool" else {"lora_lr": 1e-3, "lora_blocks": 1}
     hepco, mean = (

@@ -30,7 +30,8 @@ def test_a_method_outside_the_package_runs_with_its_own_options(name, options, t
     assert all(("distill_loss" in line) == (name == "distill") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["fedprox", pytest.param("distill", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fedprox", "distill"])
 def test_a_method_outside_the_package_holds_what_all_must(name, capsys):
     assert cli.main(["check", str(FOLDER / f"{name}.py"), "--adapter", "linear"]) == 0
     said = capsys.readouterr().out

@@ -320,6 +320,7 @@ def test_images_are_made_to_be_recognised_and_where_both_agree_to_be_disputed():
     np.testing.assert_allclose(loss(True), right - 2.0 * kl / 2, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(late):
     options = options_of("target", label_weight=0.0 if late else 1.0)
