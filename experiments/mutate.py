@@ -90,6 +90,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Compare(left, [OPERATORS[type(operator)]()], [right])
         case ast.BoolOp(operator, values):
             yield ast.BoolOp(OPERATORS[type(operator)](), values)
+        case ast.UnaryOp(ast.USub(), ast.Constant(int())):
+            yield ast.Constant(0)  # as an axis, -1 and 1 are often the same
         case ast.UnaryOp(ast.USub() | ast.Not() | ast.Invert(), operand):
             yield operand
         case ast.Constant(bool() as value):
@@ -113,13 +115,15 @@ def _calls(node: ast.Call) -> Iterator[ast.AST]:
         case ast.Attribute(_, "stop_gradient"), [argument]:
             yield argument
     for dropped in node.keywords:
-        if dropped.arg is not None:
+        if dropped.arg not in (None, "strict"):
             yield ast.Call(node.func, node.args, [word for word in node.keywords if word is not dropped])
 
 
 def expressions(node: ast.AST) -> Iterator[ast.AST]:
     """All parts of a program that compute something: no annotations, decorators, docstrings, messages."""
     if isinstance(node, SKIPPED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: a guard, as an assertion is
         return
     yield node
     for name, value in ast.iter_fields(node):
