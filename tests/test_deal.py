@@ -206,7 +206,7 @@ def finished(options, factory):
             *((partition, "redrawn") for partition in PARTITIONS),
             *((partition, "static") for partition in BY_TASK),
         ],
-        [("task_dirichlet", "redrawn")],
+        [],
     ),
 )
 def test_a_run_finishes_under_every_partition_and_population(partition, population, tmp_path_factory):

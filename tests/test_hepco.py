@@ -405,7 +405,7 @@ READINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("field, value", some(READINGS, (("loss_weights", "uniform"),)))
+@pytest.mark.parametrize("field, value", some(READINGS, ()))
 def test_every_reading_changes_the_result(field, value):
     plain, other = (played(*world(**more))[0] for more in ({}, {field: value}))
     assert norm(jax.tree.map(jnp.subtract, plain, other)) > 1e-8
@@ -530,6 +530,7 @@ def test_uploads_are_averaged_without_weights():
     assert float(uploads.mean()) == 4
 
 
+@pytest.mark.long
 def test_the_merged_model_is_evaluated_too():
     """predisacc: what the clients' mean says, before the server changes it."""
     method = method_of("hepco", network=FORMULA, batch_size=4, lr=0.05, **SMALL, **FEW)

@@ -25,7 +25,7 @@ def reference(request):
 @pytest.mark.parametrize(
     ("reference", "kills"),
     [
-        ("linear", 1),
+        pytest.param("linear", 1, marks=pytest.mark.long),
         pytest.param("linear", 2, marks=pytest.mark.long),
         pytest.param("fppl", 1, marks=pytest.mark.long),
         pytest.param("icarl", 1, marks=pytest.mark.long),

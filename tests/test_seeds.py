@@ -28,6 +28,7 @@ def test_other_seeds_are_refused_in_one_line(text):
         parse_seeds(text, 0)
 
 
+@pytest.mark.long
 def test_a_method_over_seeds_is_a_run_for_each_and_a_mean(tmp_path, capsys):
     out = tmp_path / "many"
     assert cli.main(["run", "linear", *SHORT, "--seeds", "2", "--seed", "5", "--out", str(out)]) == 0
