@@ -1,7 +1,7 @@
 """The pixel ranges that networks are trained with, which files of weights and pipelines share."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from fcljax.types import Network
 
@@ -12,11 +12,6 @@ NORMALISE = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
 }
-
-
-def network_input(network: Network, image: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Grey levels 0..255 as the network is given them."""
-    return from_unit(network, image.astype(jnp.float32) / 255)
 
 
 def from_unit(network: Network, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from fcljax.federate import ServerStep
+from fcljax.federate import Seen, ServerStep
 from fcljax.learner import Learner, Model
-from fcljax.types import Aggregate, Ctx, Task, Turn
+from fcljax.models.heads import distillation
+from fcljax.pixels import from_unit
+from fcljax.types import Aggregate, Batch, Ctx, Task, Turn
 
 
 class Start(NamedTuple):
@@ -57,3 +59,19 @@ def sound_parts(part: Model, aggregate: Aggregate) -> Model:
     pick = lambda own, theirs: jnp.where(alive(theirs), theirs, own)
     own, theirs = part._replace(extra=()), aggregate.gather["part"]._replace(extra=())
     return jax.tree.map(pick, own, theirs)
+
+
+def unlabelled(learner: Learner, pixels: Float[Array, "rows *shape"]) -> Batch:
+    """Pixels in [0, 1] of images that are no rows of the run's, as a batch."""
+    rows = jnp.zeros(len(pixels), jnp.int32)
+    return Batch(from_unit(learner.network, pixels), rows, rows == 0, rows - 1)
+
+
+def distil_start(
+    learner: Learner, seen: Seen, pixels: Float[Array, "rows *shape"], temperature: float
+) -> Float[Array, ""]:
+    """Distillation of old classes from the model that the task began with (`start_of_task`), on images that
+    are no rows of the client's."""
+    ctx, batch = seen.ctx, unlabelled(learner, pixels)
+    logits = lambda part: learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True).logits
+    return distillation(logits(seen.part), logits(teacher(ctx)), ctx.task.old, batch.mask, temperature)

@@ -24,7 +24,7 @@ from fcljax.errors import InputError
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
-from fcljax.pixels import NORMALISE, network_input
+from fcljax.pixels import NORMALISE, from_unit
 from fcljax.runs import build
 from fcljax.runs.inputs import (
     backbone_name,
@@ -349,4 +349,4 @@ def test_the_network_that_methods_see_knows_the_pixels_that_it_gets():
     assert (network.mean, network.std) == NORMALISE["cifar100"]
     grey = jnp.full((1, 8, 8, 3), 51, jnp.uint8)
     expected = clean_view(found.preprocess, grey)
-    np.testing.assert_allclose(network_input(network, grey), expected, rtol=1e-6)
+    np.testing.assert_allclose(from_unit(network, grey / 255), expected, rtol=1e-6)

@@ -37,9 +37,9 @@ from fcljax.learner import Model, learner
 from fcljax.methods import cfed as C
 from fcljax.methods import target as T
 from fcljax.models.classifiers import linear
-from fcljax.models.heads import cross_entropy, distillation, init_head, mask_logits
+from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.models.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
-from fcljax.pixels import from_unit, network_input
+from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
 
 SMALL = {
@@ -151,7 +151,7 @@ def test_a_reviewer_keeps_to_the_old_model_on_its_surrogate_images_and_a_learner
     chosen = SURROGATE[jax.random.randint(KEY, (4,), 6, 9)]  # the third of four shards of 12
 
     def review(head):
-        image = network_input(NETWORK, chosen)
+        image = from_unit(NETWORK, chosen / 255)
         return 0.1 * distillation(logits(head, image), logits(HEADS[1], image), NEW.old, batch.mask)
 
     found = step_of(method, server, NEW, id_=2)
@@ -201,7 +201,7 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
     image, turn = SURROGATE[:6].reshape(3, 2, 8, 8, 3), turn_of(NEW, frozen=FROZEN)
     loss = functools.partial(C.teachers_loss, options, own, turn, Model((), HEADS[0]))
     found = loss(teachers, jnp.array([True, False, True]), image, Model((), HEADS[0]))
-    seen = [network_input(NETWORK, image[i]) for i in (0, 2)]
+    seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
     both = jnp.ones(2, bool)
     expected = [
         0.1 * distillation(logits(HEADS[0], x), logits(HEADS[1 + i], x), NEW.seen, both)
@@ -224,7 +224,7 @@ def test_the_server_distils_towards_its_clients_when_asked():
     turn = turn_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Wire(params, {})))
     call = jax.jit(lambda aggregate: step.step(turn, own, params, start, aggregate, KEY))
     after, kept, metrics = call(aggregate)
-    image = network_input(NETWORK, SURROGATE)
+    image = from_unit(NETWORK, SURROGATE / 255)
     gap = lambda head: float(
         jnp.abs(
             jax.nn.softmax(mask_logits(logits(head, image), OLD.seen))
@@ -292,8 +292,8 @@ def test_disagreement_is_the_divergence_over_seen_classes():
     p, q = jnp.array([[0.8, 0.2, 0]]), jnp.array([[0.5, 0.5, 0]])
     logs = lambda x: mask_logits(jnp.log(x) + 3, seen)
     expected = 0.8 * np.log(0.8 / 0.5) + 0.2 * np.log(0.2 / 0.5)
-    np.testing.assert_allclose(T.apart(logs(p), logs(q), seen), [expected], rtol=1e-5)
-    np.testing.assert_allclose(T.apart(logs(p), logs(p), seen), [0], atol=1e-7)
+    np.testing.assert_allclose(kl(logs(p), logs(q), seen), [expected], rtol=1e-5)
+    np.testing.assert_allclose(kl(logs(p), logs(p), seen), [0], atol=1e-7)
 
 
 def test_images_are_made_to_be_recognised_and_where_both_agree_to_be_disputed():
@@ -332,7 +332,7 @@ def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(l
     assert agreed.any()
     loss = lambda x: T.synthesis_loss(options, teacher, student, OLD, jnp.bool_(late), label, x)
     moved = image - 0.05 * jax.grad(loss)(image)
-    apart = lambda x: float(jnp.where(agreed, T.apart(teacher(x), student(x), OLD.seen), 0).sum())
+    apart = lambda x: float(jnp.where(agreed, kl(teacher(x), student(x), OLD.seen), 0).sum())
     known = lambda x: float(cross_entropy(teacher(x), label, OLD.seen, jnp.ones(4, bool)))
     assert (apart(moved) > apart(image)) if late else (known(moved) < known(image))
 
@@ -411,7 +411,7 @@ def test_a_client_learns_its_rows_and_distils_on_synthetic_images():
     learn = lambda head, task: cross_entropy(
         logits(head, batch_of(task).image), batch_of(task).label, task.current, mask
     )
-    image = network_input(NETWORK, even[:4])
+    image = from_unit(NETWORK, even[:4] / 255)
     keep = lambda head: 25 * distillation(logits(head, image), logits(HEADS[1], image), NEW.old, batch.mask)
     found = step_of(method, server, NEW)
     close(found, descended(HEADS[0], lambda head: learn(head, NEW) + keep(head)))

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fcljax.adapters.pool import prefix_injection
+from fcljax.adapters.pool import check_even, prefix_injection
 from fcljax.errors import InputError
 from fcljax.learner import Adapter
+from fcljax.models.heads import unit
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.options import option
 from fcljax.types import Network, Setting, Task
@@ -69,11 +70,7 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
             f"coda_components: {options.coda_components} are too few for {setting.tasks} tasks; nearest: "
             f"{setting.tasks}"
         )
-    if options.coda_length % 2:
-        raise InputError(
-            f"coda_length: {options.coda_length} tokens cannot be half keys and half values; nearest: "
-            f"{options.coda_length + 1}"
-        )
+    check_even("coda_length", options.coda_length)
     whole, each = options.coda_upload == "all", options.coda_components // setting.tasks
 
     def init(key: PRNGKeyArray, frozen) -> Components:
@@ -89,6 +86,9 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
     def part(params: Components, task: Task) -> Components:
         return params if whole else current(params, task)
 
+    def trained(part: Components, task: Task) -> Components:
+        return current(part, task) if whole else part
+
     def put(params: Components, task: Task, part: Components) -> Components:
         if whole:
             return part
@@ -96,7 +96,7 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
 
     def prompt(held: Components | tuple[()], part: Components, query: Array, task: Task):
         past = part if whole or not isinstance(held, Components) else held
-        return combined(with_current(past, current(part, task) if whole else part, task), query, task)
+        return combined(with_current(past, trained(part, task), task), query, task)
 
     def inject(
         held: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
@@ -106,13 +106,13 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
 
     def loss(part: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del query, mask
-        own = current(part, task) if whole else part
-        return options.coda_orthogonality * sum(map(apart_from_orthonormal, own), jnp.zeros(()))
+        each_apart = map(apart_from_orthonormal, trained(part, task))
+        return options.coda_orthogonality * sum(each_apart, jnp.zeros(()))
 
     return Adapter(
         init, open_task if options.coda_gram_schmidt else lambda params, task: params, part, put,
         inject=inject, prompt=prompt, loss=loss if options.coda_orthogonality else None, queries=True,
-        trained=current if whole else lambda part, task: part,
+        trained=trained,
         held=lambda params: () if whole else params,
     )  # fmt: skip
 
@@ -136,9 +136,9 @@ def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
     """sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
-    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), EPSILON**2))
-    attended = unit(query[:, None, None, None] * params.attention)  # [batch, tasks, blocks, n, width]
-    weight = jnp.sum(attended * unit(params.key), axis=-1)
+    # [batch, tasks, blocks, n, width]
+    attended = unit(query[:, None, None, None] * params.attention, EPSILON)
+    weight = jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
     return jnp.einsum("btmk,tmkld->bmld", jnp.where(seen, weight, 0.0), params.prompt)
 

@@ -17,7 +17,7 @@ from fcljax.adapters.l2p import choose, pull
 from fcljax.learner import Adapter
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
-from fcljax.options import option
+from fcljax.options import option, resolved
 from fcljax.types import Network, Setting, Task
 
 
@@ -72,6 +72,7 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
     whole = options.dual_upload == "all"
+    copies = resolved(options.dual_transfer) or setting.tasks  # tasks whose prefixes may start as copies
 
     def init(key: PRNGKeyArray, frozen) -> DualPrompts:
         """Uniform in [-1, 1], keys too."""
@@ -84,14 +85,15 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
 
     def open_task(params: DualPrompts, task: Task) -> DualPrompts:
         """A task's prefix starts as the one before; keys never do."""
-        copied = (task.index > 0) & (
-            (task.index < (options.dual_transfer or 0)) | (options.dual_transfer == 0)
-        )
+        copied = (task.index > 0) & (task.index < copies)
         start = jnp.where(copied, params.own[jnp.maximum(task.index - 1, 0)], params.own[task.index])
         return params._replace(own=params.own.at[task.index].set(start))
 
     def part(params: DualPrompts, task: Task) -> DualPrompts:
         return params if whole else current(params, task)
+
+    def trained(part: DualPrompts, task: Task) -> DualPrompts:
+        return current(part, task) if whole else part
 
     def put(params: DualPrompts, task: Task, part: DualPrompts) -> DualPrompts:
         if whole:
@@ -104,7 +106,7 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
     ) -> Float[Array, "batch blocks 2 length width"]:
         """Of the tasks' own, for every image."""
         if train:
-            own = current(part, task).own if whole else part.own
+            own = trained(part, task).own
             return jnp.broadcast_to(own, (len(query), *own.shape))
         every = put(held, task, part) if isinstance(held, DualPrompts) else part
         seen = (jnp.arange(setting.tasks) <= task.index) | (options.dual_candidates == "all")
@@ -131,13 +133,12 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
         return jnp.concatenate(flat, axis=1)
 
     def loss(part: DualPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
-        key = current(part, task).key if whole else part.key
         first = jnp.zeros((len(query), 1), jnp.int32)
-        return -options.dual_pull * pull(key[None], query, first, mask)
+        return -options.dual_pull * pull(trained(part, task).key[None], query, first, mask)
 
     return Adapter(
         init, open_task, part, put, inject=inject, prompt=prompt, loss=loss, queries=True,
-        trained=current if whole else lambda part, task: part,
+        trained=trained,
     )  # fmt: skip
 
 

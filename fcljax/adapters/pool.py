@@ -50,11 +50,7 @@ def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
     """
     del setting
     check_blocks("pool_blocks", options.pool_blocks, network)
-    if options.pool_length % 2:
-        raise InputError(
-            f"pool_length: {options.pool_length} tokens cannot be half keys and half values; nearest: "
-            f"{options.pool_length + 1}"
-        )
+    check_even("pool_length", options.pool_length)
 
     def init(key: PRNGKeyArray, frozen) -> Pool:
         """Uniform in [0, 1), keys too, as in the release."""
@@ -96,6 +92,18 @@ def weighted_prompts(
     pairs = zip(weights(pool, query), pool.prompt, strict=True)
     prompts = [own @ prompt.reshape(size, -1) for own, prompt in pairs]
     return jnp.stack(prompts, axis=1).reshape(-1, blocks, length, width)
+
+
+def check_even(field: str, length: int) -> None:
+    """Check that a prompt can be cut into keys and values, as `prefix_injection` does.
+
+    Raises:
+      InputError: for an odd length.
+    """
+    if length % 2:
+        raise InputError(
+            f"{field}: {length} tokens cannot be half keys and half values; nearest: {length + 1}"
+        )
 
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:

@@ -26,9 +26,16 @@ from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
-from fcljax.pixels import network_input
-from fcljax.steps import Start, began_with, no_start, sound_parts, start_of_task, teacher
-from fcljax.types import Aggregate, Batch, Frozen, Method, Turn, Weighted
+from fcljax.steps import (
+    Start,
+    began_with,
+    distil_start,
+    no_start,
+    sound_parts,
+    start_of_task,
+    unlabelled,
+)
+from fcljax.types import Aggregate, Frozen, Method, Turn, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +108,7 @@ def review(learner: Learner, seen: Seen, clients: int, temperature: float) -> Fl
     image = surrogate(ctx.frozen)
     first, last = shard(ctx.info.id, clients, len(image))
     chosen = jax.random.randint(seen.key, seen.batch.mask.shape, first, last)
-    batch = unlabelled(learner, image[chosen])
-    student = learner.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, True).logits
-    target = learner.forward(ctx.frozen, ctx.held, teacher(ctx), batch, ctx.task, True).logits
-    return distillation(student, target, ctx.task.old, batch.mask, temperature)
+    return distil_start(learner, seen, image[chosen] / 255, temperature)
 
 
 def shard(client: Int[Array, ""], clients: int, images: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
@@ -123,12 +127,6 @@ def surrogate(frozen: Frozen) -> UInt8[Array, "S *shape"]:
     if not len(frozen.surrogate):
         raise InputError("surrogate: cfed reviews images of another data set, and Frozen.surrogate has none")
     return frozen.surrogate
-
-
-def unlabelled(learner: Learner, image: UInt8[Array, "rows *shape"]) -> Batch:
-    """Images of no data set of the run as a batch."""
-    rows = jnp.zeros(len(image), jnp.int32)
-    return Batch(network_input(learner.network, image), rows, rows == 0, rows - 1)
 
 
 # ---- server ------------------------------------------------------------------------------------------------
@@ -181,7 +179,8 @@ def teachers_loss(
     task = turn.task
 
     def logits(part: Model, image: Array) -> Float[Array, "rows C"]:
-        return learner.forward(turn.frozen, params, part, unlabelled(learner, image), task, False).logits
+        batch = unlabelled(learner, image / 255)
+        return learner.forward(turn.frozen, params, part, batch, task, False).logits
 
     # one teacher after the other: their activations are not needed together
     target = jax.lax.map(lambda one: logits(*one), (teachers, image))

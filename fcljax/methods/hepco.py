@@ -25,7 +25,7 @@ from fcljax.federate import Collect, Kit, ServerStep, federate
 from fcljax.learner import Learner, Model, learner
 from fcljax.models.classifiers import linear
 from fcljax.models.generator import Generator, GeneratorConfig, generate, init_generator
-from fcljax.models.heads import cross_entropy, mask_logits
+from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.options import option, resolved
 from fcljax.steps import Start, began_with, no_start, sound_parts
 from fcljax.types import Aggregate, Method, Task, Turn, Weighted
@@ -254,6 +254,14 @@ def generator_loss(
     return loss
 
 
+def divergence(
+    client: Float[Array, "J batch C"], server: Float[Array, "batch C"], seen: Bool[Array, " C"],
+    direction: Direction,
+) -> Float[Array, "J batch"]:  # fmt: skip
+    """KL(server || client) (eq. 3) or KL(client || server) (release), over the seen classes."""
+    return kl(server, client, seen) if direction == "server_client" else kl(client, server, seen)
+
+
 def prompt_numbers(learner: Learner, held: Model, part: Model, task: Task, latent: Array) -> int:
     """How many numbers a latent's prompts have, in all blocks together."""
     prompt = resolved(learner.adapter.prompt)
@@ -268,17 +276,6 @@ def _one(learner: Learner, held: Model, part: Model, task: Task, latent: Array) 
 def _logits(learner: Learner, teachers: Teachers, task: Task, latent: Array) -> Float[Array, "J batch C"]:
     """What each teacher's classifier says of latents: they are features and queries at once."""
     return jax.vmap(lambda part: _one(learner, teachers.held, part, task, latent))(teachers.parts)
-
-
-def divergence(
-    client: Float[Array, "J batch C"], server: Float[Array, "batch C"], seen: Bool[Array, " C"],
-    direction: Direction,
-) -> Float[Array, "J batch"]:  # fmt: skip
-    """KL(server || client) (eq. 3) or KL(client || server) (release), over the seen classes."""
-    log_odds = lambda x: jnp.where(seen, jax.nn.log_softmax(mask_logits(x, seen)), 0.0)
-    p, q = log_odds(server), log_odds(client)
-    p, q = (p, q) if direction == "server_client" else (q, p)
-    return jnp.sum(jnp.where(seen, jnp.exp(p) * (p - q), 0.0), axis=-1)
 
 
 def gaps(learner: Learner, params: Model, task: Task, teachers: Teachers) -> Gaps:

@@ -25,12 +25,11 @@ from fcljax.federate import Kit, Seen, ServerStep, Term
 from fcljax.learner import Learner, Model, Objective
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco import CLIENT, PromptedOptions, scheduled
-from fcljax.models.heads import distillation, mask_logits
+from fcljax.models.heads import kl, mask_logits
 from fcljax.models.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.options import option, resolved
-from fcljax.pixels import from_unit
-from fcljax.steps import start_of_task, teacher
-from fcljax.types import Aggregate, Batch, Frozen, Method, Task, Turn, Weighted
+from fcljax.steps import distil_start, start_of_task, unlabelled
+from fcljax.types import Aggregate, Frozen, Method, Task, Turn, Weighted
 
 MOMENTUM, DECAY = 0.9, 1e-4  # of the student's gradient descent
 BETAS = (0.5, 0.999)  # of the generator's and the noise's Adam
@@ -93,15 +92,11 @@ def replay(options: TargetOptions) -> Term:
     """Distillation of old classes from the model that the task began with, on synthetic images."""
 
     def of(learner: Learner, seen: Seen) -> Float[Array, ""]:
-        ctx, image = seen.ctx, seen.ctx.wire.sent["synthesis"]
+        image = seen.ctx.wire.sent["synthesis"]
         pick, move = jax.random.split(jax.random.fold_in(seen.key, 1))
         chosen = image[jax.random.randint(pick, (options.synthetic_batch,), 0, len(image))]
-        batch = _batch(learner, jitter(move, chosen / 255, options.crop_padding))
-        forward = lambda part: learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True).logits
-        loss = distillation(
-            forward(seen.part), forward(teacher(ctx)), ctx.task.old, batch.mask, options.distill_temperature
-        )
-        return options.distill_weight * loss
+        pixels = jitter(move, chosen / 255, options.crop_padding)
+        return options.distill_weight * distil_start(learner, seen, pixels, options.distill_temperature)
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del memory  # in the first task there is nothing to distil, and no image
@@ -128,12 +123,6 @@ def jitter(
     )
     cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, *places)
     return jnp.where(jax.random.bernoulli(flip, 0.5, (count, 1, 1, 1)), cut[:, :, ::-1], cut)
-
-
-def _batch(learner: Learner, pixels: Float[Array, "batch h w 3"]) -> Batch:
-    """Pixels in [0, 1] as a batch without labels."""
-    rows = jnp.zeros(len(pixels), jnp.int32)
-    return Batch(from_unit(learner.network, pixels), rows, rows == 0, rows - 1)
 
 
 # ---- server: image synthesis -------------------------------------------------------------------------------
@@ -226,7 +215,7 @@ def _logits(
     task: Task,
 ) -> Float[Array, "batch C"]:  # fmt: skip
     """What a model says of pixels in [0, 1], over the seen classes."""
-    logits = learner.forward(frozen, held, part, _batch(learner, pixels), task, False).logits
+    logits = learner.forward(frozen, held, part, unlabelled(learner, pixels), task, False).logits
     return mask_logits(logits, task.seen)
 
 
@@ -252,17 +241,9 @@ def synthesis_loss(
     def against() -> Float[Array, ""]:
         own = student(pixels)
         agree = jnp.argmax(own, -1) == jnp.argmax(theirs, -1)
-        return -options.adversarial_weight * jnp.mean(jnp.where(agree, apart(theirs, own, task.seen), 0.0))
+        return -options.adversarial_weight * jnp.mean(jnp.where(agree, kl(theirs, own, task.seen), 0.0))
 
     return loss + jax.lax.cond(late, against, lambda: jnp.zeros(()))
-
-
-def apart(
-    teacher: Float[Array, "batch C"], student: Float[Array, "batch C"], seen: Bool[Array, " C"]
-) -> Float[Array, " batch"]:
-    """KL(teacher || student) over the seen classes, of masked logits."""
-    p, q = jax.nn.log_softmax(teacher), jax.nn.log_softmax(student)
-    return jnp.sum(jnp.where(seen, jnp.exp(p) * (p - q), 0.0), axis=-1)
 
 
 def _one_round(
@@ -319,7 +300,7 @@ def _taught(
         theirs = teacher(pixels) / heat
 
         def loss(part: Model) -> Float[Array, ""]:
-            return heat**2 * jnp.mean(apart(theirs, student(part, pixels) / heat, task.seen))
+            return heat**2 * jnp.mean(kl(theirs, student(part, pixels) / heat, task.seen))
 
         update, optimiser = sgd.update(jax.grad(loss)(now.part), now.optimiser, now.part)
         return Student(jax.tree.map(jnp.add, now.part, update), optimiser)

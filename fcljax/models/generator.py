@@ -4,6 +4,7 @@ The class's embedding beside the noise, three linear layers, batch normalisation
 1,092,352 parameters for 100 classes and features of width 768.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,10 +32,14 @@ class Generator(NamedTuple):
     stats: PyTree
 
 
-def _linear(width: int, fan_in: int, name: str) -> nn.Dense:
-    """A linear layer with the first values of torch's: uniform in +-1/sqrt(inputs)."""
+def uniform(fan_in: int) -> Callable[..., Array]:
+    """First values of torch's layers: uniform in +-1/sqrt(inputs)."""
     bound = fan_in**-0.5
-    init = lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _linear(width: int, fan_in: int, name: str) -> nn.Dense:
+    init = uniform(fan_in)
     return nn.Dense(width, kernel_init=init, bias_init=init, name=name)
 
 

@@ -100,13 +100,25 @@ def distillation(
     return reduce_rows(loss, mask, jnp.sum(mask), "mean")
 
 
-def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
-    """Cosine similarity of all pairs; a vector shorter than eps counts as 0.
+def kl(
+    p: Float[Array, "*p classes"], q: Float[Array, "*q classes"], allowed: Bool[Array, " classes"]
+) -> Float[Array, "..."]:
+    """The divergence KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
+    p, q = (jnp.where(allowed, jax.nn.log_softmax(mask_logits(x, allowed)), 0.0) for x in (p, q))
+    return jnp.sum(jnp.where(allowed, jnp.exp(p) * (p - q), 0.0), axis=-1)
+
+
+def unit(x: Float[Array, "*rows width"], eps: float = 1e-8) -> Float[Array, "*rows width"]:
+    """Vectors of length 1; one shorter than eps stays shorter.
 
     The guard is on the input of the root, so gradients at 0 are 0 and not nan.
     """
-    unit = lambda x: x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))
-    return unit(a) @ unit(b).T
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))
+
+
+def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
+    """Cosine similarity of all pairs; a vector shorter than eps counts as 0."""
+    return unit(a, eps) @ unit(b, eps).T
 
 
 def class_sums(

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from fcljax.models.generator import uniform
+
 SLOPE = 0.2  # of the leaky ReLU
 
 
@@ -25,12 +27,6 @@ class ImageGeneratorConfig(NamedTuple):
     channels: int = 64
 
 
-def _uniform(fan_in: int):
-    """First values of torch's layers: uniform in +-1/sqrt(inputs)."""
-    bound = fan_in**-0.5
-    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
 class _Conv(nn.Module):
     """A 3x3 convolution as nine matrix products: inside a loop XLA's gradient of a convolution is many times
     slower on a CPU (jax issue 12868), and this loses little elsewhere."""
@@ -39,7 +35,7 @@ class _Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w d"]:
-        init, (h, w, c) = _uniform(9 * x.shape[-1]), x.shape[1:]
+        init, (h, w, c) = uniform(9 * x.shape[-1]), x.shape[1:]
         kernel = self.param("kernel", init, (3, 3, c, self.features))
         bias = self.param("bias", init, (self.features,))
         padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -56,7 +52,7 @@ class _Network(nn.Module):
         h, w, wide = -(-c.height // 4), -(-c.width // 4), 2 * c.channels
         norm = lambda x: nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
         double = lambda x: x.repeat(2, axis=1).repeat(2, axis=2)
-        init = _uniform(c.noise)
+        init = uniform(c.noise)
         x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
         x = norm(x.reshape(-1, h, w, wide))
         for channels in (wide, c.channels):

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
-from fcljax.config import ImageConfig, InputConfig
+from fcljax.config import ImageConfig, InputConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.sources import Dataset, data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
@@ -61,8 +61,7 @@ def load_inputs(cfg: InputConfig) -> Inputs:
         positions=resolved(cfg.positions),
     )
     size = backbone.config.image_size
-    dataset = load_dataset(cfg.dataset, **image_options(cfg, size))
-    dataset = hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
+    dataset = load_split(cfg, size)
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
     # the margin.
     preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)
@@ -72,6 +71,16 @@ def load_inputs(cfg: InputConfig) -> Inputs:
         preprocess = preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
+
+
+def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
+    """The data set that the settings name, without what they hold out.
+
+    Raises:
+      InputError: as `load_dataset`.
+    """
+    dataset = load_dataset(cfg.dataset, **image_options(cfg, image_size))
+    return hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
 
 
 def surrogate_images(

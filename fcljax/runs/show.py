@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from fcljax.config import DealConfig
-from fcljax.data.files.sources import hold_out, load_dataset
 from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.runs import report
-from fcljax.runs.inputs import image_options
+from fcljax.runs.inputs import load_split
 from fcljax.scenario import deal
 
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
@@ -40,8 +39,7 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
     for file in files:
         if file.exists():
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
-    dataset = load_dataset(cfg.dataset, **image_options(cfg, cfg.image_size or 224))
-    dataset = hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
+    dataset = load_split(cfg, cfg.image_size or 224)
     classes = len(dataset.class_names)
     dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
     held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
