@@ -14,14 +14,14 @@ _MODULES = {
     "fcljax.data.tasks": ("make_tasks",),
     "fcljax.data.store": ("client_rows",),
     "fcljax.federate": (
-        "Collect", "Kit", "Seen", "ServerStep", "Slots", "Survey", "Term", "Train",
+        "Collect", "Kit", "Rehearse", "Seen", "ServerStep", "Slots", "Survey", "Term", "Train",
     ),
     "fcljax.federated.aggregation": (
         "Aggregation", "AggregationOptions", "conflate", "coordinate_median", "make_aggregation",
         "prototype_mean", "prototype_reweight", "weighted_mean",
     ),
     "fcljax.federated.check": ("Example",),
-    "fcljax.federated.engine": ("Lanes", "init_clients", "make_engine", "run_round"),
+    "fcljax.federated.engine": ("Lanes", "init_clients", "keep_task", "make_engine", "run_round"),
     "fcljax.federated.schedule": ("Roster", "capacities"),
     "fcljax.learner": ("Adapter", "Classifier", "Model", "Objective"),
     "fcljax.methods": ("MethodEntry",),
@@ -29,8 +29,8 @@ _MODULES = {
     "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
     "fcljax.options": ("option",),
     "fcljax.types": (
-        "Batch", "Broadcast", "Ctx", "Method", "Phase", "Program", "Round", "Setting", "Task", "Turn",
-        "Upload", "View", "Weighted",
+        "Batch", "Broadcast", "Ctx", "Kept", "KeptBatch", "Method", "Phase", "Program", "Rehearsal",
+        "Round", "Setting", "Task", "Turn", "Upload", "View", "Weighted",
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

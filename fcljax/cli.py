@@ -1,4 +1,5 @@
-"""The command line: `fcljax run METHOD`, `list`, `compare`, `data`, `convert`, `embed`, `pretrain`."""
+"""The command line: `fcljax run METHOD`, `list`, `compare`, `data`, `convert`, `embed`, `pretrain`,
+`pretrain-decoder`."""
 
 import dataclasses
 import re
@@ -30,6 +31,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax convert SRC [DST]       a checkpoint of another library as .safetensors with its provenance
   fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
+  fcljax pretrain-decoder [options]   a masked autoencoder's decoder for a frozen encoder
   fcljax --version
 """
 
@@ -85,7 +87,7 @@ def dispatch(arguments: list[str]) -> int:
     """
     commands = {
         "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
-        "embed": embed, "pretrain": pretrain,
+        "embed": embed, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -482,6 +484,21 @@ def pretrain(arguments: list[str]) -> int:
     summary = train(PretrainConfig(**given))
     for name, value in summary.items():
         print(f"{name}: {value}")
+    return 0
+
+
+def pretrain_decoder(arguments: list[str]) -> int:
+    """`fcljax pretrain-decoder [options]`."""
+    from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
+    from fcljax.runs.pretrain_decoder import pretrain_decoder as train
+
+    given = parse(
+        {"pretrain-decoder": PretrainDecoderConfig()},
+        arguments,
+        "fcljax pretrain-decoder",
+        "A masked autoencoder's decoder for a frozen encoder.",
+    )
+    _print_rows(list(train(config.fill(PretrainDecoderConfig, given, "options")).items()))
     return 0
 
 

@@ -62,8 +62,8 @@ class SplitConfig(ImageConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class InputConfig(SplitConfig):
-    """Which network the images go into, and how."""
+class BackboneConfig:
+    """Which network, and which pixels it gets."""
 
     # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
     backbone: str = "auto"
@@ -76,6 +76,15 @@ class InputConfig(SplitConfig):
     # releases do, under `paper` and `released`
     positions: Positions | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the backbone's matrix products
+
+
+@dataclasses.dataclass(frozen=True)
+class InputConfig(BackboneConfig, SplitConfig):
+    """Which network the images go into, and how."""
+
+    # weights of a masked autoencoder's decoder, from `fcljax pretrain-decoder` or a checkpoint that has one;
+    # default: as the checkpoint has it, the packaged one for the packaged vit_micro
+    decoder: str | None = None
     eval_batch_size: int = 64  # images per evaluation step
     # MiB of device memory for images; more stay on the host; default: half of the device's
     data_budget: int | None = None

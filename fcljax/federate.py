@@ -17,16 +17,21 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
 from fcljax.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss
+from fcljax.models.heads import correct, cross_entropy
 from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
     Ctx,
+    Kept,
+    KeptBatch,
     Method,
     Metrics,
     Network,
     Phase,
     Program,
+    Rehearsal,
+    Restored,
     Round,
     Setting,
     Task,
@@ -65,11 +70,12 @@ class Seen(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Parameters that a term trains and sends besides the learner's, as those of an Adapter."""
+    """Parameters that a term trains and sends besides the learner's, as those of an Adapter: `Model.extra`
+    has them under the term's name."""
 
     init: Callable[[PRNGKeyArray], PyTree]
-    part: Callable[[PyTree, Task], PyTree]
-    put: Callable[[PyTree, Task, PyTree], PyTree]
+    part: Callable[[PyTree, Task], PyTree] = lambda params, task: params
+    put: Callable[[PyTree, Task, PyTree], PyTree] = lambda params, task, part: part
 
 
 Look = Callable[[Learner, Seen, PyTree], PyTree]  # from what was gathered so far to that and a batch
@@ -163,6 +169,24 @@ class Survey(NamedTuple):
     batch_size: int
 
 
+class Rehearse(NamedTuple):
+    """Training of the server on rows that it keeps of every task, after all steps: of what travels, adapter
+    and classifier, in the adapter's way of evaluation, by cross-entropy over the classes of the rows.
+
+    step: name of the server step whose state holds the rows of the current task
+    kept(turn, state) -> Kept: these
+    plan(task, last) -> as of `types.Rehearsal`
+    batch(turn, learner, state, batch) -> Batch, as the network's input
+    train: how; `factor` is not read
+    """
+
+    step: str
+    kept: Callable[[Turn, PyTree], Kept]
+    plan: Callable[[int, bool], tuple[tuple[int, int], ...]]
+    batch: Callable[[Turn, Learner, PyTree, KeptBatch], Batch]
+    train: Train
+
+
 class Wire(NamedTuple):
     """Down, every round: the part that trains, and what server steps send, by their names."""
 
@@ -222,6 +246,8 @@ def federate(
     objective: Objective = CROSS_ENTROPY,
     aggregation: Aggregation = MEAN,
     predicts: str = "seen",
+    rehearse: Rehearse | None = None,
+    restores: Callable[[Turn, Model, Array, PRNGKeyArray], Restored] | None = None,
 ) -> Method:
     """A method from its parts.
 
@@ -235,6 +261,8 @@ def federate(
       objective: the clients' own loss.
       aggregation: how uploads are merged.
       predicts: "seen", classes not seen yet never win; "all": they compete.
+      rehearse: how the server trains on rows that it keeps; None: it does not.
+      restores(turn, params, image, key) -> what the server could rebuild of images; None: nothing.
 
     Raises:
       InputError: for an aggregation rule that a step cannot follow, or a term that reads what nobody sends.
@@ -242,7 +270,7 @@ def federate(
     check_parts(terms, steps, surveys, aggregation)
     if terms and train is None:
         raise InputError(f"terms: {terms[0].name} acts on training, and nothing trains here; leave it out")
-    parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation)
+    parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation, rehearse)
 
     def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
         logits = learner.predict(turn.frozen, server.params, batch, turn.task)
@@ -266,7 +294,16 @@ def federate(
         handover=lambda turn, server: _handover(parts, turn, server),
         aggregation=aggregation.name,
         predict_provisional=predict_provisional if parts.replaces else None,
+        rehearsal=_rehearsal(parts, rehearse) if rehearse else None,
+        restores=_restores(restores) if restores else None,
     )
+
+
+def _restores(restores: Callable[..., Restored]) -> Callable[..., Restored]:
+    def of_server(turn: Turn, server: ServerState, image: Array, key: PRNGKeyArray) -> Restored:
+        return restores(turn, server.params, image, key)
+
+    return of_server
 
 
 class _Parts(NamedTuple):
@@ -280,6 +317,12 @@ class _Parts(NamedTuple):
     surveys: tuple[Survey, ...]
     objective: Objective
     aggregation: Aggregation
+    rehearse: Rehearse | None
+
+    @property
+    def slots(self) -> dict[str, Slots]:
+        """Of the terms that train something of their own, by their names."""
+        return {term.name: term.slots for term in self.terms if term.slots}
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -293,8 +336,8 @@ class _Parts(NamedTuple):
 
     @property
     def replaces(self) -> bool:
-        """Does a step replace what was merged?"""
-        return any(step.changes for step in self.steps)
+        """Does something replace what was merged?"""
+        return self.rehearse is not None or any(step.changes for step in self.steps)
 
     @property
     def collects(self) -> tuple[Collect, ...]:
@@ -322,6 +365,10 @@ def check_parts(
             raise InputError(f"terms: {term.name} recalls past rows, but does not say which there are")
     if sum(term.recall is not None for term in terms) > 1:
         raise InputError("terms: only one of them can recall past rows")
+    names = [term.name for term in terms]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InputError(f"terms: two of them have the name {twice[0]!r}")
     plain = aggregation.pre is None and aggregation.reduce is None and aggregation.post is None
     for step in (*steps, *(survey.step for survey in surveys)):
         # clipping and server optimisers act on what is averaged, so not on what a step takes over
@@ -345,10 +392,7 @@ def _first_task(setting: Setting) -> Task:
 
 def _part(parts: _Parts, params: Model, task: Task) -> Model:
     """What trains and travels now, of the learner and of the terms."""
-    extra = tuple(
-        term.slots.part(own, task) if term.slots else ()
-        for term, own in zip(parts.terms, params.extra, strict=True)
-    )
+    extra = {name: slots.part(params.extra[name], task) for name, slots in parts.slots.items()}
     return parts.learner.part(params, task)._replace(extra=extra)
 
 
@@ -356,25 +400,21 @@ def _put(parts: _Parts, params: Model, task: Task, part: Model) -> Model:
     """The parameters with the merged part in its place; what a step takes over stays as it was."""
     mine = _part(parts, params, task)
     part = part._replace(**{name: getattr(mine, name) for name in parts.taken})
-    extra = tuple(
-        term.slots.put(own, task, new) if term.slots else ()
-        for term, own, new in zip(parts.terms, params.extra, part.extra, strict=True)
-    )
+    put = lambda name, slots: slots.put(params.extra[name], task, part.extra[name])
+    extra = {name: put(name, slots) for name, slots in parts.slots.items()}
     return parts.learner.put(params, task, part)._replace(extra=extra)
 
 
 def _averaged(parts: _Parts, part: Model) -> Model:
     """What of a part is merged coordinate by coordinate: all but what a step takes over."""
-    return part._replace(**dict.fromkeys(parts.taken, ()))
+    nothing: dict[str, PyTree] = dict.fromkeys(parts.taken, ())
+    return part._replace(**nothing)
 
 
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     params = parts.learner.init(key, frozen)
-    extra = tuple(
-        term.slots.init(jax.random.fold_in(key, 1000 + i)) if term.slots else ()
-        for i, term in enumerate(parts.terms)
-    )
-    params = params._replace(extra=extra)
+    keys = {term.name: jax.random.fold_in(key, 1000 + i) for i, term in enumerate(parts.terms)}
+    params = params._replace(extra={name: slots.init(keys[name]) for name, slots in parts.slots.items()})
     part = _part(parts, params, _first_task(parts.setting))
     steps = (*parts.steps, *(survey.step for survey in parts.surveys))
     own = tuple(step.init(params, part) for step in steps)
@@ -405,9 +445,8 @@ def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTr
     if parts.train is None:
         return {}
     part = _part(parts, server.params, turn.task)
-    extra = {term.name: own for term, own in zip(parts.terms, part.extra, strict=True) if term.slots}
     adapter = parts.learner.adapter.trained(part.adapter, turn.task)
-    return {"adapter": adapter, "classifier": part.classifier, **extra}
+    return {"adapter": adapter, "classifier": part.classifier, **part.extra}
 
 
 def _handover(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
@@ -629,6 +668,38 @@ def _merge(
     if rule.post is None:
         return mean, state.merging
     return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, 1001))
+
+
+def _rehearsal(parts: _Parts, rehearse: Rehearse) -> Rehearsal:
+    """Steps of the server's own optimiser on the part that travels; what terms train stays."""
+    learner, train, optimiser = parts.learner, rehearse.train, rehearse.train.optimiser
+    place = [step.name for step in parts.steps].index(rehearse.step)
+
+    def start(turn: Turn, server: ServerState) -> tuple[Model, PyTree]:
+        part = learner.part(server.params, turn.task)
+        return part, optimiser.init(part)
+
+    def step(turn: Turn, server: ServerState, local: tuple, rows: KeptBatch, key: PRNGKeyArray):
+        del key
+        part, state = local
+        batch = rehearse.batch(turn, learner, server.steps[place], rows)
+
+        def loss_of(part: Model):  # a server has all parameters, of which clients hold some
+            logits = learner.forward(turn.frozen, server.params, part, batch, turn.task, False).logits
+            return cross_entropy(logits, batch.label, rows.classes, batch.mask), logits
+
+        (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(part)
+        direction, state = optimiser.update(gradient, state, part)
+        part = jax.tree.map(lambda x, by: x - train.lr * by, part, direction)
+        count = jnp.sum(batch.mask).astype(jnp.float32)
+        right = correct(logits, batch.label, rows.classes, batch.mask)
+        return (part, state), {"loss": Weighted(loss * count, count), "accuracy": Weighted(right, count)}
+
+    def finish(turn: Turn, server: ServerState, local: tuple) -> ServerState:
+        return server._replace(params=learner.put(server.params, turn.task, local[0]))
+
+    kept = lambda turn, server: rehearse.kept(turn, server.steps[place])
+    return Rehearsal(kept, rehearse.plan, train.epochs, train.batch_size, start, step, finish)
 
 
 def _survey_round(parts: _Parts, index: int) -> Round:

@@ -62,6 +62,7 @@ class Adapter(NamedTuple):
       servers that compare the prompts of many models; None: prompts are no such sums
     loss(part, query, task, mask) -> scalar that clients add to their loss, whatever the method; None: nothing
     trained(part, task) -> what of the part trains, for counting
+    truncated: does its source draw the first classifier from a truncated normal, without biases?
     queries: does `inject` read the query?
     rate: learning rate of the part; None: the run's
     """
@@ -78,6 +79,7 @@ class Adapter(NamedTuple):
     mixture: Callable[..., Mixture] | None = None
     loss: Callable[..., Float[Array, ""]] | None = None
     trained: Callable[[PyTree, Task], PyTree] = _same
+    truncated: bool = False
     queries: bool = False
     rate: float | None = None
 
@@ -105,12 +107,12 @@ class Classifier(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Parameters of adapter and classifier, and of the terms that train some of their own: all of them, those
-    of a task, or those that are held."""
+    """Parameters of adapter and classifier, and by their names of the terms that train some of their own: all
+    of them, those of a task, or those that are held."""
 
     adapter: PyTree
     classifier: PyTree
-    extra: tuple = ()
+    extra: dict[str, PyTree] = {}
 
 
 class Output(NamedTuple):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fcljax.types import Network
+from fcljax.types import Autoencoder, Network
 
 # Mean and standard deviation per channel, of pixels scaled to [0, 1].
 NORMALISE = {
@@ -14,6 +14,20 @@ NORMALISE = {
 }
 
 
-def from_unit(network: Network, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Pixels in [0, 1] as the network is given them."""
-    return (pixels - jnp.array(network.mean)) / jnp.array(network.std)
+def from_unit(space: Network | Autoencoder, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Pixels in [0, 1] as a network is given them."""
+    return (pixels - jnp.array(space.mean)) / jnp.array(space.std)
+
+
+def to_unit(space: Network | Autoencoder, image: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """What a network is given as pixels in [0, 1]."""
+    return image * jnp.array(space.std) + jnp.array(space.mean)
+
+
+def between(
+    source: Network | Autoencoder, target: Network | Autoencoder, image: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """What one network is given as another one is given it; the same bits where both are given the same."""
+    if (source.mean, source.std) == (target.mean, target.std):
+        return image
+    return from_unit(target, to_unit(source, image))

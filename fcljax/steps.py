@@ -57,7 +57,7 @@ def sound_parts(part: Model, aggregate: Aggregate) -> Model:
     not valid: they count for nothing, and nothing times NaN would be NaN."""
     alive = lambda leaf: aggregate.valid.reshape(-1, *[1] * (leaf.ndim - 1))
     pick = lambda own, theirs: jnp.where(alive(theirs), theirs, own)
-    own, theirs = part._replace(extra=()), aggregate.gather["part"]._replace(extra=())
+    own, theirs = part._replace(extra={}), aggregate.gather["part"]._replace(extra={})
     return jax.tree.map(pick, own, theirs)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
 Server: TypeAlias = PyTree  # everything the server keeps between rounds
@@ -57,13 +57,29 @@ class Features(NamedTuple):
     prompts: Float[Array, "batch length width"] | None = None
 
 
+class Autoencoder(NamedTuple):
+    """A masked autoencoder around a network.
+
+    encode(params, image [B, H, W, 3], keep [B, kept]) -> latent [B, 1 + kept, D] of the patches that stay
+    decode(decoder, latent, restore [B, patches], prompt or None) -> pixels [B, patches, patch * patch * 3]
+    """
+
+    encode: Callable[..., Array]
+    decode: Callable[..., Array]
+    patch: int  # side of a patch in pixels
+    patches: int  # of an image
+    width: int  # of the decoder's tokens, and so of prompts among them
+    # pixel constants of the images that it reads and makes, which need not be the network's
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
 class Network(NamedTuple):
     """A feature extractor as methods see it.
 
     init(key) -> fresh parameters
     apply(params, stats, image [B, H, W, 3], injection or None, train) -> (Features, stats): `stats` are
       running statistics, () where there are none; `train` says whether they move
-    decode(decoder, latent, restore, prompt or None) -> pixels of all patches, where there is a decoder
     """
 
     init: Callable[[PRNGKeyArray], PyTree]
@@ -74,7 +90,7 @@ class Network(NamedTuple):
     # pixel constants of the images that it is given: what was taken off pixels in [0, 1]
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they were divided by
-    decode: Callable[..., Array] | None = None
+    autoencoder: Autoencoder | None = None  # where there is a decoder
 
 
 class Task(NamedTuple):
@@ -127,6 +143,8 @@ class Batch(NamedTuple):
     row: Int[Array, " B"]
     # cached features of the un-prompted backbone, where the input is deterministic
     query: Float[Array, "B D"] | None = None
+    # keys of what a step draws for each row: of the round, the phase, the step and the row, whoever holds it
+    draw: Key[Array, " B"] | None = None
 
 
 class Ctx(NamedTuple):
@@ -252,6 +270,56 @@ class Round(NamedTuple):
     when: When = "round"
 
 
+class Kept(NamedTuple):
+    """Rows that the server keeps: anything [N, ...], their labels, and which of the places are taken."""
+
+    rows: PyTree
+    label: Int[Array, " N"]
+    used: Bool[Array, " N"]
+
+
+class KeptBatch(NamedTuple):
+    """Some of the rows that the server keeps. `task`: as whose each is taken. `classes`: those of all rows
+    that it trains on now."""
+
+    rows: PyTree
+    label: Int[Array, " B"]
+    task: Int[Array, " B"]
+    mask: Bool[Array, " B"]
+    classes: Bool[Array, " C"]
+
+
+class Rehearsal(NamedTuple):
+    """Training of the server, after its part of a round, on rows that it keeps of every task. Its state holds
+    those of the current task; when a task is over they move to the host, and come back in batches.
+
+    kept(turn, server) -> Kept: rows of the current task
+    plan(task, last) -> pairs of numbers of tasks, on the host: whose rows are trained on in a round of this
+      task, and as whose each is taken; `last`: in its last round
+    start(turn, server) -> local, what the training changes
+    step(turn, server, local, batch, key) -> (local, metrics)
+    finish(turn, server, local) -> server
+    """
+
+    kept: Callable[[Turn, Server], Kept]
+    plan: Callable[[int, bool], tuple[tuple[int, int], ...]]
+    epochs: int
+    batch_size: int
+    start: Callable[[Turn, Server], Local]
+    step: Callable[[Turn, Server, Local, KeptBatch, PRNGKeyArray], tuple[Local, Metrics]]
+    finish: Callable[[Turn, Server, Local], Server]
+
+
+class Restored(NamedTuple):
+    """Images and what a server could make of what it is sent of them, as pixels of about 0 to 1."""
+
+    original: Float[Array, "B H W 3"]
+    masked: Float[Array, "B H W 3"]  # hidden patches are grey
+    unprompted: Float[Array, "B H W 3"]  # by the frozen autoencoder alone
+    restored: Float[Array, "B H W 3"]  # as the method does it
+    hidden: Bool[Array, "B H W 3"]  # pixels of hidden patches
+
+
 def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
     del key, server
     return ()
@@ -280,6 +348,9 @@ class Method(NamedTuple):
       it from then on and no round has sent them its last state; for counting only
     aggregation: the rule that merges what clients send, by name
     predict_provisional(turn, server, batch) -> logits of what was merged, before the server changed it
+    rehearsal: training of the server on rows that it keeps, after every round in which clients train
+    restores(turn, server, image [B, H, W, 3], key) -> Restored: what the server could rebuild of images, for
+      the run's figures and a measurement of what is given away
     """
 
     init: Callable[[PRNGKeyArray, PyTree], Server]
@@ -295,3 +366,5 @@ class Method(NamedTuple):
     handover: Callable[[Turn, Server], PyTree] | None = None
     aggregation: str = "mean"
     predict_provisional: Callable[[Turn, Server, Batch], Float[Array, "B C"]] | None = None
+    rehearsal: Rehearsal | None = None
+    restores: Callable[[Turn, Server, Array, PRNGKeyArray], Restored] | None = None

@@ -13,21 +13,22 @@ from fcljax import config
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Lanes, init_clients, keep_task, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacities
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
-from fcljax.models.vit import ViTConfig, init_vit, vit_network
+from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import make_method
+from fcljax.runs.conformance import frozen_parameters, network
 from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Network, Setting, Turn
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 # the second task has two classes and a padding class
 SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
 STREAM = make_tasks(5, 2)
-NETWORK = vit_network(TINY)
+NETWORK = network(TINY)
 SURROGATE = jnp.asarray(np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
-FROZEN = Frozen(init_vit(jax.random.key(1), TINY), surrogate=SURROGATE)
+FROZEN = frozen_parameters(TINY, SURROGATE)
 LABEL = np.arange(60) % SETTING.classes
 IMAGE = np.random.default_rng(0).normal(size=(60, 8, 8, 3))
 DATA = toys.Rows(jnp.asarray(IMAGE, jnp.float32), jnp.asarray(LABEL, jnp.int32))
@@ -95,7 +96,7 @@ def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN
     """(server, states, report) after every round of all tasks, with what comes before and after a task's
     rounds. ids: who takes part; None: everyone."""
     begin_task, end_task = compiled(engine.method.begin_task), compiled(engine.method.end_task)
-    states, history, reports = jax.tree.map(jnp.copy, states), [], {}
+    states, history, reports, past = jax.tree.map(jnp.copy, states), [], {}, ()
     for task, roster in zip(stream, deals, strict=True):
         everyone = np.flatnonzero(roster.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
@@ -106,8 +107,10 @@ def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN
                 number, who = (round_, chosen) if when == "round" else (0, everyone)
                 server, states, reports[when] = run_round(
                     engine, frozen, server, states, data, roster, who, task, number, jax.random.key(3),
-                    when=when, last=last,
+                    when=when, last=last, past=past,
                 )  # fmt: skip
+            kept = keep_task(engine, frozen, server, task, round_) if last else None
+            past += () if kept is None else (kept,)
             server = end_task(turn_of(task, round_, last, frozen), server, KEY) if last else server
             history.append((*jax.tree.map(jnp.copy, (server, states)), reports["round"]))
     return history

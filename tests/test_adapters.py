@@ -28,6 +28,7 @@ VARIANTS = {
     "lora, the current pair alone": LORA | dict(local_lora="current", global_lora="first"),
     "lora, one pair": LORA | dict(lora_pairs="one"),
     "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
+    "vpt": dict(adapter="vpt", vpt_length=2, vpt_blocks=2),
     "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_chosen=2),
     "dualprompt": DUAL,
     "dualprompt, all of them sent": DUAL | dict(dual_upload="all"),
@@ -39,7 +40,7 @@ VARIANTS = {
     "prompts, all of them sent": PROMPTS | dict(prompt_upload="all"),
 }
 QUERIED = ("prompts", "pool", "l2p", "dualprompt", "coda")
-SHARED = ("linear", "full", "lora, one pair", "pool", "l2p")  # what they train belongs to no task
+SHARED = ("linear", "full", "lora, one pair", "pool", "vpt", "l2p")  # what they train belongs to no task
 PAIR = 4 * 2 * 2 * WIDTH  # numbers of a pair in two blocks
 QUERY = rows_of([0, 1, 2, 3]).image
 EVERY = jnp.ones(4, bool)  # rows of a batch without padding
@@ -224,7 +225,8 @@ def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
 def test_an_adapter_says_what_it_reads_and_at_which_rate_it_trains(variant):
     adapter, name = adapter_of(variant), VARIANTS[variant]["adapter"]
     assert adapter.plain == (name == "linear")
-    assert adapter.queries == (name in QUERIED) == (adapter.prompt is not None)
+    assert adapter.queries == (name in QUERIED)
+    assert (adapter.prompt is not None) == (name in (*QUERIED, "vpt"))
     rate = {"lora": resolved("fppl", **VARIANTS[variant]).lora_lr} if name == "lora" else {"full": 0.5}
     assert adapter.rate == rate.get(name)
     model = learner(FORMULA, adapter, linear(WIDTH, SETTING.classes))

@@ -21,8 +21,9 @@ from fcljax.adapters import ADAPTERS
 from fcljax.data.files.sources import DATASETS
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
-from fcljax.models.vit import VITS, ViTConfig, init_vit, vit_network
+from fcljax.models.vit import VITS, init_vit
 from fcljax.models.weights.pretrained import save_native
+from fcljax.runs import conformance
 from fcljax.runs.build import make_method
 from fcljax.types import Setting
 
@@ -330,7 +331,7 @@ def test_list_names_methods_data_sets_and_backbones(capsys):
 @pytest.mark.long
 def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     """Adapters and aggregation rules, for every method: made, not run."""
-    network = vit_network(ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32))
+    network = conformance.network(conformance.TINY)
     setting = Setting(classes=5, tasks=2, task_classes=3, clients=4)
 
     def works(name, **options):

@@ -36,6 +36,7 @@ RATE = 1e-3
 PROMPTS = {"prompt_length": 3, "prompt_blocks": 2}
 LORA = {"lora_lr": RATE, "lora_blocks": 2}
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
+PMAE = {"restore_images": 2, "recon_length": 2, "tune_epochs": 1, "tune_batch": 8}
 SGD = {"lr": 0.05, "lora_lr": 0.05}  # their own optimiser, whose steps are smaller than the rate
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2},
@@ -65,7 +66,9 @@ OPTIONS = {
         "dual_shared_length": 2, "dual_length": 3, "dual_shared_blocks": 1, "dual_blocks": 1,
     },
     "coda-prompt": {"coda_components": 4, "coda_length": 4, "coda_blocks": 2},
+    "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
+OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
 STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2
 

@@ -12,7 +12,9 @@ import yaml
 from fcljax import cli
 from fcljax.adapters import ADAPTERS
 from fcljax.data.tasks import make_tasks
+from fcljax.federated import communication
 from fcljax.methods import METHODS
+from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import traffic_by_round, wire_shapes
@@ -145,13 +147,18 @@ def test_the_upload_in_the_header_is_what_a_client_sends(file):
     classes = CLASSES[cfg.dataset]
     setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds)
     vit = VITS[cfg.backbone]
-    built, frozen = make_method(method, cfg, setting, vit_network(vit)), Frozen(parameter_shapes(vit))
+    decoder = DecoderConfig()
+    network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
+    frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
+    built = make_method(method, cfg, setting, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)
     exp = unused._replace(method=built, frozen=frozen, scenario=nothing, setting=setting, key=key)
     (sent,) = traffic_by_round(exp, wire_shapes(exp))
-    assert header(file)["upload"].startswith(f"{sent.upload_scalars:,} numbers per client and round")
+    restore = wire_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
+    rest = sent.upload_scalars - communication.scalars(restore)
+    assert header(file)["upload"].startswith(f"{rest:,} numbers per client and round")
 
 
 def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
@@ -208,6 +215,41 @@ def test_the_rows_of_hepco_s_ablation_are_options(switches):
     command = f"fcljax run hepco --config {FOLDER / 'hepco_table3.yaml'} {switches}"
     method, paths, given = parts(command)
     assert len(given) == len(switches.split()) and cli.settings(method, given, cli.Paths(**paths))
+
+
+# ---- pMAE --------------------------------------------------------------------------------------------------
+
+PMAE = sorted(FOLDER.glob("pmae_*.yaml"))
+each_of_pmae = pytest.mark.parametrize("file", small_runs.some(PMAE, PMAE[::7]), ids=lambda file: file.stem)
+BETAS = ("0.5", "0.1", "0.05")
+
+
+def test_every_table_and_figure_of_pmae_has_its_files():
+    names = [f"table{table}_{kind}_b{beta}" for table in (1, 2) for kind in ("sup", "ibot") for beta in BETAS]
+    names += [f"table{table}_b{beta}" for table in (3, 4) for beta in BETAS] + ["figure7", "figure8"]
+    assert {file.stem for file in PMAE} == {f"pmae_{name}" for name in names}
+
+
+@each_of_pmae
+def test_the_settings_of_pmae_are_the_papers(file):
+    _, cfg = load(file)
+    assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (20, 10, 10, 5, 128)
+    assert (cfg.restore_images, cfg.mask_ratio, cfg.tune_epochs, cfg.tune_batch) == (4, 0.75, 5, 128)
+    assert (cfg.lr, cfg.tune_lr, cfg.vpt_length, cfg.vpt_blocks, cfg.recon_length) == (1e-3, 1e-3, 20, 5, 5)
+    assert (cfg.backbone, cfg.normalise, cfg.partition) == ("vit_b16", "unit", "dirichlet")
+    ibot = "table4" in file.stem or "ibot" in file.stem or "figure8" in file.stem
+    assert ("ibot" in cfg.checkpoint) == ibot
+    assert cfg.beta == (0.5 if "figure" in file.stem else float(file.stem.rpartition("_b")[2]))
+    pairs = [f"{name}{more}" for name in ("l2p", "dualprompt", "coda-prompt") for more in ("", "-pmae")]
+    for method in pairs:
+        assert cli.settings(method, {}, cli.Paths(config=str(file))).rounds == 10
+
+
+@pytest.mark.parametrize("switch", ["--wo-recon-prompt", "--restore-images 1", "--wo-restore-pool"])
+def test_the_rows_of_pmae_s_ablation_are_options(switch):
+    command = f"fcljax run pmae --config {FOLDER / 'pmae_table3_b0.5.yaml'} {switch}"
+    method, paths, given = parts(command)
+    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
 
 
 # ---- PILoRA ------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
     ours = by_hand(method_of("fppl", wo_unified=True, wo_debias=True, **own))
     same(ours, by_hand(method_of("fedavg", **fused, **own)))
     whole = by_hand(method_of("fppl", **own)).params
-    assert differ(ours.params, whole._replace(extra=())) > 1e-3
+    assert differ(ours.params, whole._replace(extra={})) > 1e-3
 
 
 def test_nothing_inside_the_network_and_the_mean_is_the_method_linear_and_a_plain_loop():
@@ -403,8 +403,7 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
     """One number per task, pulled to 1: only the task's own is trained, merged and counted."""
 
     def loss(model, seen, memory):
-        (own,) = seen.part.extra
-        return 0.5 * (own - 1.0) ** 2
+        return 0.5 * (seen.part.extra["mine"] - 1.0) ** 2
 
     slots = Slots(
         init=lambda key: jnp.zeros(SETTING.tasks),
@@ -415,10 +414,10 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
     server = fresh(method)
     ctx, local = train(method, server, TASKS[1], BATCHES)
     expected = 1 - (1 - RATE) ** 2
-    assert float(local.part.extra[0]) == pytest.approx(expected, rel=1e-5)
+    assert float(local.part.extra["mine"]) == pytest.approx(expected, rel=1e-5)
     aggregate = received(uploads_of(method, server, TASKS[1]))
     after, _ = server_round(method, server, TASKS[1], aggregate)
-    np.testing.assert_allclose(after.params.extra[0], [0.0, expected], rtol=1e-5)
+    np.testing.assert_allclose(after.params.extra["mine"], [0.0, expected], rtol=1e-5)
     counted = method.trainable(turn_of(TASKS[1], frozen=SCALE), server)
     assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
     plain = compose(kit_of())

@@ -85,7 +85,7 @@ def test_the_student_of_a_self_supervised_checkpoint_can_be_had_instead_of_the_t
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_the_predicted_pixels_are_those_of_the_source_library(name, expected):
     loaded = load(name)
-    config, params = loaded.decoder
+    config, params = loaded.decoder[:2]
     masking = mask_by_noise(jnp.asarray(expected[f"{name}/noise"]), 0.75)
     np.testing.assert_array_equal(masking.masked, expected[f"{name}/masked"].astype(bool))
     latent = encode(
@@ -101,7 +101,7 @@ def test_the_predicted_pixels_are_those_of_the_source_library(name, expected):
 
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_the_positions_of_a_published_decoder_are_the_fixed_ones(name):
-    config, params = load(name).decoder
+    config, params = load(name).decoder[:2]
     np.testing.assert_allclose(params["pos"], sincos_positions(config.grid, config.width), atol=1e-6)
 
 
@@ -155,7 +155,7 @@ def test_wrong_mappings_that_no_shape_betrays_would_be_noticed(name, expected):
 
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_the_same_mistakes_in_a_decoder_would_be_noticed(name, expected):
-    config, params = load(name).decoder
+    config, params = load(name).decoder[:2]
     latent = jax.random.normal(jax.random.key(0), (1, 1 + config.grid**2, config.encoder_width))
     restore = jnp.arange(config.grid**2)[None]
     pixels = lambda params: jax.jit(decode, static_argnums=0)(config, params, latent, restore)

@@ -13,6 +13,7 @@ from fcljax.methods import METHODS
 from fcljax.options import check_ranges, fields_of, option, resolved
 from fcljax.runs.embed import EmbedConfig
 from fcljax.runs.pretrain import PretrainConfig
+from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
 
 PRESETS = ["intended", "improved", "paper", "released"]
 
@@ -92,7 +93,7 @@ GROUPS = {
     options
     for method, adapter in RUNS
     for options in config.option_groups(method, adapter).values()
-} | {EmbedConfig, PretrainConfig}  # fmt: skip
+} | {EmbedConfig, PretrainConfig, PretrainDecoderConfig}  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "adapter"), RUNS)
@@ -163,6 +164,10 @@ SOURCES = {
         pl_weight=1e-3, hardness=1.0, reweight_temperature=0.2, prototype_init=0.1, orthogonality_weight=0.5,
         lora_rank=4, lora_blocks=1, lora_lr=1e-5, wo_reweight=False, wo_orthogonality=False, headtune=False,
         weight_decay=1e-5,
+    ),
+    "pmae": dict(
+        mask_ratio=0.75, recon_length=5, recon_weight=1.0, restore_images=4, tune_epochs=5, tune_batch=128,
+        tune_lr=1e-3, vpt_length=20, vpt_blocks=5, lr=1e-3, wo_recon_prompt=False, wo_restore_pool=False,
     ),
     "ewc": dict(
         ewc_weight=1000.0, fisher_limit=1e-4, lora_pairs="one", optimiser="sgd", lr=0.01, lora_lr=0.01,

@@ -15,6 +15,7 @@ from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.pretrained import ConvertOptions
 from fcljax.runs.embed import EmbedConfig
+from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
 from fcljax.runs.show import ShowConfig
 
 TEXT = (small_runs.ROOT / "README.md").read_text()
@@ -66,6 +67,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
+    commands_.add("pretrain-decoder")
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
@@ -74,6 +76,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         own = {name: value for name, value in given.items() if name not in files}
         config.resolve(call[1], config.from_mapping(call[1], own, "README"))
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
+    others |= {"pretrain-decoder": (PretrainDecoderConfig, 1)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fcljax.adapters import coda, dualprompt, full, l2p, linear, lora, pool, prompts
+from fcljax.adapters import coda, dualprompt, full, l2p, linear, lora, pool, prompts, vpt
 from fcljax.learner import Adapter
 from fcljax.types import Network, Setting
 
@@ -38,6 +38,10 @@ ADAPTERS: dict[str, AdapterEntry] = {
     ),
     "pool": AdapterEntry(
         "a pool of prompts, weighted for every image by their keys (HePCo)", pool.PoolOptions, pool.pool,
+        _NONE,
+    ),
+    "vpt": AdapterEntry(
+        "prompts in the first blocks, the same for all images and tasks (pMAE)", vpt.VPTOptions, vpt.vpt,
         _NONE,
     ),
     "l2p": AdapterEntry(

@@ -94,15 +94,18 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
             return part
         return jax.tree.map(lambda all_, own: all_.at[task.index].set(own), params, part)
 
-    def prompt(held: Components | tuple[()], part: Components, query: Array, task: Task):
+    def prompt(
+        held: Components | tuple[()], part: Components, query: Array, task: Task, constant: bool = True
+    ) -> Float[Array, "batch blocks length width"]:
         past = part if whole or not isinstance(held, Components) else held
-        return combined(with_current(past, trained(part, task), task), query, task)
+        return combined(with_current(past, trained(part, task), task, constant), query, task)
 
     def inject(
         held: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
-        del train, mask
-        return prefix_injection(prompt(held, part, query, task))
+        del mask
+        # a server that trains in the way of evaluation trains all components that it has (release)
+        return prefix_injection(prompt(held, part, query, task, constant=train))
 
     def loss(part: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del query, mask
@@ -122,12 +125,12 @@ def current(params: Components, task: Task) -> Components:
     return jax.tree.map(lambda x: x[task.index], params)
 
 
-def with_current(params: Components, own: Components, task: Task) -> Components:
-    """All components, of which only the current task's get a gradient."""
+def with_current(params: Components, own: Components, task: Task, constant: bool) -> Components:
+    """All components with the current task's in their place; the others are `constant` or get a gradient."""
 
     def put(every: Array, mine: Array) -> Array:
         is_current = (jnp.arange(len(every)) == task.index).reshape(-1, *[1] * (every.ndim - 1))
-        return jnp.where(is_current, mine, jax.lax.stop_gradient(every))
+        return jnp.where(is_current, mine, jax.lax.stop_gradient(every) if constant else every)
 
     return jax.tree.map(put, params, own)
 

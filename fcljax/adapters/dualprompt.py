@@ -138,7 +138,7 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
 
     return Adapter(
         init, open_task, part, put, inject=inject, prompt=prompt, loss=loss, queries=True,
-        trained=trained,
+        trained=trained, truncated=True,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def l2p(options: L2POptions, setting: Setting, network: Network) -> Adapter:
         return -options.l2p_pull * pull(part.key, query, chosen(part, query, mask), mask)
 
     return Adapter(
-        init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, queries=True
+        init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, truncated=True, queries=True
     )  # fmt: skip
 
 

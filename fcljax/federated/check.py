@@ -19,11 +19,14 @@ from fcljax.types import (
     Broadcast,
     ClientInfo,
     Ctx,
+    Kept,
+    KeptBatch,
     Method,
     Metrics,
     Phase,
     Program,
     PyTree,
+    Rehearsal,
     Round,
     Task,
     Turn,
@@ -69,11 +72,27 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
         raise _wrong("broadcast", broadcast, "a Broadcast(wire, held)")
     state = _call("init_client", method.init_client, key, server)
     _check_predictions(method, turn, server, state, fetch, example)
+    if method.rehearsal:
+        _check_rehearsal(method.rehearsal, turn, server, key)
     turn = turn._replace(previous=broadcast)
     return tuple(
         _check_round(_place(method, i), each, turn, server, state, fetch, example.data, key)
         for i, each in enumerate(method.rounds)
     )
+
+
+def _check_rehearsal(rehearsal: Rehearsal, turn: Turn, server: PyTree, key: PyTree) -> None:
+    call = lambda name, *args: _call(f"rehearsal.{name}", getattr(rehearsal, name), turn, server, *args)
+    kept = call("kept")
+    if not isinstance(kept, Kept):
+        raise _wrong("rehearsal.kept", kept, "a Kept(rows, label, used)")
+    some = lambda x: jax.ShapeDtypeStruct((rehearsal.batch_size, *x.shape[1:]), x.dtype)
+    rows, label, mask = jax.tree.map(some, kept)
+    batch, local = KeptBatch(rows, label, label, mask, turn.task.current), call("start")
+    moved, metrics = _pair("rehearsal.step", call("step", local, batch, key), "(local, metrics)")
+    _alike("rehearsal.step", moved, local)
+    _weighted("rehearsal.step", metrics)
+    _alike("rehearsal.finish", call("finish", local), server)
 
 
 def _place(method: Method, index: int) -> str:

@@ -7,7 +7,7 @@ not grow with the clients that only send means and sums.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +20,14 @@ from fcljax.data.streaming import Host, over_windows
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import sum_value
 from fcljax.federated.check import Example, check_method
+from fcljax.federated.rehearsal import (
+    Rehearsed,
+    Rehearser,
+    kept_rows,
+    make_rehearser,
+    rehearse,
+    spoiled,
+)
 from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
 from fcljax.federated.sweep import (
     Accumulator,
@@ -44,6 +52,7 @@ from fcljax.federated.sweep import (
 from fcljax.types import (
     Aggregate,
     Broadcast,
+    Kept,
     Method,
     Metrics,
     Phase,
@@ -118,6 +127,7 @@ class Engine(NamedTuple):
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
     devices: int
+    rehearser: Rehearser | None = None
 
 
 def make_engine(
@@ -167,6 +177,7 @@ def make_engine(
         place=lambda tree: jax.device_put(tree, everywhere) if everywhere else tree,
         traces=traces,
         devices=1 if mesh is None else mesh.size,
+        rehearser=make_rehearser(method.rehearsal, jit) if method.rehearsal else None,
     )
 
 
@@ -243,9 +254,10 @@ def run_round(
     *,
     when: When = "round",
     last: bool = False,
+    past: Sequence[Kept] = (),
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One federated round: broadcast, the participants' programs, aggregation, the server's part; then what
-    the method plays as "refresh".
+    """One federated round: broadcast, the participants' programs, aggregation, the server's part, and its
+    training on rows that it keeps; then what the method plays as "refresh".
 
     Args:
       engine: from `make_engine`.
@@ -263,6 +275,8 @@ def run_round(
       section: a context manager that is entered around the parts "client" and "server", to time them.
       when: which of the method's rounds to play: those of every round, or those before or after a task's.
       last: is this the last round of the task?
+      past: rows that the server keeps of the tasks before, in their order, as `keep_task` gave them; for a
+        method with a rehearsal.
 
     Returns:
       The new server state (the old one if no upload was finite, or if what came out is not), the new client
@@ -279,28 +293,44 @@ def run_round(
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
     turn = Turn.on_host(frozen, task, round_, last)
-    reports = {}
-    for index, own_key in _plays(engine.method, when, key):
-        wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)
-        server, states, reports[index] = _exchange(
-            engine, index, turn, server, states, data, roster, wanted, own_key, section
-        )
-    return server, states, _together(engine.method, reports)
+    reports, rehearsed = {}, None
+    for stage in ("round", "refresh") if when == "round" else (when,):
+        for index, own_key in _plays(engine.method, stage, key):
+            wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)
+            server, states, reports[index] = _exchange(
+                engine, index, turn, server, states, data, roster, wanted, own_key, section
+            )
+        if stage == "round" and engine.rehearser:
+            with section("server"):
+                own_key = jax.random.fold_in(key, _REHEARSAL)
+                turn, server, own_key = engine.place((turn, server, own_key))
+                rehearsed = rehearse(engine.rehearser, turn, server, past, own_key, engine.place)
+                server = rehearsed.server
+    return server, states, _together(engine.method, reports, rehearsed)
+
+
+def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> Kept | None:
+    """What the server keeps of a task that is over, on the host; None if the method keeps nothing.
+
+    It is given back in the rounds of later tasks, as `past` of `run_round`.
+    """
+    if engine.rehearser is None:
+        return None
+    turn = Turn.on_host(frozen, task, round_, True)
+    return kept_rows(engine.rehearser, *engine.place((turn, _strong(server))))
 
 
 # What a stage's key is folded in from the round's; the stage "round" has the round's key itself. Of that key
 # 0 is the server's, 2 the order of rows, 3 the clients' and 10 onwards those of further rounds of a stage.
 _STAGES = {"refresh": 1, "opening": 4, "closing": 5}
+_REHEARSAL = 6
 
 
-def _plays(method: Method, when: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
-    """The method's rounds to play, by number, each with a key of its own."""
-    found = []
-    for stage in ("round", "refresh") if when == "round" else (when,):
-        first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
-        mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
-        found += [(i, first if n == 0 else jax.random.fold_in(first, 9 + n)) for n, i in enumerate(mine)]
-    return found
+def _plays(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+    """The method's rounds of a stage, by number, each with a key of its own."""
+    first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
+    mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
+    return [(i, first if n == 0 else jax.random.fold_in(first, 9 + n)) for n, i in enumerate(mine)]
 
 
 class _Exchange(NamedTuple):
@@ -419,19 +449,25 @@ def _reported(
     return _Exchange(named, *counts, *steps)
 
 
-def _together(method: Method, exchanges: dict[int, _Exchange]) -> RoundReport:
+def _together(
+    method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehearsed | None
+) -> RoundReport:
     """A round's report: participants and the rows of the first phase are those of its first exchange, the
     rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
-    its own in front, "refresh_1_loss"."""
+    its own in front, "refresh_1_loss"; those of the server's training have "rehearsal_" in front."""
     found = list(exchanges.values()) or [_Exchange({}, 0, 0, 0, 0, 0, 0, 0)]
     total, metrics = lambda field: sum(getattr(each, field) for each in found), {}
     for index, each in exchanges.items():
         own = f"{method.rounds[index].when}_{index}_"
         metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
+    if rehearsed:
+        own = {name: _mean_value(value) for name, value in rehearsed.metrics.items()}
+        metrics |= {f"rehearsal_{name}": value for name, value in own.items()}
+        metrics["rehearsal_rows"] = float(rehearsed.rows)
     sent = (exchanges[i].participants if i in exchanges else 0 for i in range(len(method.rounds)))
     return RoundReport(
-        metrics=metrics,
-        participants=found[0].participants, rejected=total("rejected"), refused=total("refused"),
+        metrics=metrics, participants=found[0].participants, rejected=total("rejected"),
+        refused=total("refused") + int(rehearsed is not None and rehearsed.refused),
         rows=total("rows"), first_phase_rows=found[0].first_phase_rows, useful_steps=total("useful_steps"),
         paid_steps=total("paid_steps"), uploads=tuple(sent),
     )  # fmt: skip
@@ -470,14 +506,5 @@ def _serve(
     new, metrics = function(turn, server, aggregate, jax.random.fold_in(key, 0))
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(acc.valid & (acc.weight > 0))
-    refused = anyone & _spoiled(new, server)
+    refused = anyone & spoiled(new, server)
     return select(anyone & ~refused, new, server), metrics, refused
-
-
-def _spoiled(new: PyTree, old: PyTree) -> Array:
-    """Has a number become NaN or infinite?"""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    found = [
-        jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)
-    ]
-    return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)

@@ -31,6 +31,8 @@ from fcljax.types import (
     Weighted,
 )
 
+_DRAWS = 7  # what the round's key is folded in with for draws that belong to rows
+
 # fetch(data, rows[B], keys[B], augment) -> (image [B, ...], label [B], query [B, D] or None)
 Fetch = Callable[[PyTree, Array, Array, bool], tuple[Array, Array, Array | None]]
 
@@ -259,9 +261,11 @@ def sweep(
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, 1 + index), step)
         rows, mask, place = locate(tick, lane, slot, step)
         ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
-        batch = _read(fetch, phase.view.augment, data, rows, place, mask, jax.random.fold_in(key, 0))
+        draw = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(call.key, _DRAWS), index), step)
+        batch = _read(fetch, phase.view.augment, data, rows, place, mask, jax.random.fold_in(key, 0), draw)
         if phase.recall:
-            batch = join(batch, _recalled(fetch, phase.recall, ctx, past, slot, local, step_key))
+            past_rows = _recalled(fetch, phase.recall, ctx, past, slot, local, step_key, draw)
+            batch = join(batch, past_rows)
         new, metrics = phase.step(ctx, local, batch, step_key)
         return select(active, new, local), {k: _countable(value, active) for k, value in metrics.items()}
 
@@ -377,35 +381,37 @@ def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Arra
     return chunk.rows[position], mask
 
 
-def _recalled(fetch: Fetch, recall: Callable, ctx: Ctx, past: Past, slot, local, key) -> Batch:
+def _recalled(fetch: Fetch, recall: Callable, ctx: Ctx, past: Past, slot, local, key, draw) -> Batch:
     """The rows of its past that the client chooses for this step, under the clean view; places outside of
     its memory are padding."""
     choice, size = recall(ctx, local, key), past.ids.shape[1]
     ids, places = (rows[slot, jnp.clip(choice, 0, size - 1)] for rows in (past.ids, past.places))
-    return _read(fetch, False, past.data, ids, places, (choice >= 0) & (choice < size) & (ids >= 0), key)
+    mask = (choice >= 0) & (choice < size) & (ids >= 0)
+    return _read(fetch, False, past.data, ids, places, mask, key, draw)
 
 
 def join(batch: Batch, other: Batch) -> Batch:
-    """Both batches as one, with cached features if both have them."""
-    both = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
-    if batch.query is None or other.query is None:
-        return Batch(*both)
-    return Batch(*both, query=jnp.concatenate([batch.query, other.query]))
+    """Both batches as one, with cached features and keys of draws if both have them."""
+    both = lambda a, b: None if a is None or b is None else jnp.concatenate([a, b])
+    rows = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
+    return Batch(*rows, query=both(batch.query, other.query), draw=both(batch.draw, other.draw))
 
 
-def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key) -> Batch:
+def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key, draw) -> Batch:
     """A batch whose padding rows are zeros whatever the data holds there."""
     keys = jax.random.split(key, rows.shape[0])
     image, label, query = fetch(data, jnp.where(mask, place, 0), keys, augment)
     clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
     query = None if query is None else clear(query)
-    return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), query)
+    draws = jax.vmap(jax.random.fold_in, (None, 0))(draw, jnp.where(mask, rows, 0))
+    return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), query, draws)
 
 
 def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
     """A batch of padding as a phase would read it, for its shapes."""
     key, view = jax.random.key(0), phase.view
-    empty = lambda size: (jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.int32), jnp.zeros(size, bool), key)
+    none = lambda size: jnp.zeros(size, jnp.int32)
+    empty = lambda size: (none(size), none(size), none(size) > 0, key, key)
     batch = _read(fetch, view.augment, data, *empty(view.batch_size))
     return join(batch, _read(fetch, False, data, *empty(view.recall))) if phase.recall else batch
 

@@ -27,6 +27,7 @@ from fcljax.methods import (
     icarl,
     lwf,
     pilora,
+    pmae,
     target,
 )
 from fcljax.types import Method
@@ -99,7 +100,7 @@ METHODS: dict[str, MethodEntry] = {
     "fedncm": MethodEntry(
         "class means of frozen features, no training (FedNCM)", fedncm.FedNCMOptions, fedncm.fedncm, "linear",
         excludes=dict.fromkeys(
-            ("lora", "prompts", "pool", "full"),
+            ("lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda", "full"),
             "nothing trains in FedNCM: an adapter would stay at its first values",
         ),
         merges="it sends sums over rows, which are added up",
@@ -160,13 +161,28 @@ METHODS: dict[str, MethodEntry] = {
         {"partition": "iid", "clients": 1, "rounds": 1, "epochs": 20},
     ),
     "l2p": MethodEntry(
-        "FedAvg of L2P's pool of prompts (FedL2P)", fedavg.NoOptions, fedavg.truncated, "l2p"
+        "FedAvg of L2P's pool of prompts (FedL2P)", fedavg.NoOptions, fedavg.plain, "l2p"
     ),
     "dualprompt": MethodEntry(
-        "FedAvg of DualPrompt's prefixes (FedDualP)", fedavg.NoOptions, fedavg.truncated, "dualprompt"
+        "FedAvg of DualPrompt's prefixes (FedDualP)", fedavg.NoOptions, fedavg.plain, "dualprompt"
     ),
     "coda-prompt": MethodEntry(
         "FedAvg of CODA-Prompt's components (FedCODA-P)", fedavg.NoOptions, fedavg.plain, "coda"
+    ),
+    "pmae": MethodEntry(
+        "the server trains on images that a masked autoencoder rebuilds (pMAE)",
+        pmae.PmaeOptions, pmae.pmae, "vpt", pmae.FIDELITY,
+    ),
+    "l2p-pmae": MethodEntry(
+        "pMAE with L2P's prompts (FedL2P+pMAE)", pmae.PmaeOptions, pmae.pmae, "l2p", pmae.FIDELITY
+    ),
+    "dualprompt-pmae": MethodEntry(
+        "pMAE with DualPrompt's prefixes (FedDualP+pMAE)", pmae.PmaeOptions, pmae.pmae, "dualprompt",
+        pmae.FIDELITY,
+    ),
+    "coda-prompt-pmae": MethodEntry(
+        "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)", pmae.PmaeOptions, pmae.pmae, "coda",
+        pmae.FIDELITY,
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",

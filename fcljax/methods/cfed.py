@@ -141,7 +141,7 @@ def server_distillation(options: CFeDOptions) -> ServerStep:
         part = learner.part(params, task)
         clients = sound_parts(part, aggregate)
         stack = lambda many, one: jnp.concatenate([many, one[None]])
-        teachers = jax.tree.map(stack, clients, start.part._replace(extra=()))
+        teachers = jax.tree.map(stack, clients, start.part._replace(extra={}))
         alive = jnp.append(aggregate.valid, task.index > 0)
         steps = jnp.where(jnp.any(aggregate.valid), options.server_steps, 0)
         part, found = _distil(options, learner, turn, params, part, teachers, alive, steps, key)

@@ -13,11 +13,10 @@ from typing import Literal
 import jax
 from jaxtyping import PRNGKeyArray
 
-from fcljax.federate import CROSS_ENTROPY, Kit, ServerStep, Term, federate
+from fcljax.federate import CROSS_ENTROPY, Kit, Rehearse, ServerStep, Term, federate
 from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
-from fcljax.models.classifiers import linear
-from fcljax.models.heads import Head, init_head, init_truncated
+from fcljax.models.classifiers import linear_on
 from fcljax.options import resolved
 from fcljax.types import Method
 
@@ -48,28 +47,23 @@ def fedavg(options: FedAvgOptions, kit: Kit) -> Method:
 
 
 def plain(options: NoOptions, kit: Kit) -> Method:
-    """FedAvg with cross-entropy over the classes of the current task: the baselines `linear` and `joint`."""
+    """FedAvg with cross-entropy over the classes of the current task: the baselines `linear`, `joint`, `l2p`,
+    `dualprompt` and `coda-prompt`."""
     del options
     return averaging(kit, keys=one_key if kit.adapter.plain else two_keys)
 
 
-def truncated(options: NoOptions, kit: Kit) -> Method:
-    """FedAvg with the first classifier that the releases of L2P and DualPrompt draw (pMAE specification,
-    section 6): the baselines `l2p` and `dualprompt`."""
-    del options
-    return averaging(kit, first=init_truncated)
-
-
 def averaging(
     kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = (),
-    steps: tuple[ServerStep, ...] = (), first: Callable[..., Head] = init_head,
+    steps: tuple[ServerStep, ...] = (), rehearse: Rehearse | None = None, restores: Callable | None = None,
 ) -> Method:  # fmt: skip
-    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, and what they read.
-    `first` draws the classifier's first values."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes, first), keys)
+    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, what they read, and what
+    the server does besides."""
+    head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
+    model = learner(kit.network, kit.adapter, head, keys)
     return federate(
         model, kit.setting, kit.train, terms + kit.terms, steps, objective=objective,
-        aggregation=kit.aggregation,
+        aggregation=kit.aggregation, rehearse=rehearse, restores=restores,
     )  # fmt: skip
 
 

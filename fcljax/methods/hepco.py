@@ -23,7 +23,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from fcljax.errors import InputError
 from fcljax.federate import Collect, Kit, ServerStep, federate
 from fcljax.learner import Learner, Model, learner
-from fcljax.models.classifiers import linear
+from fcljax.models.classifiers import linear_on
 from fcljax.models.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.options import option, resolved
@@ -105,7 +105,7 @@ def hepco(options: HepcoOptions, kit: Kit) -> Method:
     """
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: generator_mse is 'none', so that nothing is left out; nearest: wo_mse off")
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
+    model = learner(kit.network, kit.adapter, linear_on(kit.adapter, kit.network.width, kit.setting.classes))
     steps, train = (latent_distillation(options, kit),), scheduled(kit, options).train
     return federate(model, kit.setting, train, kit.terms, steps, aggregation=kit.aggregation)
 
@@ -204,7 +204,7 @@ def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
 
 def _previous(params: Model, past: Past, task: Task) -> Teachers:
     """The model that the task began with as the one teacher of older classes."""
-    part = jax.tree.map(lambda leaf: leaf[None], past.start.part._replace(extra=()))
+    part = jax.tree.map(lambda leaf: leaf[None], past.start.part._replace(extra={}))
     return Teachers(params, part, task.old.astype(jnp.float32)[None])
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.learner import Classifier
-from fcljax.models.heads import Head, apply_head, class_sums, init_head, mask_logits
+from fcljax.learner import Adapter, Classifier
+from fcljax.models.heads import Head, apply_head, class_sums, init_head, init_truncated, mask_logits
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.types import Batch, Task
 
@@ -22,6 +22,12 @@ def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> 
         return apply_head(part, feature)
 
     return Classifier(init=lambda key: first(key, width, classes), logits=logits)
+
+
+def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
+    """A linear classifier with the first values that the adapter's source draws (pMAE specification, section
+    6: L2P and DualPrompt have their own)."""
+    return linear(width, classes, init_truncated if adapter.truncated else init_head)
 
 
 def prototypes(

@@ -6,6 +6,7 @@ predicts all patches; what it says of the visible ones is kept, not replaced by 
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.models.vit import Block, ViTConfig
+from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit
+from fcljax.types import Autoencoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,24 @@ def decode(
     """
     # pyrefly: ignore[bad-return]  # a pair only where variables may change
     return Decoder(config).apply({"params": params}, latent, restore, prompt)
+
+
+def autoencoder(
+    encoder: ViTConfig,
+    decoder: DecoderConfig,
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> Autoencoder:
+    """The pair as methods see it. mean, std: constants of the pixels that it was trained on."""
+
+    def encode(params: PyTree, image: Array, keep: Array) -> Float[Array, "batch tokens width"]:
+        tokens = apply_vit(encoder, params, image, Injection(keep=keep), full=True).tokens
+        assert tokens is not None  # full
+        return tokens
+
+    return Autoencoder(
+        encode, functools.partial(decode, decoder), decoder.patch, decoder.grid**2, decoder.width, mean, std
+    )
 
 
 def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:

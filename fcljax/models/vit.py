@@ -7,7 +7,7 @@ convolutions inside loops fall off XLA's fast path.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.types import Features, Network
+from fcljax.types import Autoencoder, Features, Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,9 +219,9 @@ def vit_network(
     config: ViTConfig,
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
     std: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    decode: Callable[..., Array] | None = None,
+    autoencoder: Autoencoder | None = None,
 ) -> Network:
-    """The ViT as methods see it; `decode` is the decoder of a masked autoencoder, where there is one."""
+    """The ViT as methods see it; `autoencoder` is around the same one, where there is a decoder."""
 
     def apply(params, stats, image, injection, train):
         del train  # no layer of a ViT behaves otherwise in training
@@ -229,7 +229,7 @@ def vit_network(
 
     image = (config.image_size, config.image_size, 3)
     init = lambda key: init_vit(key, config)
-    return Network(init, apply, config.width, config.depth, image, mean, std, decode)
+    return Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)
 
 
 def check_blocks(field: str, blocks: int, network: Network) -> None:

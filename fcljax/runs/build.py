@@ -26,7 +26,7 @@ from fcljax.federated.engine import Engine, Lanes, default_lanes, make_engine
 from fcljax.federated.faults import corrupt
 from fcljax.federated.schedule import capacities
 from fcljax.methods import find_method
-from fcljax.models.mae import decode
+from fcljax.models.mae import autoencoder
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
@@ -135,16 +135,17 @@ def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Ne
     Args:
       preprocess: how its images are made, of which it keeps the pixel constants; None: those of the weights.
     """
-    decoder = partial(decode, backbone.decoder[0]) if backbone.decoder else None
-    pixels = backbone if preprocess is None else preprocess
-    return vit_network(backbone.config, pixels.mean, pixels.std, decoder)
+    pixels, pair = backbone if preprocess is None else preprocess, None
+    if backbone.decoder:
+        decoder = backbone.decoder
+        pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
+    return vit_network(backbone.config, pixels.mean, pixels.std, pair)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
     """The parameters of a file of weights, none of which train, and the images of another data set."""
-    return Frozen(
-        backbone.params, backbone.decoder[1] if backbone.decoder else (), jax.tree.map(jnp.asarray, surrogate)
-    )
+    decoder = backbone.decoder.params if backbone.decoder else ()
+    return Frozen(backbone.params, decoder, jax.tree.map(jnp.asarray, surrogate))
 
 
 def _engine(method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example) -> Engine:

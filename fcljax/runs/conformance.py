@@ -4,6 +4,7 @@ A tiny random ViT, five classes in two tasks, four clients of which one has no r
 enough for seconds, large enough for partial batches, padding classes and absent clients.
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,21 +13,31 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from fcljax.config import RunConfig
 from fcljax.data.store import Split
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
+from fcljax.federated.engine import (
+    Engine,
+    Lanes,
+    init_clients,
+    keep_task,
+    make_engine,
+    play_chunks,
+    run_round,
+)
 from fcljax.federated.schedule import Roster, capacities, plan_round
 from fcljax.federated.sweep import Accumulator
+from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import Frozen, Method, Setting, Task, Turn
+from fcljax.types import Frozen, Kept, Method, Network, Setting, Task, Turn
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
+DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
 SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
 SIZES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
@@ -55,10 +66,11 @@ class Federation(NamedTuple):
 
 
 class State(NamedTuple):
-    """What goes from round to round."""
+    """What goes from round to round, and what the server keeps of finished tasks."""
 
     server: PyTree
     clients: PyTree
+    past: tuple[Kept, ...] = ()
 
 
 def check(method_name: str, cfg: RunConfig) -> list[Statement]:
@@ -71,12 +83,24 @@ def check(method_name: str, cfg: RunConfig) -> list[Statement]:
     Raises:
       InputError: for a method that does not keep to the protocol.
     """
-    made = federation(make_method(method_name, cfg, SETTING, vit_network(TINY)))
+    made = federation(make_method(method_name, cfg, SETTING, network(TINY)))
     history = play(made)
     return [statement(made, history) for statement in STATEMENTS]
 
 
 # ---- the tiny federation -----------------------------------------------------------------------------------
+
+
+def network(vit: ViTConfig) -> Network:
+    """A ViT of images of 8 pixels, with a masked autoencoder whose pixels are in another range."""
+    pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
+    return vit_network(vit, autoencoder=pair)
+
+
+def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
+    """Random parameters of `network` and images of another data set."""
+    decoder = init_decoder(jax.random.key(4), dataclasses.replace(DECODER, encoder_width=vit.width))
+    return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate)
 
 
 def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = SIZES) -> Federation:
@@ -91,7 +115,7 @@ def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[i
     data = Split(image, jnp.asarray(label, jnp.int32))
     rosters = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
-    frozen = Frozen(init_vit(jax.random.key(1), vit), surrogate=surrogate)
+    frozen = frozen_parameters(vit, surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
     engine = _engine(method, LANES, frozen, data, rosters)
     states = init_clients(method, server, SETTING.clients, KEY)
@@ -134,7 +158,7 @@ def play(
       ids: the clients that take part in rounds; None: all that have rows.
     """
     data, history = made.data if data is None else data, []
-    server, clients = state or (made.server, jax.tree.map(jnp.copy, made.states))
+    server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
     begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
     for task, roster in list(zip(TASKS, made.rosters, strict=True))[start:]:
         turn = Turn.on_host(made.frozen, task, 0, False)
@@ -146,10 +170,12 @@ def play(
                 number, who = (r, chosen) if when == "round" else (0, everyone)
                 server, clients, _ = run_round(
                     made.engine, made.frozen, server, clients, data, roster, who, task, number,
-                    jax.random.key(3), when=when, last=last,
+                    jax.random.key(3), when=when, last=last, past=past,
                 )  # fmt: skip
+            kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
+            past += () if kept is None else (kept,)
             server = end(turn, server, KEY) if last else server
-            history.append(State(server, jax.tree.map(jnp.copy, clients)))
+            history.append(State(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
 

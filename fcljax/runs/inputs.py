@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
-from fcljax.config import ImageConfig, InputConfig, SplitConfig
+from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.sources import Dataset, data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
@@ -52,25 +52,41 @@ def load_inputs(cfg: InputConfig) -> Inputs:
     Raises:
       InputError: for anything in the settings or files that cannot work.
     """
-    backbone = load_backbone(
-        None if cfg.backbone == "auto" else cfg.backbone,
-        cfg.checkpoint,
-        cfg.image_size,
-        cfg.dtype,
-        heads=cfg.heads,
-        positions=resolved(cfg.positions),
-    )
+    backbone = load_network(cfg, cfg.image_size, cfg.decoder)
     size = backbone.config.image_size
     dataset = load_split(cfg, size)
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
     # the margin.
     preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)
-    if cfg.normalise == "checkpoint":
-        preprocess = preprocess.with_pixels(backbone.mean, backbone.std)
-    elif cfg.normalise != "release":
-        preprocess = preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
+    preprocess = with_constants(preprocess, cfg, backbone)
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
+
+
+def load_network(cfg: BackboneConfig, image_size: int | None, decoder: str | None = None) -> Pretrained:
+    """The network that the settings name.
+
+    Raises:
+      InputError: as `load_backbone`.
+    """
+    return load_backbone(
+        None if cfg.backbone == "auto" else cfg.backbone,
+        cfg.checkpoint,
+        image_size,
+        cfg.dtype,
+        heads=cfg.heads,
+        positions=resolved(cfg.positions),
+        decoder=decoder,
+    )
+
+
+def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:
+    """The views with the pixel constants that the settings ask for."""
+    if cfg.normalise == "release":
+        return preprocess
+    if cfg.normalise == "checkpoint":
+        return preprocess.with_pixels(backbone.mean, backbone.std)
+    return preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
 
 
 def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
@@ -114,7 +130,12 @@ def surrogate_images(
 
 def tell(inputs: Inputs, console: Console) -> None:
     """What a user should know of the weights."""
-    for note in inputs.backbone.notes:
+    tell_notes(inputs.backbone.notes, console)
+
+
+def tell_notes(notes: tuple[str, ...], console: Console) -> None:
+    """The notes that a file of weights comes with."""
+    for note in notes:
         console.print(f"checkpoint: {note}", soft_wrap=True, highlight=False)
 
 

@@ -1,6 +1,7 @@
 """A run from start to end: tasks x rounds, evaluation, checkpoints, logs, figures.
 
-A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/ and figures/.
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/ and figures/,
+and kept/ for methods whose server keeps something of finished tasks.
 """
 
 import contextlib
@@ -21,17 +22,19 @@ from fcljax.config import RunConfig
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.features import make_predict
-from fcljax.federated.engine import RoundReport, init_clients, run_round
+from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.schedule import participants
 from fcljax.files import write_text
-from fcljax.runs import checkpoint, metrics, report
+from fcljax.runs import archive, checkpoint, metrics, report
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.inputs import tell
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
+from fcljax.runs.restored import draw_restored, measure, restored_images
 from fcljax.runs.summary import draw, summarize, warnings_of
-from fcljax.types import Turn, When
+from fcljax.types import Kept, Turn, When
 
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
+KEPT = "kept"  # folder of what a server keeps of finished tasks
 _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
 
 
@@ -80,8 +83,12 @@ def run(
             state = _loop(exp, cfg, state, records, done, manager, clock, out, console)
             with clock("eval"):
                 personal = personal_accuracy(exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
+                rebuilt = restored_images(exp, state.server)
         checkpoint.finish(manager)
     summary = summarize(exp, method_name, cfg, records, personal)
+    if rebuilt:
+        summary["restored"] = measure(*rebuilt)
+        draw_restored(out / "figures" / "restored.png", *rebuilt)
     draw(exp, summary, out / "figures")
     report.write_json(out / "summary.json", summary)
     for line in warnings_of(records):
@@ -154,12 +161,17 @@ def _loop(
     # again.
     write_text(log, "".join(json_line(line) for line in records.rounds))
     play = make_play(exp, cfg, records, clock)
+    past = _past(exp, state, out / KEPT, done // cfg.rounds)
     with progress_bar(console) as progress:
         bar = progress.add_task("", total=steps, completed=done, **shown(records))
         for step in range(done, steps):
             t, r = divmod(step, cfg.rounds)
             last, row = r == cfg.rounds - 1, Evaluated(None, None)
-            state, done_round = play(state, t, r, last)
+            state, kept, done_round = play(state, past, t, r, last)
+            if kept is not None:
+                past += (kept,)
+                archive.save_task(out / KEPT, t, kept)
+                records.add(kept_rows=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(state.server, t, records)
@@ -174,35 +186,48 @@ def _loop(
     return state
 
 
+def _past(exp: Experiment, state: State, folder: Path, tasks: int) -> tuple[Kept, ...]:
+    """What the server has kept of the first tasks, of a run that goes on."""
+    if exp.method.rehearsal is None:
+        return ()
+    turn = Turn.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
+    template = jax.eval_shape(exp.method.rehearsal.kept, turn, state.server)
+    return archive.load_tasks(folder, tasks, template)
+
+
 def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -> Callable:
-    """play(state, task, round, last) -> (state, report): a round, with what comes before the first and after
-    the last one of a task."""
+    """play(state, past, task, round, last) -> (state, kept, report): a round, with what comes before the
+    first and after the last one of a task. `past`: what the server keeps of the tasks before; `kept`: of this
+    one, when it is over."""
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
 
-    def stage(server, clients, t: int, r: int, last: bool, when: When) -> tuple[PyTree, PyTree, RoundReport]:
+    def stage(server, clients, past, t: int, r: int, last: bool, when: When):
         roster, key = exp.scenario.rosters[t][r], jax.random.fold_in(exp.key, _PURPOSE[when])
         everyone = np.flatnonzero(roster.count)
         ids = participants(cfg.seed, t, r, everyone, cfg.participation) if when == "round" else everyone
         number = r if when == "round" else 0
         return run_round(
             exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number,
-            key, clock, when=when, last=last,
+            key, clock, when=when, last=last, past=past,
         )  # fmt: skip
 
-    def play(state: State, t: int, r: int, last: bool) -> tuple[State, RoundReport]:
-        server, clients, key = state
+    def play(
+        state: State, past: tuple[Kept, ...], t: int, r: int, last: bool
+    ) -> tuple[State, Kept | None, RoundReport]:
+        (server, clients, key), kept = state, None
         turn = Turn.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
         purpose = lambda number: jax.random.fold_in(jax.random.fold_in(exp.key, number), t)
         if r == 0:
             server = begin_task(turn, server, purpose(BEGIN))
-            server, clients, extra = stage(server, clients, t, r, last, "opening")
+            server, clients, extra = stage(server, clients, past, t, r, last, "opening")
             records.count(extra._replace(first_phase_rows=0))
-        server, clients, done = stage(server, clients, t, r, last, "round")
+        server, clients, done = stage(server, clients, past, t, r, last, "round")
         if last:
-            server, clients, extra = stage(server, clients, t, r, last, "closing")
+            server, clients, extra = stage(server, clients, past, t, r, last, "closing")
             records.count(extra._replace(first_phase_rows=0))
+            kept = keep_task(exp.engine, exp.frozen, server, exp.scenario.tasks[t], r)
             server = end_task(turn, server, purpose(END))
-        return State(server, clients, key), done
+        return State(server, clients, key), kept, done
 
     return play
 

@@ -12,9 +12,8 @@ fixed: with the class means of the training digits, 97.8% of the test digits of 
 """
 
 import dataclasses
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,28 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, UInt8
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs, sample_glyphs
-from fcljax.errors import InputError
-from fcljax.files import atomic
+from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.weights.pretrained import save_native
 from fcljax.options import check_ranges, option
 from fcljax.runs.metrics import nearest_class_mean
+from fcljax.runs.training import (
+    VALIDATION_SEED,
+    check_weights_file,
+    command_line,
+    fresh_letters,
+    training_bar,
+)
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
-# apart from the seeds that experiments use, so that choices made here leave their data sets unseen
-_VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
 
@@ -77,17 +71,6 @@ class State(NamedTuple):
     opt: optax.OptState
 
 
-def _check(config: PretrainConfig) -> None:
-    check_ranges(config)
-    out = Path(config.out)
-    if out.suffix != ".safetensors":
-        raise InputError(
-            f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}"
-        )
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
-
-
 def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
     """Gray levels 0..255 to three equal channels in -1..1 (of x / 255, mean and standard deviation 0.5)."""
     return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
@@ -105,7 +88,7 @@ def features(
 
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
     """Nearest-class-mean accuracy on GLYPHS: `per_class` images of each for means and as many to test."""
-    x, y, x_test, y_test = glyphs(per_class, per_class, _VALIDATION_SEED, config.image_size)
+    x, y, x_test, y_test = glyphs(per_class, per_class, VALIDATION_SEED, config.image_size)
     return nearest_class_mean(
         features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test
     )
@@ -194,29 +177,17 @@ def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np
     """A fresh batch for every step, from (seed, step)."""
     fields = glyph_fields(PRETRAIN[: config.classes])
     for step in range(config.steps):
-        rng = np.random.default_rng([config.seed, step])
-        label = rng.integers(0, config.classes, config.batch_size)
         # In tenths, so that the renderer's tables are computed ten times and not at every step.
         strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
-        yield sample_glyphs(fields, label, rng, size, eased(Style(), strength)), label.astype(np.int32)
-
-
-def _bar() -> Progress:
-    text = TextColumn("loss {task.fields[loss]:.3f}  accuracy {task.fields[accuracy]:.3f}")
-    return Progress(
-        TextColumn("pretrain"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        text,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+        style = eased(Style(), strength)
+        gray, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
+        yield gray, label.astype(np.int32)
 
 
 def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
     """All steps. JAX runs a step in the background while the next batch is drawn."""
     state, recent = _start(config, vit), []
-    with _bar() as bar:
+    with training_bar("pretrain", "loss", "accuracy") as bar:
         task = bar.add_task("", total=config.steps, loss=float("nan"), accuracy=float("nan"))
         for step, (gray, label) in enumerate(_batches(config, vit.image_size), 1):
             state, metrics = _step(config, vit, state, gray, label)
@@ -227,22 +198,11 @@ def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
     return state, np.mean([np.asarray(m) for m in recent], axis=0).tolist()
 
 
-def _command(config: PretrainConfig) -> str:
-    """The command line that repeats this run; `out` does not matter to it."""
-    changed = [
-        field
-        for field in dataclasses.fields(config)
-        if field.name != "out" and getattr(config, field.name) != field.default
-    ]
-    options = [f" --{field.name.replace('_', '-')} {getattr(config, field.name)}" for field in changed]
-    return "fcljax pretrain" + "".join(options)
-
-
 def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
     return {
         "source": f"fcljax: supervised on {config.classes} letters and symbols rendered from the fonts of "
         "matplotlib; no digits",
-        "command": _command(config),
+        "command": command_line("pretrain", config, "out"),
         "steps": str(config.steps),
         "seed": str(config.seed),
         "classes": PRETRAIN[: config.classes],
@@ -250,23 +210,6 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
         "std": "0.5",
         "image_size": str(vit.image_size),
     }
-
-
-def _safetensors(params: PyTree, metadata: dict[str, str]) -> bytes:
-    """A safetensors file of float16 tensors (the library's writer shuffles the metadata of equal runs)."""
-    header: dict[str, Mapping[str, object]] = {"__metadata__": metadata}
-    data = b""
-    for name, value in sorted(flatten_dict(params, sep=".").items()):
-        raw = np.asarray(value, "<f2").tobytes()
-        header[name] = {
-            "dtype": "F16",
-            "shape": list(value.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
-    return len(text).to_bytes(8, "little") + text + data
 
 
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
@@ -282,13 +225,13 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     Raises:
       InputError: an option is out of range.
     """
-    _check(config)
+    check_ranges(config)
+    check_weights_file(config.out)
     began, vit = time.monotonic(), VITS[_BACKBONE]
     # static in jit: no new trace for another file
     state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
     stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), state.params["vit"])
-    with atomic(config.out) as temporary:
-        temporary.write_bytes(_safetensors(stored, _metadata(config, vit)))
+    save_native(config.out, stored, _metadata(config, vit), "float16")
     return {
         "out": str(config.out),
         "bytes": Path(config.out).stat().st_size,

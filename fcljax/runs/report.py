@@ -198,6 +198,55 @@ def contact_sheet(
     return _save(path, figure)
 
 
+def reconstructions(
+    path: str | Path, steps: Sequence[int] | np.ndarray, losses: Series, baseline: float,
+    strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
+) -> Path:  # fmt: skip
+    """What a masked autoencoder has learned, as a PNG: its losses over the steps, and rows of images.
+
+    Args:
+      path: file to write.
+      steps: of the losses.
+      losses: name -> mean squared error at these steps.
+      baseline: the loss of the mean patch, a horizontal line.
+      strips: name -> images, one row each.
+    """
+    figure = _figure(11.0, 3.6)
+    grid = figure.add_gridspec(len(strips), 2, width_ratios=(0.8, 1.0))
+    axes = figure.add_subplot(grid[:, 0])
+    for (name, values), color in zip(losses.items(), PALETTE, strict=False):
+        axes.plot(steps, values, label=name, color=color, linewidth=1.6)
+    axes.axhline(baseline, label="mean patch", color=INK, linestyle="--", linewidth=1.2)
+    axes.set(xlabel="Step", ylabel="Mean squared error of hidden patches", ylim=(0, None))
+    axes.legend(frameon=False)
+    _open_frame(axes)
+    _strips([figure.add_subplot(grid[i, 1]) for i in range(len(strips))], strips)
+    return _save(path, figure)
+
+
+def image_rows(path: str | Path, strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> Path:
+    """Rows of images side by side, as a PNG.
+
+    Args:
+      path: file to write.
+      strips: name -> images, one row each, equally many.
+    """
+    columns = max((len(images) for images in strips.values()), default=1)
+    figure = _figure(1.0 * columns + 0.2, 1.25 * len(strips))
+    _strips(figure.subplots(len(strips), squeeze=False)[:, 0], strips)
+    return _save(path, figure)
+
+
+def _strips(cells: Sequence[Axes] | np.ndarray, strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> None:
+    """A row of images in each of the cells, with its name."""
+    gap = [(0, 0), (1, 1), (1, 1), (0, 0)]
+    for cell, (name, images) in zip(cells, strips.items(), strict=True):
+        row = np.concatenate(list(np.pad(images, gap, constant_values=255)), axis=1)
+        cell.imshow(row, interpolation="nearest")
+        cell.set_title(name, loc="left", fontsize=9, color=INK)
+        cell.set_axis_off()
+
+
 def _bubbles(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
     clients, classes = counts.shape
     client, column = np.nonzero(counts)

@@ -90,6 +90,7 @@ def summarize(
         "extra_storage": communication.extra_storage(wires.broadcast),
         "client_state": communication.size(wires.state),
         "server_state": communication.size(wires.server),
+        "kept": _kept(exp, wires, records),
         # images of another data set, which server and clients store
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
@@ -117,6 +118,27 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     found = {name: plain(values) for name, values in whole.items()}
     merged = plain(metrics.by_image(records.provisional, rows).acc) if records.provisional else None
     return found | {"predisacc": merged, "drop": metrics.drop(records.accuracy, rows)}
+
+
+def _kept(exp: Experiment, wires: Wires, records: Records) -> dict[str, int] | None:
+    """Rows that the server keeps of finished tasks, outside of its state; None if it keeps none.
+
+    `rows` and `bytes` are all that there are at the end, `most` how many there is room for; `row_bytes` is
+    what a client sends for one, and `image_bytes` what an image of the network's size has as grey levels;
+    `sent` are the rows of all uploads.
+    """
+    if exp.method.rehearsal is None:
+        return None
+    turn = Turn.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
+    kept = jax.eval_shape(exp.method.rehearsal.kept, turn, wires.server)
+    places = len(kept.label)
+    row = communication.num_bytes(kept.rows) // places
+    rows, side = int(records.counts["kept_rows"]), exp.inputs.backbone.config.image_size
+    sent = sum(line.get("restore_images") or 0 for line in records.rounds)
+    return {
+        "rows": rows, "bytes": rows * row, "most": places * len(exp.scenario.tasks), "row_bytes": row,
+        "image_bytes": 3 * side**2, "sent": int(sent),
+    }  # fmt: skip
 
 
 def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str, Any]:

@@ -227,6 +227,32 @@ def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Ne
     )
 
 
+def is_decoder(tensors: Tensors) -> bool:
+    """Whether they are a decoder alone, under our names."""
+    return bool(tensors) and all(name.startswith("decoder.") for name in tensors)
+
+
+def interpret_decoder(tensors: Tensors, facts: Facts) -> tuple[DecoderConfig, PyTree, list[str]]:
+    """A decoder that comes without its encoder: static shape, parameters, what had to be assumed.
+
+    Args:
+      tensors: for which `is_decoder` holds.
+      facts: what is known already; it must not contradict the tensors.
+
+    Raises:
+      InputError: if tensors are missing, unexpected, misshaped or not finite.
+    """
+    naming = DECODERS[0]
+    patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
+    width = _extent(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
+    encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)  # what its decoder tells of it
+    found = _Found(ENCODERS[0], tensors, frozenset(), ())
+    config, notes, recipes = _decoder_of(found, encoder, facts)
+    wanted = {theirs: recipe.theirs for recipe in recipes.values() for theirs in recipe.names}
+    _check(tensors, wanted, "a decoder")
+    return config, _build(tensors, recipes), notes
+
+
 def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
     notes = [f"the {role}'s weights were taken" for role in sorted(_ROLES & found.wrappers)]
     if head is not None:
@@ -446,8 +472,12 @@ def _decoder(
     found: _Found, config: ViTConfig, facts: Facts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]] | None:
     """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
-    if not _has_decoder(found.tensors):
-        return None
+    return _decoder_of(found, config, facts) if _has_decoder(found.tensors) else None
+
+
+def _decoder_of(
+    found: _Found, config: ViTConfig, facts: Facts
+) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
     naming, notes = _variant(DECODERS, found.naming, found.tensors), []
     width, heads = _extent(found.tensors, naming.token, -1, 512), facts.decoder_heads
     if heads is None:

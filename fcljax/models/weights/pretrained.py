@@ -1,7 +1,7 @@
 """Pretrained backbones: from any kind of file that researchers have to a network and a file in our layout.
 
 `checkpoints` reads files, `naming` knows the names; the image size, the compute type and the pixel constants
-are settled here.
+are settled here, and a decoder of a masked autoencoder joins the encoder that it was trained on.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
@@ -27,13 +26,28 @@ from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}
+PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 FORMAT = "fcljax-1"
 
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls them
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
 # Names that the authors' files have kept, of networks that were trained with ImageNet's constants.
 _IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
 
 Colour = tuple[float, float, float]
+
+
+class PretrainedDecoder(NamedTuple):
+    """A masked autoencoder's decoder.
+
+    config: its static shape, at the encoder's image size. params: for `decode`. mean, std: as a `Pretrained`
+    has them, of the pixels that its encoder saw when it was trained, and that it predicts.
+    """
+
+    config: DecoderConfig
+    params: PyTree
+    mean: Colour
+    std: Colour
 
 
 class Pretrained(NamedTuple):
@@ -43,7 +57,7 @@ class Pretrained(NamedTuple):
     params: the encoder, for `apply_vit`.
     head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class
       token.
-    decoder: static shape and parameters of a masked autoencoder's decoder, if the file has one.
+    decoder: a masked autoencoder's decoder, if the file has one or another file was named.
     mean, std: what the weights expect to be taken off pixels in [0, 1], and what to divide them by.
     mapping: whose names the file has: fcljax, timm, huggingface, google or mae.
     digest: the file's sha256.
@@ -53,7 +67,7 @@ class Pretrained(NamedTuple):
     config: ViTConfig
     params: PyTree
     head: PyTree | None
-    decoder: tuple[DecoderConfig, PyTree] | None
+    decoder: PretrainedDecoder | None
     mean: Colour
     std: Colour
     mapping: str
@@ -102,6 +116,7 @@ def load_backbone(
     decoder_heads: int | None = None,
     part: str = "teacher",
     positions: Positions = "antialiased",
+    decoder: str | None = None,
 ) -> Pretrained:
     """A pretrained network.
 
@@ -117,6 +132,9 @@ def load_backbone(
       decoder_heads: the same for the decoder of a masked autoencoder.
       part: "teacher" or "student", which network to take from a checkpoint that holds both.
       positions: how position embeddings are interpolated (`interpolate_positions`).
+      decoder: another file with a masked autoencoder's decoder, as `checkpoint` names files: one that `fcljax
+        pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
+        takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
@@ -126,31 +144,53 @@ def load_backbone(
         name = "vit_micro"
     if name is not None:
         _check_size(image_size, VITS[choose("backbone", name, VITS)], name)
-    if checkpoint is None:
-        if name not in PACKAGED:
-            raise InputError(
-                f"checkpoint: {name} needs a file of weights ({', '.join(checkpoints.SUFFIXES)}) "
-                f"or hf:OWNER/NAME; only {', '.join(PACKAGED)} has its own"
-            )
-        checkpoint = str(resources.files("fcljax") / "assets" / PACKAGED[name])
-    source, network, mean, std, notes = _load(
-        name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part, positions
-    )
-    decoder = network.decoder and (
-        dataclasses.replace(network.decoder[0], dtype=dtype),
-        _stored(network.decoder[1], dtype),
-    )
+    if decoder is None and checkpoint is None:
+        decoder = _packaged_decoder(name, image_size)
+    checkpoint = packaged(name) if checkpoint is None else checkpoint
+    loaded = _load(name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part, positions)
+    joined, notes = _own_decoder(loaded), []
+    if decoder is not None:
+        joined, notes = _other_decoder(loaded, decoder, decoder_heads)
+    network = loaded.network
     return Pretrained(
         config=dataclasses.replace(network.config, dtype=dtype),
         params=_stored(network.params, dtype),
         head=network.head and jax.tree.map(jnp.array, network.head),
-        decoder=decoder,
-        mean=mean,
-        std=std,
+        decoder=joined and _computing(joined, dtype),
+        mean=loaded.mean,
+        std=loaded.std,
         mapping=network.mapping,
-        digest=source.digest,
-        notes=notes,
+        digest=loaded.source.digest,
+        notes=(*loaded.notes, *notes),
     )
+
+
+def _computing(decoder: PretrainedDecoder, dtype: str) -> PretrainedDecoder:
+    """The decoder with matrix products in this type."""
+    config = dataclasses.replace(decoder.config, dtype=dtype)
+    return decoder._replace(config=config, params=_stored(decoder.params, dtype))
+
+
+def packaged(name: str | None) -> str:
+    """The file of weights that comes with the package.
+
+    Raises:
+      InputError: if there is none of that name.
+    """
+    if name not in PACKAGED:
+        raise InputError(
+            f"checkpoint: {name} needs a file of weights ({', '.join(checkpoints.SUFFIXES)}) "
+            f"or hf:OWNER/NAME; only {', '.join(PACKAGED)} has its own"
+        )
+    return str(resources.files("fcljax") / "assets" / PACKAGED[name])
+
+
+def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
+    """None also where the file is not there: it is made anew with the encoder alone."""
+    if name not in PACKAGED_DECODERS or image_size not in (None, VITS[name].image_size):
+        return None
+    file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
+    return str(file) if file.is_file() else None
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
@@ -195,18 +235,34 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
     """Write parameters as safetensors under dotted names, atomically, with provenance in the metadata.
 
+    The same parameters and metadata give the same bytes.
+
+    Args:
+      dtype: float32, float16 or bfloat16, of all tensors.
+
     Raises:
       InputError: if a value is too large for the type.
     """
     flat = {}
-    for name, x in flatten_dict(params, sep=".").items():
+    for name, x in sorted(flatten_dict(params, sep=".").items()):
         with np.errstate(over="ignore"):
-            # safetensors writes memory as it lies, so a transposed view would be written scrambled.
-            flat[name] = np.asarray(x).astype(jnp.dtype(dtype), order="C")
+            # tobytes writes in C's order, whatever the order in memory
+            flat[name] = np.asarray(x).astype(jnp.dtype(dtype))
         if dtype == "float16" and not np.isfinite(flat[name]).all():
             raise InputError(f"dtype: {name} has values beyond float16; choose 'bfloat16' or 'float32'")
     with atomic(path) as temporary:
-        safetensors.numpy.save_file(flat, temporary, metadata)
+        temporary.write_bytes(_safetensors(flat, metadata, _KINDS[dtype]))
+
+
+def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], kind: str) -> bytes:
+    """A safetensors file of these tensors in this order (the library's writer shuffles the metadata)."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    ends = np.cumsum([0, *(x.nbytes for x in flat.values())]).tolist()
+    for (name, x), start, end in zip(flat.items(), ends[:-1], ends[1:], strict=True):
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
+    return b"".join([len(text).to_bytes(8, "little"), text, *(x.tobytes() for x in flat.values())])
 
 
 def interpolate_positions(
@@ -259,7 +315,18 @@ def _load(
     positions: Positions,
     normalise: str | None = None,
 ) -> _Loaded:
-    file = checkpoints.read(checkpoint)
+    return _loaded(checkpoints.read(checkpoint), name, image_size, facts, part, positions, normalise)
+
+
+def _loaded(
+    file: checkpoints.Checkpoint,
+    name: str | None,
+    image_size: int | None,
+    facts: naming.Facts,
+    part: str = "teacher",
+    positions: Positions = "antialiased",
+    normalise: str | None = None,
+) -> _Loaded:
     network = _with_epsilon(file, naming.interpret(file.tensors, name, _joined(facts, _told(file)), part))
     _check_size(image_size, network.config, name or "the checkpoint")
     network, resized = _resized(network, image_size, positions)
@@ -300,16 +367,20 @@ def _told(file: checkpoints.Checkpoint) -> naming.Facts:
 def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
     """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else 1e-6
-    epsilon = _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual))
-    if not isinstance(epsilon, float) or not 0 < epsilon <= 1e-3:
-        raise InputError(
-            f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {epsilon!r}"
-        )
+    epsilon = _epsilon(file, _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual)))
     decoder = network.decoder and (
         dataclasses.replace(network.decoder[0], epsilon=epsilon),
         network.decoder[1],
     )
     return network._replace(config=dataclasses.replace(network.config, epsilon=epsilon), decoder=decoder)
+
+
+def _epsilon(file: checkpoints.Checkpoint, value: object) -> float:
+    if not isinstance(value, float) or not 0 < value <= 1e-3:
+        raise InputError(
+            f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {value!r}"
+        )
+    return value
 
 
 def _object(file: checkpoints.Checkpoint, key: str) -> dict[str, Any]:
@@ -371,8 +442,9 @@ def _resized(
 def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions: Positions) -> PyTree:
     """Positions that follow the sin-cos formula follow it on the other grid too."""
     position = params["pos"]
+    # stored in half precision they are rounded, by up to 2e-3 in bfloat16
     if config.width % 4 == 0 and np.allclose(
-        position, sincos_positions(config.grid, config.width), atol=1e-5
+        position, sincos_positions(config.grid, config.width), atol=5e-3
     ):
         return params | {"pos": np.asarray(sincos_positions(grid, config.width))}
     return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid, positions))}
@@ -418,6 +490,66 @@ def _stored(tree: PyTree, dtype: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(store, tree)
 
 
+# ---- a decoder in a file of its own ------------------------------------------------------------------------
+
+
+def _own_decoder(loaded: _Loaded) -> PretrainedDecoder | None:
+    """The decoder in the encoder's file, which works with the file's own constants."""
+    decoder = loaded.network.decoder
+    return decoder and PretrainedDecoder(*decoder, loaded.mean, loaded.std)
+
+
+def _other_decoder(encoder: _Loaded, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
+    """The decoder in another file, at the encoder's image size, and what a user should be told."""
+    try:
+        file, decoder, notes = _read_decoder(encoder, source, heads)
+    except InputError as error:  # what reads any file says checkpoint
+        raise InputError(f"decoder: {str(error).removeprefix('checkpoint: ')}") from None
+    mine, theirs = encoder.network.config, decoder.config
+    for what, needs, has in (
+        ("tokens of width", theirs.encoder_width, mine.width),
+        ("patches of side", theirs.patch, mine.patch),
+    ):
+        if needs != has:
+            raise InputError(
+                f"decoder: {file.source!r} goes with {what} {needs}, and the encoder has {has}; train one "
+                "for it with fcljax pretrain-decoder"
+            )
+    trained_on = file.metadata.get("encoder_sha256")
+    if trained_on not in (None, encoder.source.digest, encoder.source.metadata.get("sha256")):
+        notes = [*notes, f"the decoder was trained on another encoder, the file with sha256 {trained_on}"]
+    if theirs.image_size != mine.image_size:
+        params = _resized_decoder(theirs, decoder.params, mine.grid, "antialiased")
+        decoder = decoder._replace(
+            config=dataclasses.replace(theirs, image_size=mine.image_size), params=params
+        )
+    return decoder, notes
+
+
+def _read_decoder(
+    encoder: _Loaded, source: str, heads: int | None
+) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
+    """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
+    autoencoder."""
+    file = checkpoints.read(source)
+    facts = _joined(naming.Facts(None, heads), _told(file))
+    if not naming.is_decoder(file.tensors):
+        # heads change no shape; what the encoder has will do where the file does not tell
+        facts = facts._replace(heads=facts.heads or encoder.network.config.heads)
+        decoder = _own_decoder(_loaded(file, None, None, facts))
+        if decoder is None:
+            raise InputError(f"{file.source!r} has no decoder")
+        return file, decoder, []
+    config, params, notes = naming.interpret_decoder(file.tensors, facts)
+    epsilon = _epsilon(file, _object(file, "decoder").get("epsilon", config.epsilon))
+    config = dataclasses.replace(config, epsilon=epsilon)
+    if not {"mean", "std"} <= set(file.metadata):
+        notes = [*notes, "the decoder's file does not tell its pixel constants: the encoder's are assumed"]
+        return file, PretrainedDecoder(config, params, encoder.mean, encoder.std), notes
+    mean, std = (_colour(file, what, _decoded(file, what)) for what in ("mean", "std"))
+    return file, PretrainedDecoder(config, params, mean, std), notes
+
+
 # ---- from a network to a file of our own -------------------------------------------------------------------
 
 
@@ -441,13 +573,28 @@ def _target(source: str, target: str | None) -> Path:
 def _metadata(
     file: checkpoints.Checkpoint, network: naming.Network, mean: Colour, std: Colour
 ) -> dict[str, str]:
-    def shape(config: ViTConfig | DecoderConfig) -> str:
-        return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
-
     metadata = {"format": FORMAT, "source": file.source, "sha256": file.digest, "mapping": network.mapping}
-    metadata |= {"config": shape(network.config), "mean": json.dumps(mean), "std": json.dumps(std)}
-    metadata |= {"decoder": shape(network.decoder[0])} if network.decoder else {}
+    metadata |= {"config": _shape(network.config), "mean": json.dumps(mean), "std": json.dumps(std)}
+    metadata |= {"decoder": _shape(network.decoder[0])} if network.decoder else {}
     return metadata | ({"part": network.part} if network.part else {})
+
+
+def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: str) -> dict[str, str]:
+    """What a file of a decoder alone says of itself for `load_backbone`.
+
+    Args:
+      config: its static shape.
+      mean, std: as in PretrainedDecoder.
+      encoder: sha256 of the file of the encoder that it was trained on.
+    """
+    return {
+        "format": FORMAT, "decoder": _shape(config), "mean": json.dumps(mean), "std": json.dumps(std),
+        "encoder_sha256": encoder,
+    }  # fmt: skip
+
+
+def _shape(config: ViTConfig | DecoderConfig) -> str:
+    return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
 
 
 def _rows(

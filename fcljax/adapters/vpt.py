@@ -1,0 +1,58 @@
+"""Deep visual prompts: tokens of one's own in every block, the same for all images and all tasks (Jia et al.,
+ECCV 2022; the discriminative prompts of pMAE, section IV-A, specification 1.4).
+
+They join a block's input and are dropped after it. Nothing is chosen by the image, so there is no query.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fcljax.adapters.prompts import prompt_injection
+from fcljax.learner import Adapter
+from fcljax.models.vit import Injection, check_blocks
+from fcljax.types import Network, Setting, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class VPTOptions:
+    """Options of the adapter `vpt`; the values are pMAE's."""
+
+    vpt_length: int = 20  # tokens per block
+    vpt_blocks: int = 5  # blocks 0..4
+
+
+Prompts = Float[Array, "blocks length width"]
+
+
+def vpt(options: VPTOptions, setting: Setting, network: Network) -> Adapter:
+    """The adapter.
+
+    Args:
+      options: of the prompts.
+      setting: not read: the prompts are the same for all tasks.
+      network: a ViT.
+
+    Raises:
+      InputError: for more blocks with prompts than the network has.
+    """
+    del setting
+    check_blocks("vpt_blocks", options.vpt_blocks, network)
+    shape = (options.vpt_blocks, options.vpt_length, network.width)
+
+    def init(key: PRNGKeyArray, frozen) -> Prompts:
+        """Uniform in [-1, 1]."""
+        del frozen
+        return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
+
+    def inject(held, part: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
+        del held, query, task, train, mask
+        return prompt_injection(part[None])
+
+    def prompt(held, part: Prompts, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+        del held, task
+        return jnp.broadcast_to(part, (len(query), *shape))
+
+    return Adapter(init, inject=inject, prompt=prompt)
