@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,11 @@ OPTIONS = {
         "9",
         "--lora-lr",
         "1e-3",
+    ],
+    "pmae": [
+        *shlex.split("--tasks 2 --epochs 1 --rounds 2 --clients 2 --batch-size 64 --image-size 16 --lr 1e-2"),
+        *shlex.split("--vpt-length 2 --vpt-blocks 2 --tune-epochs 1 --tune-batch 16 --decoder"),
+        str(ROOT / "fcljax" / "assets" / "vit_micro_decoder.safetensors"),
     ],
 }
 CLOCK = {

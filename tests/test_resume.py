@@ -1,5 +1,6 @@
 """A run that was killed with SIGKILL and resumed equals the run that was not, bit for bit."""
 
+import json
 import shutil
 
 import jax
@@ -29,6 +30,7 @@ def reference(request):
         pytest.param("linear", 2, marks=pytest.mark.long),
         pytest.param("fppl", 1, marks=pytest.mark.long),
         pytest.param("icarl", 1, marks=pytest.mark.long),
+        pytest.param("pmae", 1, marks=pytest.mark.long),
     ],
     indirect=["reference"],
 )
@@ -60,6 +62,39 @@ def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_
     (out / "metrics.jsonl").write_text('{"task": 0, "rou')
     assert resume("linear", out) == 0
     assert_same_run(out, reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reference", ["pmae"], indirect=True)
+def test_a_run_goes_on_with_what_the_server_has_kept_of_finished_tasks(reference, tmp_path, capsys):
+    """From the round before the last one, which restores the images of both tasks; without the file of the
+    first one it is refused."""
+    out = tmp_path / "cut"
+    shutil.copytree(reference, out)
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "4")
+    whole = (out / "kept" / "task-000.npz").read_bytes()
+    (out / "kept" / "task-000.npz").unlink()
+    assert resume("pmae", out) == 2
+    assert "task-000.npz" in capsys.readouterr().err and not (out / "summary.json").exists()
+    (out / "kept" / "task-000.npz").write_bytes(whole)
+    assert resume("pmae", out) == 0
+    assert_same_run(out, reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reference", ["pmae"], indirect=True)
+def test_a_run_says_what_its_server_keeps_and_what_rebuilt_images_give_away(reference):
+    """By hand: 2 clients, 2 tasks of 5 classes, at most 4 images of each; 4 patches of 8 pixels, one of them
+    visible; tokens of width 96 in float32."""
+    summary = json.loads((reference / "summary.json").read_text())
+    kept, restored = summary["kept"], summary["restored"]
+    assert kept["most"] == 2 * 2 * 5 * 4 and kept["row_bytes"] == 4 * (2 * 96 + 4)
+    assert 0 < kept["rows"] <= kept["most"] and kept["bytes"] == kept["rows"] * kept["row_bytes"]
+    assert kept["image_bytes"] == 3 * 16**2 and kept["sent"] >= kept["rows"]
+    assert {path.name for path in (reference / "kept").iterdir()} == {"task-000.npz", "task-001.npz"}
+    assert restored["images"] > 20 and 0 < restored["mse_restored"] < 1 and 5 < restored["psnr"] < 40
+    assert (reference / "figures" / "restored.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("reference", ["linear", "fppl"], indirect=True)
