@@ -259,7 +259,9 @@ def test_a_run_directory_that_cannot_be_made_is_named(out, capsys):
     ("limit", "left"),
     [
         pytest.param(100, set(), marks=pytest.mark.long),
-        (1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"}),
+        pytest.param(
+            1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_full_disk_is_one_line_and_no_summary(limit, left, linear_run, here):

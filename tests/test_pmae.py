@@ -218,6 +218,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     np.testing.assert_allclose(jax.grad(ours)(prompt), jax.grad(written)(prompt), atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_prompt_learns_to_rebuild():
     """After four rounds the error on images that nobody trained on is lower with the prompt than with the one
     that the run began with."""

@@ -99,6 +99,7 @@ def test_it_leaves_the_file_and_a_figure_and_no_checkpoints(here, first):
     assert np.isfinite([first["training loss"], first["validation loss"]]).all()
 
 
+@pytest.mark.long
 def test_the_same_settings_give_the_same_bytes_and_another_seed_others(here, first):
     written = (here / "first.safetensors").read_bytes()
     pretrain_decoder(config(here, "again"))
@@ -140,6 +141,7 @@ def test_a_training_that_diverges_ends_at_once_says_so_and_leaves_nothing(here, 
     assert set(here.iterdir()) == before and len(steps) < 6
 
 
+@pytest.mark.long
 def test_mixed_precision_keeps_parameters_and_loss_in_float32(here):
     plan, encoder, images = prepared(config(here, dtype="bfloat16"))
     assert plan.decoder.dtype == plan.encoder.dtype == "bfloat16"
@@ -149,6 +151,7 @@ def test_mixed_precision_keeps_parameters_and_loss_in_float32(here):
     assert encoder["block_00"]["attn"]["qkv"]["kernel"].dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 def test_masks_and_crops_are_new_in_every_step(here):
     plan, encoder, images = prepared(config(here))
     image = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
@@ -219,6 +222,7 @@ def test_photographs_are_cropped_and_digits_are_not(here):
 # ---- validation --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_validation_loss_does_not_depend_on_batches(here):
     losses = []
     for batch in (8, 3):
@@ -320,6 +324,7 @@ def test_a_run_takes_the_file_as_an_option(here, first):
         load_inputs(settle(dataclasses.replace(given, decoder=given.checkpoint)))
 
 
+@pytest.mark.long
 def test_its_own_pixel_constants_are_kept_apart_from_the_encoder_s(here):
     pretrain_decoder(config(here, "unit", steps=1, normalise="unit"))
     loaded = load(here, "unit")

@@ -195,6 +195,7 @@ def test_reviewers_change_a_run():
     )
 
 
+@pytest.mark.long
 def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_for_nothing():
     options, own = options_of("cfed", server_steps=2, server_batch=6), model()
     teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Model((), head) for head in HEADS[1:]])
