@@ -82,7 +82,7 @@ def federation(name):
 
 @functools.cache
 def history(name):
-    """(server, states) after every round of both tasks."""
+    """The states after every round of both tasks."""
     return conformance.play(federation(name))
 
 
@@ -123,8 +123,8 @@ def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
 
 
 def test_classes_not_seen_and_padding_classes_never_win(name):
-    for (server, _), task in ((history(name)[1], STREAM[0]), (history(name)[3], STREAM[1])):
-        logits = predict(name, server, task)
+    for state, task in ((history(name)[1], STREAM[0]), (history(name)[3], STREAM[1])):
+        logits = predict(name, state.server, task)
         assert logits.shape == (60, SETTING.classes) and np.all(np.isfinite(logits))
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 

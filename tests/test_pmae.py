@@ -526,7 +526,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
     hidden = np.zeros_like(original, bool)
     hidden[:, 0] = True
     worse = original + np.where(hidden, 0.3, 0.05)
-    found = restored.measure(Restored(original, original, worse, pixels, hidden), label)
+    found = restored.closeness(Restored(original, original, worse, pixels, hidden), label)
     assert found["mse_unprompted"] == pytest.approx(np.mean((np.clip(worse, 0, 1) - original)[hidden] ** 2))
     assert found["mse_restored"] == pytest.approx(0.25**2 / 4) and found["images"] == 4
 

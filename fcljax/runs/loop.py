@@ -88,7 +88,7 @@ def run(
     summary = summarize(exp, method_name, cfg, records, personal)
     if rebuilt:
         summary["restored"] = measure(*rebuilt)
-        draw_restored(out / "figures" / "restored.png", *rebuilt)
+        draw_restored(out / "figures" / "restored.png", *rebuilt[0])
     draw(exp, summary, out / "figures")
     report.write_json(out / "summary.json", summary)
     for line in warnings_of(records):

@@ -1,18 +1,20 @@
 """What the server could rebuild of clients' images: how close it comes to them, and a figure.
 
-Measured on training images of the last task, of which the clients' uploads are a sample, after the last
-round. A client's privacy depends on it: an upload that restores an image well gives the image away.
+Measured after the last round on training images of the last task, of which the clients' uploads are a sample,
+and on its test images, which nobody has seen. A client's privacy depends on it: an upload that restores an
+image well gives the image away.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import Float, Int, PyTree
 
+from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.runs import report
 from fcljax.runs.build import Experiment
@@ -22,33 +24,54 @@ MOST_IMAGES, SHOWN, BATCH = 512, 8, 64
 RESTORING = 8  # purpose of the run's key
 
 
-def restored_images(exp: Experiment, server: PyTree) -> tuple[Restored, np.ndarray] | None:
-    """Up to 512 training images of the last task, clean, as the server could rebuild them, in numpy, and
-    their labels; None if the method rebuilds nothing."""
+class Rebuilt(NamedTuple):
+    """Images as the server could rebuild them, in numpy, and their labels."""
+
+    images: Restored
+    label: Int[np.ndarray, " n"]
+
+
+def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] | None:
+    """Up to 512 training images of the last task, clean, and as many of its test images; None if the method
+    rebuilds nothing."""
     if exp.method.restores is None:
         return None
-    task, label = exp.scenario.tasks[-1], exp.scenario.train_label
+    restores = jax.jit(exp.method.restores)
+    return (
+        _of_split(exp, server, restores, exp.train, exp.scenario.train_label),
+        _of_split(exp, server, restores, exp.test, exp.scenario.test_label),
+    )
+
+
+def _of_split(
+    exp: Experiment, server: PyTree, restores: Callable[..., Restored], split: Split | Host, label: np.ndarray
+) -> Rebuilt:
+    task = exp.scenario.tasks[-1]
     rows = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
     turn = Turn.on_host(exp.frozen, task, exp.setting.rounds - 1, True)
-    restores, key = jax.jit(exp.method.restores), jax.random.fold_in(exp.key, RESTORING)
-    read = jax.jit(exp.read)
-    found = []
+    key, read, found = jax.random.fold_in(exp.key, RESTORING), jax.jit(exp.read), []
     for first in range(0, len(rows), BATCH):
         some = np.resize(rows[first : first + BATCH], BATCH)
-        image = _read(exp, read, some)
+        image = _read(read, split, some)
         found.append(jax.device_get(restores(turn, server, image, jax.random.fold_in(key, first))))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *found)
-    return whole, label[rows]
+    return Rebuilt(whole, label[rows])
 
 
-def _read(exp: Experiment, read: Callable, rows: np.ndarray) -> jax.Array:
-    """These training images as the network's input."""
-    if isinstance(exp.train, Host):
-        return read(exp.train.take(rows.astype(np.int32)), jnp.arange(len(rows)))
-    return read(exp.train, jnp.asarray(rows, jnp.int32))
+def _read(read: Callable, split: Split | Host, rows: np.ndarray) -> jax.Array:
+    """These images as the network's input."""
+    if isinstance(split, Host):
+        return read(split.take(rows.astype(np.int32)), jnp.arange(len(rows)))
+    return read(split, jnp.asarray(rows, jnp.int32))
 
 
-def measure(images: Restored, label: np.ndarray) -> dict[str, Any]:
+def measure(train: Rebuilt, test: Rebuilt) -> dict[str, Any]:
+    """How close rebuilt training images come to their originals, as `closeness`; and under "test" the same of
+    test images."""
+    return closeness(*train) | {"test": closeness(*test)}
+
+
+def closeness(images: Restored, label: np.ndarray) -> dict[str, Any]:
     """How close rebuilt images come to their originals.
 
     Returns:
