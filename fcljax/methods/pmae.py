@@ -23,7 +23,7 @@ from fcljax.errors import InputError
 from fcljax.federate import Collect, Kit, Rehearse, Seen, ServerStep, Slots, Term, Train
 from fcljax.learner import Learner, Model
 from fcljax.methods.fedavg import averaging
-from fcljax.models.mae import Masking, random_mask, reconstruction_loss, unpatchify
+from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option, resolved
 from fcljax.pixels import between, to_unit
 from fcljax.types import (
@@ -327,7 +327,6 @@ def give_away(
     plain = pixels(None)
     prompt = params.extra.get(RECONSTRUCTION)
     original = to_unit(pair, own)
-    whole = jnp.broadcast_to(masking.masked[..., None], (*masking.masked.shape, 3 * pair.patch**2))
-    hidden = unpatchify(whole.astype(jnp.float32), pair.patch) > 0
+    hidden = hidden_pixels(masking.masked, pair.patch)
     masked = jnp.where(hidden, 0.5, original)
     return Restored(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)

@@ -215,6 +215,12 @@ def unpatchify(
     return rearrange(patches, "b (h w) (p q c) -> b (h p) (w q) c", h=side, p=patch, q=patch, c=3)
 
 
+def hidden_pixels(masked: Bool[Array, "batch patches"], patch: int) -> Bool[Array, "batch height width_px 3"]:
+    """The pixels of hidden patches, of images as `unpatchify` gives them."""
+    whole = jnp.broadcast_to(masked[..., None], (*masked.shape, 3 * patch**2))
+    return unpatchify(whole.astype(jnp.float32), patch) > 0
+
+
 def reconstruction_loss(
     prediction: Float[Array, "batch patches pixels"],
     image: Float[Array, "batch height width_px 3"],

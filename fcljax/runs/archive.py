@@ -40,13 +40,14 @@ def _load(path: Path, template: Kept) -> Kept:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"resume: {str(path)!r} cannot be read: {error}") from None
     paths, structure = jax.tree_util.tree_flatten_with_path(template)
-    rows = len(found.get(".label", ()))
+    rows, leaves = len(found.get(".label", ())), []
     for key, like in paths:
         name = jax.tree_util.keystr(key)
         leaf = found.get(name)
+        leaves.append(leaf)
         if leaf is None or leaf.dtype != like.dtype or leaf.shape != (rows, *like.shape[1:]):
             raise InputError(f"resume: {str(path)!r} holds no {name} of this run's shape")
-    return structure.unflatten([found[jax.tree_util.keystr(key)] for key, _ in paths])
+    return structure.unflatten(leaves)
 
 
 def _file(folder: str | Path, task: int) -> Path:

@@ -46,6 +46,7 @@ from fcljax.models.mae import (
     DecoderConfig,
     Masking,
     decode,
+    hidden_pixels,
     init_decoder,
     patchify,
     random_mask,
@@ -475,8 +476,7 @@ def _panel(plan: Plan, encoder: PyTree, params: PyTree, image: Array, size: Arra
     patch, mean, std = plan.encoder.patch, jnp.array(plan.preprocess.mean), jnp.array(plan.preprocess.std)
     pixels = lambda x: (jnp.clip(x * std + mean, 0, 1) * 255).astype(jnp.uint8)
     predicted = unpatchify(_reconstruct(plan, encoder, params, seen, masking), patch)
-    hidden = jnp.where(masking.masked[..., None], 1.0, jnp.zeros_like(patchify(seen, patch)))
-    shown = jnp.where(unpatchify(hidden, patch) > 0, jnp.uint8(128), pixels(seen))
+    shown = jnp.where(hidden_pixels(masking.masked, patch), jnp.uint8(128), pixels(seen))
     return Strips(shown, pixels(predicted), pixels(seen))
 
 

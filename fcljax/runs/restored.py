@@ -103,13 +103,12 @@ def identification(
     """The share of images whose nearest original among those of their class is their own, and what guessing
     gives. The original is found or not by the mean squared error alone."""
     flat = lambda x: np.clip(x, 0, 1).reshape(len(x), -1).astype(np.float64)
-    right, guess = 0, 0.0
-    for c in np.unique(label):
+    right, classes = 0, np.unique(label)
+    for c in classes:
         a, b = flat(pixels[label == c]), flat(original[label == c])
         apart = (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)
         right += int(np.sum(np.argmin(apart, axis=1) == np.arange(len(a))))
-        guess += 1.0  # each of n images is guessed with 1 / n
-    return right / len(label), guess / len(label)
+    return right / len(label), len(classes) / len(label)  # each of a class's n images is guessed with 1 / n
 
 
 def draw_restored(path: Path, images: Restored, label: np.ndarray) -> None:
