@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from fcljax.federated.communication import scalars
 from fcljax.models.heads import init_head
+from fcljax.models.products import matmul
 from fcljax.models.vit import (
     VITS,
     Injection,
@@ -163,6 +165,31 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features(image):
     assert half.dtype == jnp.float32
     np.testing.assert_allclose(half, exact, atol=0.05)
     assert (half != exact).any()
+
+
+def test_products_in_bfloat16_round_the_factors_and_not_the_result_and_their_gradient_likewise():
+    a, b, gradient = random(3, 5, 7), random(7, 4), random(3, 5, 4)
+    rounded = lambda x: np.asarray(x.astype(jnp.bfloat16), np.float64)
+    half = [x.astype(jnp.bfloat16) for x in (a, b)]
+    result, back = jax.vjp(matmul, *half)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, rounded(a) @ rounded(b), rtol=1e-5, atol=1e-5)
+    of_a, of_b = back(gradient)
+    assert of_a.dtype == of_b.dtype == jnp.bfloat16
+    sums = np.einsum("abk,abm->km", rounded(a), rounded(gradient))
+    np.testing.assert_array_equal(of_a, jnp.asarray(rounded(gradient) @ rounded(b).T).astype(jnp.bfloat16))
+    np.testing.assert_allclose(np.asarray(of_b, np.float32), sums, rtol=2**-8)
+
+
+def test_no_product_in_bfloat16_is_widened_before_it_is_taken(image):
+    """Each one takes bfloat16 factors and gives float32: a processor's bfloat16 instructions need both."""
+    half = dataclasses.replace(TINY, dtype="bfloat16")
+    loss = lambda prompt, p, x: apply_vit(half, p, x, Injection(prompt={0: prompt})).cls.sum()
+    lowered = jax.jit(jax.grad(loss)).lower(random(ROWS, 2, TINY.width), parameter_shapes(TINY), image)
+    products = re.findall(r"stablehlo.dot_general.*: \((.*)\) -> (.*)", lowered.as_text())
+    assert len(products) > 20
+    for factors, result in products:
+        assert factors.count("bf16") == 2 and result.count("xf32") == 1
 
 
 # ---- what adapters put in ----------------------------------------------------------------------------------

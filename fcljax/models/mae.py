@@ -18,6 +18,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
+from fcljax.models.products import dense
 from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit
 from fcljax.types import Autoencoder
 
@@ -115,16 +116,14 @@ class Decoder(nn.Module):
         c = self.config
         position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
         mask = self.param("mask", nn.initializers.zeros, (c.width,))
-        x = nn.Dense(c.width, dtype=c.dtype, name="embed")(latent.astype(c.dtype)).astype(jnp.float32)
+        x = dense(c.width, c.dtype, "embed")(latent)
         hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
         patches = jnp.take_along_axis(jnp.concatenate([x[:, 1:], hidden], axis=1), restore[..., None], axis=1)
         x = jnp.concatenate([x[:, :1], patches], axis=1) + position
         for i in range(c.depth):
             x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
         x = nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name="norm")(x)
-        return nn.Dense(3 * c.patch**2, dtype=c.dtype, name="predict")(x[:, 1:].astype(c.dtype)).astype(
-            jnp.float32
-        )
+        return dense(3 * c.patch**2, c.dtype, "predict")(x[:, 1:])
 
 
 def _block_config(c: DecoderConfig) -> ViTConfig:

@@ -17,6 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
+from fcljax.models.products import dense, matmul, product
 from fcljax.types import Autoencoder, Features, Network
 
 
@@ -24,8 +25,8 @@ from fcljax.types import Autoencoder, Features, Network
 class ViTConfig:
     """Static shape of a ViT.
 
-    `dtype` is the compute type of the matrix products; LayerNorm and softmax stay in float32. Without
-    `final_norm` the features are what the last block gives, and the parameters have no `norm`.
+    `dtype` is the type of the factors of matrix products; all else is float32. Without `final_norm`
+    the features are what the last block gives, and the parameters have no `norm`.
     """
 
     image_size: int = 224
@@ -105,33 +106,41 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, prompt, prefix, lora, queries):
         c = self.config
-        qkv = nn.Dense(3 * c.width, dtype=c.dtype, name="qkv")
+        qkv = dense(3 * c.width, c.dtype, "qkv")
         kernel, bias = self._materialise(qkv, x)
-        q = x[:, :queries] @ kernel[:, : c.width] + bias[: c.width]
-        kv = x @ kernel[:, c.width :] + bias[c.width :]
+        q = matmul(x[:, :queries], kernel[:, : c.width]) + bias[: c.width]
+        kv = matmul(x, kernel[:, c.width :]) + bias[c.width :]
         if lora is not None:
-            q = q + (x[:, :queries] @ lora.a_q.T.astype(x.dtype)) @ lora.b_q.T.astype(x.dtype)
-            kv = kv.at[..., c.width :].add((x @ lora.a_v.T.astype(x.dtype)) @ lora.b_v.T.astype(x.dtype))
+            q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)
+            kv = kv.at[..., c.width :].add(low_rank(x, lora.a_v, lora.b_v))
         if prompt is not None:
-            extra = prompt @ kernel[:, c.width :] + bias[c.width :]
+            extra = matmul(prompt, kernel[:, c.width :]) + bias[c.width :]
             kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
-            more = lambda x: rearrange(x, "b n (h d) -> b h n d", h=c.heads).astype(k.dtype)
+            more = lambda x: rearrange(x, "b n (h d) -> b h n d", h=c.heads)
             k = jnp.concatenate([k, more(prefix.key)], axis=2)
             v = jnp.concatenate([v, more(prefix.value)], axis=2)
-        score = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32) * (c.width // c.heads) ** -0.5
-        out = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(v.dtype), v)
-        return nn.Dense(c.width, dtype=c.dtype, name="proj")(rearrange(out, "b h n d -> b n (h d)"))
+        q, k, v = (part.astype(c.dtype) for part in (q, k, v))
+        score = product("bhqd,bhkd->bhqk", q, k) * (c.width // c.heads) ** -0.5
+        out = product("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(c.dtype), v)
+        return dense(c.width, c.dtype, "proj")(rearrange(out, "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
-        """The fused projection in the compute type, to take q, k and v of different tokens."""
+        """The fused projection, its kernel in the compute type, to take q, k and v of different tokens."""
         if self.is_initializing():
             dense(x)
         parameters = dense.variables["params"]
-        return parameters["kernel"].astype(self.config.dtype), parameters["bias"].astype(self.config.dtype)
+        return parameters["kernel"].astype(self.config.dtype), parameters["bias"]
+
+
+def low_rank(
+    x: Float[Array, "*rows width"], down: Float[Array, "rank width"], up: Float[Array, "width rank"]
+) -> Float[Array, "*rows width"]:
+    """B A x, both products in the type of x."""
+    return matmul(matmul(x, down.T.astype(x.dtype)).astype(x.dtype), up.T.astype(x.dtype))
 
 
 class Block(nn.Module):
@@ -147,12 +156,9 @@ class Block(nn.Module):
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
-        x = x[:, :queries] + attended.astype(x.dtype)
-        hidden = nn.gelu(
-            nn.Dense(c.mlp, dtype=c.dtype, name="fc1")(_norm(c, "norm2")(x).astype(c.dtype)),
-            approximate=False,
-        )
-        return x + nn.Dense(c.width, dtype=c.dtype, name="fc2")(hidden).astype(x.dtype)
+        x = x[:, :queries] + attended
+        hidden = nn.gelu(dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)), approximate=False)
+        return x + dense(c.width, c.dtype, "fc2")(hidden)
 
 
 class ViT(nn.Module):
@@ -167,7 +173,7 @@ class ViT(nn.Module):
         patches = rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=c.patch, q=c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
         position = self.param("pos", nn.initializers.normal(0.02), (1 + c.grid**2, c.width))
-        x = nn.Dense(c.width, dtype=c.dtype, name="patch")(patches).astype(jnp.float32) + position[1:]
+        x = dense(c.width, c.dtype, "patch")(patches) + position[1:]
         if injection.keep is not None:
             x = jnp.take_along_axis(x, injection.keep[..., None], axis=1)
         first = [jnp.broadcast_to(cls + position[0], (x.shape[0], 1, c.width))]
