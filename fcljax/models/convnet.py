@@ -1,0 +1,109 @@
+"""What ResNets and DenseNets share: their layers, their stems, and how methods see them.
+
+Names and shapes of layers are torchvision's. Batch normalisation keeps running means and variances (0.9 of
+the old ones and 0.1 of a batch's, whose variance is divided by the number of values; torch divides by one
+less), and rows that are padding have no part in them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from fcljax.errors import InputError
+from fcljax.models.convolution import conv_general_dilated
+from fcljax.types import Features, Network
+
+# imagenet: 7 x 7 with stride 2, then the maximum of 3 x 3 with stride 2. cifar: 3 x 3 alone
+Stem = Literal["imagenet", "cifar"]
+
+_FAN_OUT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -> nn.Conv:
+    """A square convolution without bias, padded so that stride 1 keeps the size."""
+    return nn.Conv(
+        features, (size, size), stride, size // 2, use_bias=False, kernel_init=_FAN_OUT,
+        dtype=jnp.dtype(dtype), conv_general_dilated=conv_general_dilated, name=name,
+    )  # fmt: skip
+
+
+class Norm(nn.Module):
+    """Batch normalisation in float32 over the rows that count, and ReLU if asked for."""
+
+    train: bool
+    relu: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        norm = nn.BatchNorm(not self.train, momentum=0.9, epsilon=1e-5, dtype=jnp.float32, name="norm")
+        x = norm(x, mask=None if mask is None else mask[:, None, None, None])
+        return nn.relu(x) if self.relu else x
+
+
+class StemLayers(nn.Module):
+    """The first layers, up to the first stage."""
+
+    kind: Stem
+    features: int
+    dtype: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        if self.kind == "cifar":
+            return Norm(self.train, name="norm")(
+                layer(self.features, 3, dtype=self.dtype, name="conv")(x), mask
+            )
+        x = layer(self.features, 7, 2, dtype=self.dtype, name="conv")(x)
+        x = Norm(self.train, name="norm")(x, mask)
+        return nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+
+
+class Variables(NamedTuple):
+    """What a convolutional network computes with: parameters, which train, and running statistics."""
+
+    params: PyTree
+    stats: PyTree
+
+
+def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Variables:
+    """Random parameters, float32, and the statistics of nothing: mean 0, variance 1."""
+    image = jnp.zeros((1, image_size, image_size, 3))
+    variables = jax.jit(lambda key, image: module.init(key, image, None))(key, image)
+    return Variables(variables["params"], variables["batch_stats"])
+
+
+def convnet_network(
+    module: Callable[[bool], nn.Module], width: int, image_size: int, mean: Any, std: Any
+) -> Network:
+    """A convolutional network as methods see it.
+
+    Args:
+      module: from whether it trains to the module; it gives features and taps.
+      width: of the features.
+      image_size: side in pixels.
+      mean, std: pixel constants of the images that it is given.
+    """
+
+    def apply(
+        params: PyTree, stats: PyTree, image: Float[Array, "batch height width_px 3"], injection: PyTree,
+        train: bool, mask: Bool[Array, " batch"] | None = None,
+    ) -> tuple[Features, PyTree]:  # fmt: skip
+        if injection is not None:
+            raise InputError("adapter: a convolutional network has no attention for it; nearest: 'full'")
+        variables = {"params": params, "batch_stats": stats}
+        moving = ["batch_stats"] if train else []
+        (feature, taps), moved = module(train).apply(variables, image, mask, mutable=moving)
+        return Features(feature, None, taps), moved["batch_stats"] if train else stats
+
+    init = lambda key: init_convnet(key, module(False), image_size)
+    return Network(init, apply, width, 0, (image_size, image_size, 3), mean, std)
+
+
+def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:
+    """The mean over all places, float32."""
+    return jnp.mean(x.astype(jnp.float32), axis=(1, 2))

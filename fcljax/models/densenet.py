@@ -1,0 +1,93 @@
+"""DenseNets (Huang et al. 2017, arXiv 1608.06993): DenseNet-121 and -169, as torchvision has them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array
+
+from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled
+from fcljax.types import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseNetConfig:
+    """Static shape of a DenseNet: layers per block. Every layer adds `growth` channels; between blocks there
+    are half as many, and half the side."""
+
+    image_size: int = 224
+    blocks: tuple[int, ...] = (6, 12, 24, 16)
+    growth: int = 32
+    channels: int = 64  # of the stem
+    stem: Stem = "imagenet"
+    dtype: str = "float32"
+
+    @property
+    def width(self) -> int:
+        """Channels of the last block, which are the features."""
+        width = self.channels
+        for i, layers in enumerate(self.blocks):
+            width = (width // 2 if i else width) + layers * self.growth
+        return width
+
+
+DENSENETS: dict[str, DenseNetConfig] = {
+    "densenet121": DenseNetConfig(),
+    "densenet169": DenseNetConfig(blocks=(6, 12, 32, 32)),
+}
+
+
+class DenseLayer(nn.Module):
+    """Channels that join the block: a narrow 1 x 1 convolution, then 3 x 3."""
+
+    growth: int
+    dtype: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        y = Norm(self.train, name="norm1")(x, mask)
+        y = layer(4 * self.growth, 1, dtype=self.dtype, name="conv1")(y)
+        y = Norm(self.train, name="norm2")(y, mask)
+        y = layer(self.growth, 3, dtype=self.dtype, name="conv2")(y)
+        return jnp.concatenate([x, y], axis=-1)
+
+
+class Transition(nn.Module):
+    """Half the channels, half the side."""
+
+    dtype: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        x = Norm(self.train, name="norm")(x, mask)
+        x = layer(x.shape[-1] // 2, 1, dtype=self.dtype, name="conv")(x)
+        return nn.avg_pool(x, (2, 2), (2, 2))
+
+
+class DenseNet(nn.Module):
+    """The whole network: features, the mean over all places, and every block by its name."""
+
+    config: DenseNetConfig
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        c = self.config
+        x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
+        taps = {}
+        for block, layers in enumerate(c.blocks):
+            for i in range(layers):
+                x = DenseLayer(c.growth, c.dtype, self.train, name=f"block_{block}_layer_{i:02d}")(x, mask)
+            taps[f"block_{block}"] = x
+            if block < len(c.blocks) - 1:
+                x = Transition(c.dtype, self.train, name=f"transition_{block}")(x, mask)
+        x = Norm(self.train, name="norm")(x, mask)
+        return pooled(x), taps
+
+
+def densenet_network(config: DenseNetConfig, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)) -> Network:
+    """A DenseNet as methods see it."""
+    make = lambda train: DenseNet(config, train)
+    return convnet_network(make, config.width, config.image_size, mean, std)

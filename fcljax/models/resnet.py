@@ -1,0 +1,80 @@
+"""ResNets of basic blocks (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34, as torchvision has them."""
+
+import dataclasses
+
+from flax import linen as nn
+from jaxtyping import Array
+
+from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled
+from fcljax.types import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+    """Static shape of a ResNet: basic blocks per stage; each stage doubles the channels of the one before it
+    and halves the side. `dtype` is the type of the factors of convolutions."""
+
+    image_size: int = 224
+    stages: tuple[int, ...] = (2, 2, 2, 2)
+    channels: int = 64  # of the first stage
+    stem: Stem = "imagenet"
+    dtype: str = "float32"
+
+    @property
+    def width(self) -> int:
+        """Channels of the last stage, which are the features."""
+        return self.channels * 2 ** (len(self.stages) - 1)
+
+
+RESNETS: dict[str, ResNetConfig] = {
+    "resnet_micro": ResNetConfig(16, (1, 1, 1), 16, "cifar"),
+    "resnet18": ResNetConfig(),
+    "resnet34": ResNetConfig(stages=(3, 4, 6, 3)),
+}
+
+
+class Block(nn.Module):
+    """Two convolutions, and the block's input beside them."""
+
+    features: int
+    stride: int
+    dtype: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        make = lambda size, stride, name: layer(self.features, size, stride, dtype=self.dtype, name=name)
+        y = Norm(self.train, name="norm1")(make(3, self.stride, "conv1")(x), mask)
+        y = Norm(self.train, False, name="norm2")(make(3, 1, "conv2")(y), mask)
+        if self.stride != 1 or x.shape[-1] != self.features:
+            x = make(1, self.stride, "down")(x)
+            x = Norm(self.train, False, name="down_norm")(x, mask)
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """The whole network: features, which are the mean of the last stage, and every stage by its name."""
+
+    config: ResNetConfig
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        c = self.config
+        x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
+        taps = {}
+        for stage, blocks in enumerate(c.stages):
+            for i in range(blocks):
+                stride = 2 if stage and i == 0 else 1
+                block = Block(
+                    c.channels * 2**stage, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}"
+                )
+                x = block(x, mask)
+            taps[f"stage_{stage}"] = x
+        return pooled(x), taps
+
+
+def resnet_network(config: ResNetConfig, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)) -> Network:
+    """A ResNet as methods see it."""
+    make = lambda train: ResNet(config, train)
+    return convnet_network(make, config.width, config.image_size, mean, std)
