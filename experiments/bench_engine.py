@@ -30,7 +30,8 @@ from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacities, plan_round
 from fcljax.models.heads import cross_entropy
 from fcljax.models.weights.pretrained import load_backbone
-from fcljax.runs.build import frozen_of, make_method, network_of
+from fcljax.runs.build import frozen_of, make_method
+from fcljax.runs.inputs import network_of
 from fcljax.types import (
     Batch,
     Broadcast,

@@ -31,8 +31,8 @@ from fcljax.federated.check import Example
 from fcljax.federated.engine import default_lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Roster, capacities
 from fcljax.models.weights.pretrained import load_backbone
-from fcljax.runs.build import frozen_of, make_method, network_of
-from fcljax.runs.inputs import fetch
+from fcljax.runs.build import frozen_of, make_method
+from fcljax.runs.inputs import fetch, network_of
 from fcljax.types import Setting
 
 CLASSES, CLIENTS, BATCH = 10, 4, 32

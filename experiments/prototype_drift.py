@@ -24,7 +24,8 @@ from fcljax.federated.aggregation import prototype_mean
 from fcljax.learner import learner
 from fcljax.models.classifiers import linear
 from fcljax.runs import checkpoint, loop
-from fcljax.runs.build import build, network_of
+from fcljax.runs.build import build
+from fcljax.runs.inputs import network_of
 from fcljax.types import Batch
 
 

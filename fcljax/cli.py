@@ -298,6 +298,7 @@ def list_(arguments: list[str]) -> int:
     from fcljax.data.files.sources import DATASETS
     from fcljax.federated.faults import ATTACKS
     from fcljax.methods import METHODS
+    from fcljax.models.networks import CONVNETS
     from fcljax.models.vit import VITS
     from fcljax.models.weights.pretrained import PACKAGED
 
@@ -307,6 +308,9 @@ def list_(arguments: list[str]) -> int:
         name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
         + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
         for name, vit in VITS.items()
+    } | {
+        name: f"features of width {each.width}, {each.image_size} px; random values without --checkpoint"
+        for name, each in CONVNETS.items()
     }
     methods = {name: f"{entry.summary}; adapter {entry.adapter}" for name, entry in METHODS.items()}
     adapters = {name: entry.summary for name, entry in ADAPTERS.items()}

@@ -22,6 +22,7 @@ from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
 from fcljax.federated.faults import FaultOptions
 from fcljax.methods import METHODS, MethodEntry, find_method
+from fcljax.models.convnet import Stem
 from fcljax.models.weights.pretrained import Positions
 from fcljax.options import check_ranges, fields_of, option, resolved
 
@@ -65,10 +66,15 @@ class SplitConfig(ImageConfig):
 class BackboneConfig:
     """Which network, and which pixels it gets."""
 
-    # vit_micro, vit_ti16, vit_s16 or vit_b16; auto: as the checkpoint says, vit_micro without one
+    # vit_micro, vit_ti16, vit_s16, vit_b16, resnet_micro, resnet18, resnet34, densenet121 or densenet169;
+    # auto: as the checkpoint says, vit_micro without one
     backbone: str = "auto"
-    # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged
+    # weights: .safetensors, .npz, .pth, .bin or hf:OWNER/NAME; vit_micro's are packaged, and convolutional
+    # networks may start from random values
     checkpoint: str | None = None
+    # first layers of a convolutional network without a checkpoint: 7 x 7 and a maximum, or 3 x 3 for small
+    # images; default: cifar under 64 pixels, else imagenet
+    stem: Stem | None = None
     heads: int | None = None  # attention heads of a checkpoint that does not say; default: width / 64
     # pixel range; default: checkpoint (what the weights expect), or release if not intended
     normalise: Pixels | None = None

@@ -537,6 +537,8 @@ def train_step(
     (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
     direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
     part = _descend(parts, train, ctx, local.part, direction, local.steps)
+    if learner.adapter.moved:
+        part = part._replace(adapter=learner.adapter.moved(part.adapter, output.after))
     seen = Seen(ctx, local.part, output, batch, key)
     during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
     rows = jnp.sum(batch.mask).astype(jnp.float32)

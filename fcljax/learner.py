@@ -55,6 +55,7 @@ class Adapter(NamedTuple):
       network's own class token; None changes nothing in the network. `train`: as in a client's step, or as in
       evaluation. `mask`: rows that count, where rows share what they get; padding has no say in it
     network(part) -> parameters that stand for the frozen ones; None: the frozen ones
+    moved(part, after) -> part with the running statistics of such parameters; None: it has none
     feature(Features) -> what the classifier reads
     prompt(held or params, part, query, task) -> the prompts that inject would insert, for servers that distil
       them on latents; None: it has none
@@ -74,6 +75,7 @@ class Adapter(NamedTuple):
     held: Callable[[PyTree], PyTree] = _nothing
     inject: Callable[..., PyTree] | None = None
     network: Callable[[PyTree], PyTree] | None = None
+    moved: Callable[[PyTree, PyTree], PyTree] | None = None
     feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
     prompt: Callable[..., Array] | None = None
     mixture: Callable[..., Mixture] | None = None
@@ -117,11 +119,12 @@ class Model(NamedTuple):
 
 class Output(NamedTuple):
     """What a learner says of a batch: logits of all classes, unmasked, the features below them, and the query
-    if the adapter reads it."""
+    if the adapter reads it; and the network's parameters, if they have running statistics, after it."""
 
     logits: Float[Array, "batch classes"]
     feature: Float[Array, "batch width"]
     query: Float[Array, "batch width"] | None = None
+    after: PyTree = ()
 
 
 class Learner(NamedTuple):
@@ -178,8 +181,9 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         return _features(network, adapter, frozen, held.adapter, part.adapter, batch, task, train)
 
     def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        feature, query = features(frozen, held, part, batch, task, train)
-        return Output(classifier.logits(held.classifier, part.classifier, feature, task), feature, query)
+        feature, query, after = features(frozen, held, part, batch, task, train)
+        logits = classifier.logits(held.classifier, part.classifier, feature, task)
+        return Output(logits, feature, query, after)
 
     def part_of(params: Model, task: Task) -> Model:
         own = adapter.part(params.adapter, task), classifier.part(params.classifier, task)
@@ -187,7 +191,7 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 
     def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         part = part_of(params, task)
-        feature, _ = features(frozen, params, part, batch, task, False)
+        feature = features(frozen, params, part, batch, task, False)[0]
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, part.classifier, feature, task)
 
@@ -206,17 +210,18 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 def _features(
     network: Network, adapter: Adapter, frozen: Frozen, held: PyTree, part: PyTree, batch: Batch, task: Task,
     train: bool,
-) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None]:  # fmt: skip
-    """The features that the classifier reads, and the query, which is taken from the cache where the batch
-    has it."""
+) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None, PyTree]:  # fmt: skip
+    """The features that the classifier reads, the query, which is taken from the cache where the batch has
+    it, and what the adapter's own network becomes."""
     query = batch.query
     if query is None and (adapter.queries or adapter.plain):
-        query = network.apply(frozen.network, (), batch.image, None, False)[0].cls
+        query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
-        return query, query
+        return query, query, ()
     params = adapter.network(part) if adapter.network else frozen.network
     injection = adapter.inject(held, part, query, task, train, batch.mask) if adapter.inject else None
-    return adapter.feature(network.apply(params, (), batch.image, injection, train)[0]), query
+    seen, after = network.apply(params, batch.image, injection, train, batch.mask)
+    return adapter.feature(seen), query, after if adapter.moved else ()
 
 
 Classes = Literal["current", "seen", "all"]

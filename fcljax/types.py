@@ -78,8 +78,9 @@ class Network(NamedTuple):
     """A feature extractor as methods see it.
 
     init(key) -> fresh parameters
-    apply(params, stats, image [B, H, W, 3], injection or None, train) -> (Features, stats): `stats` are
-      running statistics, () where there are none; `train` says whether they move
+    apply(params, image [B, H, W, 3], injection or None, train, mask [B]) -> (Features, params): with running
+      statistics, where there are any, that have moved if `train`, by the rows of the mask; None: by all
+    moved(params, after) -> params with the statistics of `after`; None: the network has none
     """
 
     init: Callable[[PRNGKeyArray], PyTree]
@@ -91,6 +92,7 @@ class Network(NamedTuple):
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they were divided by
     autoencoder: Autoencoder | None = None  # where there is a decoder
+    moved: Callable[[PyTree, PyTree], PyTree] | None = None
 
 
 class Task(NamedTuple):

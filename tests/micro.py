@@ -175,10 +175,10 @@ def formula(params, image, injection):
     return x + pairs + prefixes + sum(prompt.mean(-2) for prompt in injection.prompt.values())
 
 
-def _apply(params, stats, image, injection, train):
+def _apply(params, image, injection, train, mask=None):
     feature = formula(params, image, injection)
     tokens = None if injection is None or injection.tokens is None else feature[:, None] + injection.tokens
-    return Features(feature, None, {}, tokens), stats
+    return Features(feature, None, {}, tokens), params
 
 
 FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, (WIDTH,))

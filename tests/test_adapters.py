@@ -81,7 +81,7 @@ def feature(adapter, held, part, task, train=True):
     """What the classifier reads."""
     injection = adapter.inject(held, part, QUERY, task, train, EVERY) if adapter.inject else None
     params = adapter.network(part) if adapter.network else SCALE.network
-    return adapter.feature(FORMULA.apply(params, (), QUERY, injection, train)[0])
+    return adapter.feature(FORMULA.apply(params, QUERY, injection, train)[0])
 
 
 def test_every_adapter_is_here():

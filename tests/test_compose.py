@@ -43,14 +43,14 @@ OPTIONS = {
 def toy_network() -> Network:
     """Features are a product with one matrix, to which prompts and low-rank updates are added."""
 
-    def apply(params, stats, image, injection, train):
+    def apply(params, image, injection, train, mask=None):
         feature = image.reshape(image.shape[0], -1)[:, :8] @ params["kernel"]
         if injection is not None and injection.prompt:
             feature = feature + jnp.mean(injection.prompt[0], axis=-2)
         if injection is not None and injection.lora:
             pair = injection.lora[0]
             feature = feature + feature @ pair.a_q.T @ pair.b_q.T + feature @ pair.a_v.T @ pair.b_v.T
-        return Features(jnp.tanh(feature), None, {}), stats
+        return Features(jnp.tanh(feature), None, {}), params
 
     return Network(lambda key: {"kernel": jax.random.normal(key, (8, WIDTH))}, apply, WIDTH, 1, (8, 8, 3))
 

@@ -2,21 +2,38 @@
 
 import dataclasses
 import itertools
+import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from safetensors.numpy import load_file, save_file
 
+from fcljax import cli
+from fcljax.adapters.full import FullOptions, full
+from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
+from fcljax.federate import Kit, Train
+from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.methods.fedavg import NoOptions
+from fcljax.methods.fedavg import plain as plain_method
 from fcljax.models.convnet import init_convnet
 from fcljax.models.convolution import Window, conv, conv_general_dilated
 from fcljax.models.densenet import DENSENETS, DenseNet, DenseNetConfig, densenet_network
+from fcljax.models.networks import make_network
 from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
 from fcljax.models.vit import Injection
+from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
+from fcljax.pixels import NORMALISE
+from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Setting, Turn
 
+GOLDEN = Path(__file__).parent / "golden"
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 RESNET = ResNetConfig(8, (1, 1), 4, "cifar")
 DENSENET = DenseNetConfig(16, (2, 1), 4, 6, "imagenet")
@@ -108,7 +125,7 @@ def test_parameters_are_as_many_as_in_torchvision(name, count):
     config = (RESNETS | DENSENETS)[name]
     module = ResNet(config) if name in RESNETS else DenseNet(config)
     shapes = jax.eval_shape(lambda key: init_convnet(key, module, config.image_size), jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(shapes.params)) + 1000 * (config.width + 1) == count
+    assert sum(x.size for x in jax.tree.leaves(shapes.weights)) + 1000 * (config.width + 1) == count
 
 
 @pytest.fixture(params=NETWORKS)
@@ -124,16 +141,16 @@ def variables(network):
 def test_in_training_statistics_move_towards_those_of_the_rows_that_count(network, variables):
     """A tenth of the way; in evaluation they stay. The first layer's are known by its output."""
     image, mask = random(4, *network.image), jnp.array([True, True, False, True])
-    features, stats = network.apply(variables.params, variables.stats, image, None, True, mask)
-    first = jax.tree.map(np.asarray, stats["stem"]["norm"]["norm"])
-    kernel = variables.params["stem"]["conv"]["kernel"]
+    features, moved = network.apply(variables, image, None, True, mask)
+    first = jax.tree.map(np.asarray, moved.stats["stem"]["norm"]["norm"])
+    kernel = variables.weights["stem"]["conv"]["kernel"]
     side = kernel.shape[0]
     window = Window(*[((s, s), ((p, p), (p, p))) for s, p in [(1, 1) if side == 3 else (2, 3)]][0])
     seen = np.asarray(plain(window, image, kernel))[np.asarray(mask)]
     np.testing.assert_allclose(first["mean"], 0.1 * seen.mean(axis=(0, 1, 2)), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(first["var"], 0.9 + 0.1 * seen.var(axis=(0, 1, 2)), rtol=1e-4)
-    _, still = network.apply(variables.params, stats, image, None, False, mask)
-    jax.tree.map(np.testing.assert_array_equal, still, stats)
+    _, still = network.apply(moved, image, None, False, mask)
+    jax.tree.map(np.testing.assert_array_equal, still, moved)
     assert features.cls.shape == (4, network.width) and features.cls.dtype == jnp.float32
 
 
@@ -141,24 +158,22 @@ def test_padding_is_inert(network, variables):
     """NaN in a row that does not count changes neither the others' features nor the statistics."""
     image, mask = random(4, *network.image), jnp.array([True, True, False, True])
     poisoned = image.at[2].set(jnp.nan)
-    (clean, stats), (other, also) = (
-        network.apply(variables.params, variables.stats, x, None, True, mask) for x in (image, poisoned)
-    )
+    (clean, stats), (other, also) = (network.apply(variables, x, None, True, mask) for x in (image, poisoned))
     np.testing.assert_array_equal(clean.cls[mask], other.cls[mask])
     jax.tree.map(np.testing.assert_array_equal, stats, also)
 
 
 def test_in_evaluation_rows_do_not_see_each_other(network, variables):
     image = random(4, *network.image)
-    whole = network.apply(variables.params, variables.stats, image, None, False)[0].cls
-    alone = network.apply(variables.params, variables.stats, image[:1], None, False)[0].cls
+    whole = network.apply(variables, image, None, False)[0].cls
+    alone = network.apply(variables, image[:1], None, False)[0].cls
     np.testing.assert_allclose(whole[:1], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_an_adapter_for_attention_is_refused_by_name(network, variables):
+def test_what_adapters_put_into_attention_is_refused(network, variables):
     image = random(1, *network.image)
-    with pytest.raises(InputError, match="adapter: .*'full'"):
-        network.apply(variables.params, variables.stats, image, Injection(), False)
+    with pytest.raises(InputError, match="injection: .* no attention"):
+        network.apply(variables, image, Injection(), False)
 
 
 def test_bfloat16_is_close_to_float32_and_gives_float32_features():
@@ -166,6 +181,141 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features():
         resnet_network(dataclasses.replace(RESNET, dtype=kind)) for kind in ("float32", "bfloat16")
     )
     variables, image = exact.init(jax.random.key(0)), random(4, *exact.image)
-    one, other = (each.apply(*variables, image, None, False)[0].cls for each in (exact, half))
+    one, other = (each.apply(variables, image, None, False)[0].cls for each in (exact, half))
     assert other.dtype == jnp.float32 and (one != other).any()
     np.testing.assert_allclose(one, other, rtol=0.1, atol=0.05)
+
+
+# ---- other libraries' weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet", "resnet_cifar", "densenet"])
+def test_torchvision_weights_give_torchvision_outputs(name):
+    expected = np.load(GOLDEN / "convnets.npz")
+    loaded = load_backbone(None, str(GOLDEN / f"torchvision_{name}.safetensors"), 40)
+    assert loaded.mapping == "torchvision" and isinstance(loaded.config, ResNetConfig | DenseNetConfig)
+    network = make_network(loaded.config, loaded.mean, loaded.std)
+    features = network.apply(loaded.params, jnp.asarray(expected["image"]), None, False)[0].cls
+    np.testing.assert_allclose(features, expected[f"{name}.features"], rtol=1e-4, atol=1e-4)
+    logits = features @ loaded.head["kernel"] + loaded.head["bias"]
+    np.testing.assert_allclose(logits, expected[f"{name}.logits"], rtol=1e-4, atol=1e-4)
+    assert NORMALISE["imagenet"] == (loaded.mean, loaded.std)
+    assert any("7 classes" in note for note in loaded.notes)
+
+
+def edited(tmp_path, change, name="resnet"):
+    """A golden file with its tensors changed."""
+    tensors = load_file(GOLDEN / f"torchvision_{name}.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "edited.safetensors")
+    return str(tmp_path / "edited.safetensors")
+
+
+def as_in_a_checkpoint(tensors):
+    for name in list(tensors):
+        tensors[f"state_dict.module.{name}"] = tensors.pop(name)
+
+
+def as_in_files_of_densenets(tensors):
+    """torchvision's own files have the names of its first versions."""
+    for name in list(tensors):
+        tensors[re.sub(r"(denselayer\d+\.(?:norm|conv))", r"\1.", name)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    "name, change", [("resnet", as_in_a_checkpoint), ("densenet", as_in_files_of_densenets)]
+)
+def test_other_spellings_of_the_names_are_understood(tmp_path, name, change):
+    plain = load_backbone(None, str(GOLDEN / f"torchvision_{name}.safetensors"), 40)
+    other = load_backbone(None, edited(tmp_path, change, name), 40)
+    jax.tree.map(np.testing.assert_array_equal, other.params, plain.params)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop("layer3.0.bn1.running_var"), ["layer3.0.bn1.running_var", "missing"]),
+        (lambda t: t.update({"layer2.0.se": np.ones(3, np.float32)}), ["no place", "layer2.0.se"]),
+        (lambda t: t.update({"bn1.bias": np.ones(3, np.float32)}), ["bn1.bias", "(3,)", "(4,)"]),
+        (lambda t: t["bn1.bias"].fill(np.nan), ["bn1.bias", "finite"]),
+        (lambda t: t.update({"layer1.0.conv3.weight": np.ones(3, np.float32)}), ["bottleneck", "18 and 34"]),
+        (lambda t: t.update({"conv1.weight": np.ones((4, 3, 5, 5), np.float32)}), ["first convolution"]),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, change, words):
+    with pytest.raises(InputError) as refused:
+        load_backbone(None, edited(tmp_path, change), 40)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_options_that_contradict_a_convolutional_network_are_refused(tmp_path):
+    resnet = str(GOLDEN / "torchvision_resnet.safetensors")
+    for words, ask in {
+        "does not fit resnet18: it is resnet of 1-2-1-1 blocks, 4 channels": ("resnet18", resnet, 40),
+        "image_size: 16 .* nearest: 32": (None, resnet, 16),
+    }.items():
+        with pytest.raises(InputError, match=words):
+            load_backbone(*ask)
+    for words, more in {
+        "heads: 3 is of a ViT": {"heads": 3},
+        "stem: 'cifar' asked for": {"stem": "cifar"},
+    }.items():
+        with pytest.raises(InputError, match=words):
+            load_backbone(None, resnet, 40, **more)
+    with pytest.raises(InputError, match="read as it is"):
+        convert(resnet, str(tmp_path / "new.safetensors"), ConvertOptions())
+
+
+def test_without_a_file_values_depend_on_the_seed_and_the_stem_on_the_images():
+    one, same, other = (load_backbone("resnet_micro", None, None, seed=seed) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one.params, same.params)
+    kernel = lambda loaded: loaded.params.weights["stem"]["conv"]["kernel"]
+    assert (kernel(one) != kernel(other)).all() and "seed 1" in one.notes[0]
+    assert kernel(load_backbone("resnet_micro", None, 64)).shape[0] == 7
+    assert kernel(load_backbone("resnet_micro", None, 64, stem="cifar")).shape[0] == 3
+    with pytest.raises(InputError, match="stem: 'cifar'.* vit_micro"):
+        load_backbone("vit_micro", None, None, stem="cifar")
+
+
+# ---- in a run ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_it_and_moves_its_statistics_and_other_adapters_are_refused(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    small = ["--backbone", "resnet_micro", "--tasks", "2", "--clients", "2", "--rounds", "1", "--epochs", "1"]
+    assert cli.main(["run", "fedavg-ft", *small, "--out", "run", "--full-lr", "0.01"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["backbone"] == "resnet_micro" and 0 < summary["A_last"] <= 1
+    assert "random values of seed 2023" in capsys.readouterr().err
+    assert cli.main(["run", "fppl", *small, "--out", "other"]) == 2
+    assert "adapter: 'prompts' works inside attention" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of_the_batch():
+    """Whatever the optimiser and the decay of weights do, statistics are those of the forward pass."""
+    network = NETWORKS["resnet"]
+    frozen = Frozen(network.init(jax.random.key(0)))
+    train = Train(1, 4, 0.1, optax.chain(optax.add_decayed_weights(0.5), optax.identity()))
+    setting = Setting(4, 2, 2, 1)
+    adapter = full(FullOptions(full_lr=0.1), setting, network)
+    kit = Kit(setting, network, adapter, train, make_aggregation(AggregationOptions()), ())
+    method = plain_method(NoOptions(), kit)
+    server = method.init(jax.random.key(1), frozen)
+    turn = Turn.on_host(frozen, jax.tree.map(jnp.asarray, make_tasks(4, 2)[0]), 0, True)
+    cast = method.broadcast(turn, server)
+    ctx = Ctx(frozen, cast.wire, cast.held, turn.task, jax.tree.map(jnp.asarray, ClientInfo.example(4)))
+    image, mask = random(4, *network.image), jnp.array([True, True, True, False])
+    batch = Batch(image, jnp.array([0, 1, 1, 0]), mask, jnp.arange(4))
+    program = next(each.program for each in method.rounds if each.when == "round")
+    local = program.start(ctx, method.init_client(jax.random.key(2), server), jax.random.key(3))
+    after, _ = program.phases[0].step(ctx, local, batch, jax.random.key(4))
+    _, expected = network.apply(frozen.network, image, None, True, mask)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+    jax.tree.map(same, after.part.adapter.stats, expected.stats)
+    moved = jax.tree.map(
+        lambda a, b: bool((a != b).any()), after.part.adapter.weights, frozen.network.weights
+    )
+    assert all(jax.tree.leaves(moved))

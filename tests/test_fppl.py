@@ -48,8 +48,8 @@ def encode(image, injection):
     return image + sum(prompt.mean(-2) for prompt in prompts)
 
 
-def apply(params, stats, image, injection, train):
-    return Features(encode(image, injection), None, {}), stats
+def apply(params, image, injection, train, mask=None):
+    return Features(encode(image, injection), None, {}), params
 
 
 FORMULA = Network(lambda key: (), apply, WIDTH, 2, (WIDTH,))

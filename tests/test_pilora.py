@@ -49,8 +49,8 @@ def encode(params, image, injection):
     )
 
 
-def apply(params, stats, image, injection, train):
-    return Features(encode(params, image, injection), None, {}), stats
+def apply(params, image, injection, train, mask=None):
+    return Features(encode(params, image, injection), None, {}), params
 
 
 FORMULA = Network(lambda key: FROZEN.network, apply, WIDTH, 2, (WIDTH,))

@@ -57,11 +57,11 @@ def _decode(decoder, latent, restore, prompt):
     return jnp.tanh(patches + x[:, :1] + said) @ decoder["predict"]
 
 
-def _apply(params, stats, image, injection, train):
+def _apply(params, image, injection, train, mask=None):
     """The class token, moved by the prompts of all blocks."""
     cls = _encode(params, image, jnp.broadcast_to(jnp.arange(4), (len(image), 4)))[:, 0]
     moved = sum(prompt.mean(axis=-2) for prompt in injection.prompt.values()) if injection else 0.0
-    return Features(jnp.tanh(2 * cls + moved), None, {}), stats
+    return Features(jnp.tanh(2 * cls + moved), None, {}), params
 
 
 DEPTH = 6  # width of the encoder's tokens

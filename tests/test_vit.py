@@ -206,7 +206,7 @@ def test_prompts_for_all_images_alike_are_the_same_prompts_for_each(params, imag
 def test_lanes_with_prompts_of_their_own_equal_a_loop_over_them(params):
     images, prompts = random(2, ROWS, 8, 8, 3), {block: random(2, 5, TINY.width) for block in (0, 1)}
     apply = vit_network(TINY).apply
-    encode = lambda p, image, prompt: apply(p, (), image, Injection(prompt=prompt), True)[0].cls
+    encode = lambda p, image, prompt: apply(p, image, Injection(prompt=prompt), True)[0].cls
     lanes = jax.jit(jax.vmap(encode, in_axes=(None, 0, 0)))
     loop = [
         run(TINY, params, images[i], Injection(prompt=jax.tree.map(lambda x, i=i: x[i], prompts)), False).cls

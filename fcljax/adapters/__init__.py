@@ -14,19 +14,22 @@ class AdapterEntry(NamedTuple):
     options: frozen dataclass of the adapter's own settings; None values are filled from the method's
       fidelity preset, else from `fidelity`.
     build(options, setting, network) -> Adapter
+    attention: does it work inside attention, so that the network must be a ViT?
     """
 
     summary: str
     options: type
     build: Callable[[Any, Setting, Network], Adapter]
     fidelity: Mapping[str, Mapping[str, object]]
+    attention: bool = True
 
 
 _NONE: dict[str, dict[str, object]] = {"intended": {}, "paper": {}, "released": {}}
 
 ADAPTERS: dict[str, AdapterEntry] = {
     "linear": AdapterEntry(
-        "nothing inside the network: only the classifier trains", linear.LinearOptions, linear.linear, _NONE
+        "nothing inside the network: only the classifier trains", linear.LinearOptions, linear.linear, _NONE,
+        attention=False,
     ),
     "lora": AdapterEntry(
         "low-rank updates of queries and values, one pair or one per task (PILoRA)",
@@ -56,5 +59,5 @@ ADAPTERS: dict[str, AdapterEntry] = {
         "prefixes that are summed from components, weighted for every image (CODA-Prompt)",
         coda.CodaOptions, coda.coda, coda.FIDELITY,
     ),
-    "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE),
+    "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE, attention=False),
 }  # fmt: skip

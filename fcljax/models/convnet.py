@@ -64,9 +64,9 @@ class StemLayers(nn.Module):
 
 
 class Variables(NamedTuple):
-    """What a convolutional network computes with: parameters, which train, and running statistics."""
+    """Parameters of a convolutional network: weights, which train, and running statistics."""
 
-    params: PyTree
+    weights: PyTree
     stats: PyTree
 
 
@@ -90,18 +90,20 @@ def convnet_network(
     """
 
     def apply(
-        params: PyTree, stats: PyTree, image: Float[Array, "batch height width_px 3"], injection: PyTree,
-        train: bool, mask: Bool[Array, " batch"] | None = None,
-    ) -> tuple[Features, PyTree]:  # fmt: skip
+        params: Variables, image: Float[Array, "batch height width_px 3"], injection: PyTree, train: bool,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> tuple[Features, Variables]:  # fmt: skip
         if injection is not None:
-            raise InputError("adapter: a convolutional network has no attention for it; nearest: 'full'")
-        variables = {"params": params, "batch_stats": stats}
+            raise InputError("injection: a convolutional network has no attention to put anything into")
+        variables = {"params": params.weights, "batch_stats": params.stats}
         moving = ["batch_stats"] if train else []
         (feature, taps), moved = module(train).apply(variables, image, mask, mutable=moving)
-        return Features(feature, None, taps), moved["batch_stats"] if train else stats
+        after = params._replace(stats=moved["batch_stats"]) if train else params
+        return Features(feature, None, taps), after
 
     init = lambda key: init_convnet(key, module(False), image_size)
-    return Network(init, apply, width, 0, (image_size, image_size, 3), mean, std)
+    moved = lambda params, after: params._replace(stats=after.stats)
+    return Network(init, apply, width, 0, (image_size, image_size, 3), mean, std, moved=moved)
 
 
 def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:

@@ -23,6 +23,11 @@ class DenseNetConfig:
     dtype: str = "float32"
 
     @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last block."""
+        return (4 if self.stem == "imagenet" else 1) * 2 ** (len(self.blocks) - 1)
+
+    @property
     def width(self) -> int:
         """Channels of the last block, which are the features."""
         width = self.channels

@@ -21,6 +21,11 @@ class ResNetConfig:
     dtype: str = "float32"
 
     @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last stage."""
+        return (4 if self.stem == "imagenet" else 1) * 2 ** (len(self.stages) - 1)
+
+    @property
     def width(self) -> int:
         """Channels of the last stage, which are the features."""
         return self.channels * 2 ** (len(self.stages) - 1)

@@ -229,9 +229,9 @@ def vit_network(
 ) -> Network:
     """The ViT as methods see it; `autoencoder` is around the same one, where there is a decoder."""
 
-    def apply(params, stats, image, injection, train):
-        del train  # no layer of a ViT behaves otherwise in training
-        return apply_vit(config, params, image, injection), stats
+    def apply(params, image, injection, train, mask=None):
+        del train, mask  # no layer of a ViT behaves otherwise in training, or sees other rows
+        return apply_vit(config, params, image, injection), params
 
     image = (config.image_size, config.image_size, 3)
     init = lambda key: init_vit(key, config)

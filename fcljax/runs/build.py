@@ -15,7 +15,6 @@ from jaxtyping import Array
 from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.config import RunConfig, TrainConfig
-from fcljax.data.augment import Preprocess
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -26,8 +25,6 @@ from fcljax.federated.engine import Engine, Lanes, default_lanes, make_engine
 from fcljax.federated.faults import corrupt
 from fcljax.federated.schedule import capacities
 from fcljax.methods import find_method
-from fcljax.models.mae import autoencoder
-from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
 from fcljax.runs.inputs import (
@@ -36,6 +33,7 @@ from fcljax.runs.inputs import (
     frozen_features,
     load_inputs,
     make_splits,
+    network_of,
     read_clean,
     saved_features,
 )
@@ -100,10 +98,14 @@ def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Net
     """The method that the settings describe, hostile clients included.
 
     Raises:
-      InputError: for options that it cannot honour.
+      InputError: for options that it cannot honour, or an adapter that the network has no place for.
     """
     entry, adapter_name = find_method(method_name), resolved(cfg.adapter)
     adapter_entry = ADAPTERS[adapter_name]
+    if adapter_entry.attention and not network.blocks:
+        raise InputError(
+            f"adapter: {adapter_name!r} works inside attention, and the backbone has none; nearest: 'full'"
+        )
     adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), setting, network)
     aggregation = make_aggregation(config.part(AggregationOptions, cfg))
     terms = (prox(cfg.prox_weight),) if cfg.prox_weight else ()
@@ -127,19 +129,6 @@ def make_train(cfg: TrainConfig) -> Train:
     if cfg.weight_decay:
         direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
     return Train(cfg.epochs, cfg.batch_size, cfg.lr, direction)
-
-
-def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Network:
-    """The network of a file of weights as methods see it, with its decoder if it has one.
-
-    Args:
-      preprocess: how its images are made, of which it keeps the pixel constants; None: those of the weights.
-    """
-    pixels, pair = backbone if preprocess is None else preprocess, None
-    if backbone.decoder:
-        decoder = backbone.decoder
-        pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
-    return vit_network(backbone.config, pixels.mean, pixels.std, pair)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:

@@ -20,9 +20,9 @@ from rich.progress import (
 from fcljax.config import InputConfig
 from fcljax.errors import InputError
 from fcljax.files import atomic
+from fcljax.models.networks import network_name
 from fcljax.runs.inputs import (
     Inputs,
-    backbone_name,
     frozen_features,
     load_inputs,
     make_splits,
@@ -87,7 +87,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         save_features(cfg, inputs, part, found)
     accuracy = nearest_class_mean(features[0], labels[0], features[1], labels[1])
     return {
-        "backbone": backbone_name(inputs.backbone.config),
+        "backbone": network_name(inputs.backbone.config),
         "features": list(arrays["features"].shape),
         "training images": len(labels[0]),
         "test images": len(labels[1]),

@@ -26,11 +26,13 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.features import make_features
 from fcljax.files import atomic
-from fcljax.models.vit import VITS, ViTConfig, apply_vit
+from fcljax.models.mae import autoencoder
+from fcljax.models.networks import make_network
+from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
-from fcljax.types import PyTree
+from fcljax.types import Network, PyTree
 
 # of a device's memory that images may take when no budget is given: the rest is for the network at work
 RESIDENT_SHARE = 0.5
@@ -52,7 +54,7 @@ def load_inputs(cfg: InputConfig) -> Inputs:
     Raises:
       InputError: for anything in the settings or files that cannot work.
     """
-    backbone = load_network(cfg, cfg.image_size, cfg.decoder)
+    backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
     dataset = load_split(cfg, size)
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
@@ -63,8 +65,10 @@ def load_inputs(cfg: InputConfig) -> Inputs:
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
 
 
-def load_network(cfg: BackboneConfig, image_size: int | None, decoder: str | None = None) -> Pretrained:
-    """The network that the settings name.
+def load_network(
+    cfg: BackboneConfig, image_size: int | None, decoder: str | None = None, seed: int = 0
+) -> Pretrained:
+    """The network that the settings name; `seed` is of random values, where it has no weights.
 
     Raises:
       InputError: as `load_backbone`.
@@ -77,7 +81,22 @@ def load_network(cfg: BackboneConfig, image_size: int | None, decoder: str | Non
         heads=cfg.heads,
         positions=resolved(cfg.positions),
         decoder=decoder,
+        stem=cfg.stem,
+        seed=seed,
     )
+
+
+def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Network:
+    """The network of a file of weights as methods see it, with its decoder if it has one.
+
+    Args:
+      preprocess: how its images are made, of which it keeps the pixel constants; None: those of the weights.
+    """
+    pixels, pair = backbone if preprocess is None else preprocess, None
+    if backbone.decoder and isinstance(backbone.config, ViTConfig):
+        decoder = backbone.decoder
+        pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
+    return make_network(backbone.config, pixels.mean, pixels.std, pair)
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:
@@ -148,13 +167,6 @@ def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:
         class_list=cfg.class_list,
         skip_corrupt=cfg.skip_corrupt, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed,
     )  # fmt: skip
-
-
-def backbone_name(config: ViTConfig) -> str:
-    """The name of a network of this shape, whatever its image size; its shape in words if it has none."""
-    body = lambda c: (c.patch, c.width, c.depth, c.heads, c.mlp)
-    shape = f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
-    return next((name for name, known in VITS.items() if body(known) == body(config)), shape)
 
 
 def read_clean(preprocess: Preprocess, split: Split, rows: Array) -> Float[Array, "B S S 3"]:
@@ -242,8 +254,8 @@ def frozen_features(
 ) -> Callable[[PyTree, Split | Host], Array | np.ndarray]:
     """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what
     prompt methods query. `advance` is told how many images more are done."""
-    config, preprocess = inputs.backbone.config, inputs.preprocess
-    features = lambda frozen, image: apply_vit(config, frozen.network, image).cls
+    network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
+    features = lambda frozen, image: network.apply(frozen.network, image, None, False)[0].cls
     return make_features(
         features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance
     )

@@ -53,6 +53,7 @@ from fcljax.models.mae import (
     reconstruction_loss,
     unpatchify,
 )
+from fcljax.models.networks import network_name
 from fcljax.models.vit import Injection, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, decoder_metadata, packaged, save_native
 from fcljax.options import check_ranges, option, resolved
@@ -332,8 +333,16 @@ def baseline_loss(plan: Plan, held_out: Shown) -> float:
 # ---- all steps ---------------------------------------------------------------------------------------------
 
 
+def _vit_of(backbone: Pretrained) -> ViTConfig:
+    if not isinstance(backbone.config, ViTConfig):
+        raise InputError(
+            f"backbone: {network_name(backbone.config)} has no patches to hide; nearest: 'vit_micro'"
+        )
+    return backbone.config
+
+
 def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Plan:
-    vit = backbone.config
+    vit = _vit_of(backbone)
     patches = vit.grid**2
     if not 1 <= int(patches * (1 - cfg.mask_ratio)) < patches:
         raise InputError(

@@ -11,9 +11,9 @@ from jaxtyping import PyTree
 from fcljax.config import RunConfig
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
+from fcljax.models.networks import network_name
 from fcljax.runs import metrics, report
 from fcljax.runs.build import Experiment
-from fcljax.runs.inputs import backbone_name
 from fcljax.runs.records import Records
 from fcljax.types import Broadcast, ClientInfo, Ctx, Round, Turn, Upload
 
@@ -78,7 +78,7 @@ def summarize(
     return {
         "method": method_name,
         "dataset": cfg.dataset,
-        "backbone": backbone_name(exp.inputs.backbone.config),
+        "backbone": network_name(exp.inputs.backbone.config),
         "seed": cfg.seed,
         "fidelity": cfg.fidelity,
         **metrics.summarize(records.accuracy),

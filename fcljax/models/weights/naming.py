@@ -253,10 +253,15 @@ def interpret_decoder(tensors: Tensors, facts: Facts) -> tuple[DecoderConfig, Py
     return config, _build(tensors, recipes), notes
 
 
+def headless(head: PyTree) -> str:
+    """What a user is told of a head that is left out."""
+    return f"the classification head of {head['bias'].size} classes is no part of the backbone"
+
+
 def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
     notes = [f"the {role}'s weights were taken" for role in sorted(_ROLES & found.wrappers)]
     if head is not None:
-        notes.append(f"the classification head of {head['bias'].size} classes is no part of the backbone")
+        notes.append(headless(head))
     if found.ignored:
         notes.append(f"left out, being no part of the backbone: {', '.join(found.ignored)}")
     if "pre_logits" in found.ignored:

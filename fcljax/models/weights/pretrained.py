@@ -19,9 +19,11 @@ from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic
+from fcljax.models.convnet import Stem
 from fcljax.models.mae import DecoderConfig, sincos_positions
+from fcljax.models.networks import CONVNETS, NETWORKS, Colour, ConvNetConfig, NetworkConfig, make_network
 from fcljax.models.vit import VITS, ViTConfig
-from fcljax.models.weights import checkpoints, naming
+from fcljax.models.weights import checkpoints, naming, torchvision
 from fcljax.pixels import NORMALISE
 from fcljax.types import PyTree
 
@@ -33,8 +35,6 @@ _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safete
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
 # Names that the authors' files have kept, of networks that were trained with ImageNet's constants.
 _IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
-
-Colour = tuple[float, float, float]
 
 
 class PretrainedDecoder(NamedTuple):
@@ -54,17 +54,18 @@ class Pretrained(NamedTuple):
     """A network with what is needed to use it.
 
     config: its static shape, at the image size that was asked for.
-    params: the encoder, for `apply_vit`.
+    params: of the network, or of the encoder of an autoencoder.
     head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class
       token.
     decoder: a masked autoencoder's decoder, if the file has one or another file was named.
     mean, std: what the weights expect to be taken off pixels in [0, 1], and what to divide them by.
-    mapping: whose names the file has: fcljax, timm, huggingface, google or mae.
+    mapping: whose names the file has: fcljax, timm, huggingface, google, mae or torchvision; random: there
+      is no file.
     digest: the file's sha256.
     notes: what a user should be told: what was assumed, left out, or changed.
     """
 
-    config: ViTConfig
+    config: NetworkConfig
     params: PyTree
     head: PyTree | None
     decoder: PretrainedDecoder | None
@@ -117,12 +118,14 @@ def load_backbone(
     part: str = "teacher",
     positions: Positions = "antialiased",
     decoder: str | None = None,
+    stem: Stem | None = None,
+    seed: int = 0,
 ) -> Pretrained:
-    """A pretrained network.
+    """A pretrained network, or a convolutional one with random values.
 
     Args:
-      name: one of VITS, which the file must fit; None takes the architecture from the file, or vit_micro if
-        there is none.
+      name: one of NETWORKS, which the file must fit; None takes the architecture from the file, or vit_micro
+        if there is none.
       checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes
         the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
@@ -135,6 +138,8 @@ def load_backbone(
       decoder: another file with a masked autoencoder's decoder, as `checkpoint` names files: one that `fcljax
         pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
         takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
+      stem: of a convolutional network without a file; None: "cifar" for images under 64 px, else "imagenet".
+      seed: of the values of a convolutional network without a file.
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
@@ -143,11 +148,18 @@ def load_backbone(
     if name is None and checkpoint is None:
         name = "vit_micro"
     if name is not None:
-        _check_size(image_size, VITS[choose("backbone", name, VITS)], name)
+        choose("backbone", name, NETWORKS)
+    file = None if checkpoint is None else checkpoints.read(checkpoint)
+    if name in CONVNETS or (file is not None and torchvision.is_convnet(file.tensors)):
+        _refuse_for_convnets({"heads": heads, "decoder": decoder})
+        return _convnet(name, file, image_size, dtype, stem, seed)
+    _refuse_stem(stem, name)
+    if name is not None:
+        _check_size(image_size, VITS[name], name)
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
-    checkpoint = packaged(name) if checkpoint is None else checkpoint
-    loaded = _load(name, checkpoint, image_size, naming.Facts(heads, decoder_heads), part, positions)
+    file = checkpoints.read(packaged(name)) if file is None else file
+    loaded = _loaded(file, name, image_size, naming.Facts(heads, decoder_heads), part, positions)
     joined, notes = _own_decoder(loaded), []
     if decoder is not None:
         joined, notes = _other_decoder(loaded, decoder, decoder_heads)
@@ -163,6 +175,65 @@ def load_backbone(
         digest=loaded.source.digest,
         notes=(*loaded.notes, *notes),
     )
+
+
+def _convnet(
+    name: str | None, file: checkpoints.Checkpoint | None, image_size: int | None, dtype: str,
+    stem: Stem | None, seed: int,
+) -> Pretrained:  # fmt: skip
+    """A ResNet or DenseNet, of a file or of random values."""
+    if file is None:
+        return _random_convnet(name or "resnet18", image_size, dtype, stem, seed)
+    found = torchvision.interpret(file.tensors, name)
+    if stem not in (None, found.config.stem):
+        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")
+    config = _sized(found.config, image_size, dtype)
+    said, notes = _said_constants(file), []
+    if said is None:
+        said = NORMALISE["imagenet"]
+        notes = [_assumed(*said, "imagenet")]
+    if found.head is not None:
+        notes.insert(0, naming.headless(found.head))
+    params, head = jax.tree.map(jnp.asarray, (found.params, found.head))
+    return Pretrained(config, params, head, None, *said, "torchvision", file.digest, tuple(notes))
+
+
+def _random_convnet(
+    name: str, image_size: int | None, dtype: str, stem: Stem | None, seed: int
+) -> Pretrained:
+    """Values that depend on the seed alone; pixels between -1 and 1."""
+    config = CONVNETS[name]
+    own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
+    config = _sized(dataclasses.replace(config, stem=stem or own), image_size, dtype)
+    mean, std = NORMALISE["half"]
+    params = make_network(config, mean, std).init(jax.random.key(seed))
+    note = f"{name} has random values of seed {seed}: no checkpoint was named"
+    return Pretrained(config, params, None, None, mean, std, "random", f"random-{name}-{seed}", (note,))
+
+
+def _sized(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNetConfig:
+    """The network at another image size, which must leave a place in its last stage."""
+    size = config.image_size if image_size is None else image_size
+    if size < config.reduction:
+        raise InputError(
+            f"image_size: {size} is less than the {config.reduction} pixels that become one place of the "
+            f"last stage; nearest: {config.reduction}"
+        )
+    return dataclasses.replace(config, image_size=size, dtype=dtype)
+
+
+def _refuse_for_convnets(options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option}: {value!r} is of a ViT, and the backbone is a convolutional network")
+
+
+def _refuse_stem(stem: Stem | None, name: str | None) -> None:
+    if stem is not None:
+        raise InputError(
+            f"stem: {stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; nearest: "
+            f"--backbone resnet18"
+        )
 
 
 def _computing(decoder: PretrainedDecoder, dtype: str) -> PretrainedDecoder:
@@ -210,9 +281,15 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
       InputError: as `load_backbone`, and if the target cannot be written or exists.
     """
     path = _target(source, target)
-    file, network, mean, std, notes = _load(
+    file = checkpoints.read(source)
+    if torchvision.is_convnet(file.tensors):
+        raise InputError(
+            f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
+            f"`fcljax run METHOD --checkpoint {source}`"
+        )
+    file, network, mean, std, notes = _loaded(
+        file,
         None,
-        source,
         options.image_size,
         naming.Facts(options.heads, options.decoder_heads),
         options.part,
@@ -304,18 +381,6 @@ def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 
 
 # ---- from a file to a network ------------------------------------------------------------------------------
-
-
-def _load(
-    name: str | None,
-    checkpoint: str,
-    image_size: int | None,
-    facts: naming.Facts,
-    part: str,
-    positions: Positions,
-    normalise: str | None = None,
-) -> _Loaded:
-    return _loaded(checkpoints.read(checkpoint), name, image_size, facts, part, positions, normalise)
 
 
 def _loaded(
@@ -456,19 +521,31 @@ def _constants(
     """Mean and standard deviation of pixels: as the user or the file says, or as its kind suggests."""
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
-    if "mean" in file.metadata and "std" in file.metadata:
-        return _colour(file, "mean", _decoded(file, "mean")), _colour(file, "std", _decoded(file, "std")), []
-    timm = file.config.get("pretrained_cfg")
-    for beside, names in ((file.preprocessor, ("image_mean", "image_std")), (timm, ("mean", "std"))):
-        if isinstance(beside, dict) and all(name in beside for name in names):
-            return _colour(file, names[0], beside[names[0]]), _colour(file, names[1], beside[names[1]]), []
+    said = _said_constants(file)
+    if said is not None:
+        return *said, []
     named = network.mapping != "google" and any(
         word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES
     )
     kind = "imagenet" if network.torch_training or named else "half"
     mean, std = NORMALISE[kind]
-    assumed = f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind})"
-    return mean, std, [f"{assumed}: the checkpoint does not tell them"]
+    return mean, std, [_assumed(mean, std, kind)]
+
+
+def _said_constants(file: checkpoints.Checkpoint) -> tuple[Colour, Colour] | None:
+    """Mean and standard deviation of pixels, if the file or one beside it says them."""
+    if "mean" in file.metadata and "std" in file.metadata:
+        return _colour(file, "mean", _decoded(file, "mean")), _colour(file, "std", _decoded(file, "std"))
+    timm = file.config.get("pretrained_cfg")
+    for beside, names in ((file.preprocessor, ("image_mean", "image_std")), (timm, ("mean", "std"))):
+        if isinstance(beside, dict) and all(name in beside for name in names):
+            return _colour(file, names[0], beside[names[0]]), _colour(file, names[1], beside[names[1]])
+    return None
+
+
+def _assumed(mean: Colour, std: Colour, kind: str) -> str:
+    constants = f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind})"
+    return f"{constants}: the checkpoint does not tell them"
 
 
 def _colour(file: checkpoints.Checkpoint, what: str, value: object) -> Colour:

@@ -1,0 +1,63 @@
+"""The networks by name, and from a static shape to a `Network`."""
+
+import dataclasses
+from typing import TypeAlias
+
+from fcljax.models.densenet import DENSENETS, DenseNetConfig, densenet_network
+from fcljax.models.resnet import RESNETS, ResNetConfig, resnet_network
+from fcljax.models.vit import VITS, ViTConfig, vit_network
+from fcljax.types import Autoencoder, Network
+
+ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig
+NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
+Colour = tuple[float, float, float]
+
+CONVNETS: dict[str, ConvNetConfig] = {**RESNETS, **DENSENETS}
+NETWORKS: dict[str, NetworkConfig] = {**VITS, **CONVNETS}
+
+
+def make_network(
+    config: NetworkConfig, mean: Colour, std: Colour, autoencoder: Autoencoder | None = None
+) -> Network:
+    """A network as methods see it.
+
+    Args:
+      config: its static shape.
+      mean, std: pixel constants of the images that it is given.
+      autoencoder: around the same one, where there is a decoder.
+    """
+    if isinstance(config, ResNetConfig):
+        return resnet_network(config, mean, std)
+    if isinstance(config, DenseNetConfig):
+        return densenet_network(config, mean, std)
+    return vit_network(config, mean, std, autoencoder)
+
+
+def network_name(config: NetworkConfig) -> str:
+    """The name of a network of this shape, whatever its images and its compute type; its shape in words if it
+    has none."""
+    known = (name for name, each in NETWORKS.items() if _body(each) == _body(config))
+    return next(known, _in_words(config))
+
+
+def _body(config: NetworkConfig) -> dict[str, object]:
+    """What a name tells."""
+    fields = dataclasses.asdict(config).items()
+    return {name: value for name, value in fields if name not in _UNTOLD} | {"kind": type(config)}
+
+
+_UNTOLD = ("image_size", "dtype", "stem", "epsilon", "final_norm")
+
+
+def _in_words(config: NetworkConfig) -> str:
+    if isinstance(config, ViTConfig):
+        return (
+            f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
+        )
+    if isinstance(config, ResNetConfig):
+        return f"resnet of {_listed(config.stages)} blocks, {config.channels} channels"
+    return f"densenet of {_listed(config.blocks)} layers, {config.channels} channels, growth {config.growth}"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return "-".join(map(str, numbers))
