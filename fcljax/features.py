@@ -2,6 +2,7 @@
 methods query."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,17 @@ from fcljax.types import Batch, PyTree, Turn
 BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 
 
+class Predicted(NamedTuple):
+    """The predicted class of each row, and its probability under the softmax of all logits."""
+
+    label: Int[np.ndarray, " n"]
+    confidence: Float[np.ndarray, " n"]
+
+
 def make_predict(
     predict: Callable, read: Callable, batch_size: int, capacity: int
-) -> Callable[..., Int[np.ndarray, " n"]]:
-    """predictions(turn, model, split, rows) -> predicted class of each row, in their order.
+) -> Callable[..., Predicted]:
+    """predictions(turn, model, split, rows) -> Predicted, in the order of the rows.
 
     `model` is what `predict` takes between the turn and the batch; `split` may be a `Host`.
 
@@ -36,16 +44,18 @@ def make_predict(
             query = None if split.query is None else split.query[mine]
             nothing = jnp.zeros_like(mine)
             batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
-            logits = predict(turn, *model, batch)
-            return jax.lax.dynamic_update_slice(
-                out, jnp.argmax(logits, -1).astype(jnp.int32), (i * batch_size,)
-            )
+            logits = predict(turn, *model, batch).astype(jnp.float32)
+            found = jnp.argmax(logits, -1).astype(jnp.int32), jnp.max(jax.nn.softmax(logits), axis=-1)
+            put = lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,))
+            return jax.tree.map(put, out, found)
 
-        return jax.lax.fori_loop(0, batches, step, jnp.zeros(len(rows), jnp.int32))
+        return jax.lax.fori_loop(0, batches, step, (jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows))))
 
-    def predictions(turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray) -> np.ndarray:
+    def predictions(turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray) -> Predicted:
+        if not len(rows):
+            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32))
         function = lambda split, rows, batches: compiled(turn, model, split, rows, batches)
-        return _over_rows(function, split, rows, batch_size, capacity)
+        return Predicted(*_over_rows(function, split, rows, batch_size, capacity))
 
     return predictions
 
@@ -93,11 +103,9 @@ def _over_rows(
     batch_size: int,
     capacity: int,
     advance: Callable = lambda rows: None,
-) -> np.ndarray:
-    """function(split, rows padded to whole batches, batches) for all rows, at most `capacity` of them in one
-    call. Calls of a `Host` get a window that holds their rows in order."""
-    if not len(rows):
-        return np.zeros(0, np.int32)
+) -> PyTree:
+    """function(split, rows padded to whole batches, batches) for all rows, of which there are some, at most
+    `capacity` of them in one call. Calls of a `Host` get a window that holds their rows in order."""
     # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.
     steps = max(2, -(-capacity // batch_size))
     width = (min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps) * batch_size
@@ -114,6 +122,6 @@ def _over_rows(
 
     load = lambda i: split.take(padded[i]) if isinstance(split, Host) else split
     found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
-    result = np.concatenate([np.asarray(part) for part in found])[: len(rows)]
+    result = jax.tree.map(lambda *some: np.concatenate([np.asarray(x) for x in some])[: len(rows)], *found)
     advance(len(parts[-1]))
     return result

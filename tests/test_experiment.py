@@ -55,7 +55,7 @@ def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
         "figures",
     }
     figures = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
-    assert set(figures) == {"accuracy.png", "matrix.png", "classes.png"}
+    assert set(figures) == {"accuracy.png", "matrix.png", "classes.png", "reliability.png"}
     assert all(content.startswith(b"\x89PNG") for content in figures.values())
 
 
@@ -157,6 +157,10 @@ def test_client_accuracy_is_per_client_and_methods_without_personal_models_have_
     assert len(summary["client_accuracy"]) == summary["config"]["clients"]
     assert all(0 <= value <= 1 for value in summary["client_accuracy"])
     assert summary["personal_accuracy"] is None
+    calibration, confusion_rows = summary["calibration"], sum(summary["calibration"]["rows"])
+    assert 0 < calibration["ece"] < 1 and len(calibration["rows"]) == 15
+    right = sum(n * a for n, a in zip(calibration["rows"], calibration["accuracy"], strict=True) if n)
+    assert right / confusion_rows == pytest.approx(summary["by_image"]["acc"][-1])
 
 
 # ---- metrics.jsonl -----------------------------------------------------------------------------------------

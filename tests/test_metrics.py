@@ -124,6 +124,25 @@ def test_classes_without_rows_have_no_accuracy():
     np.testing.assert_allclose(metrics.per_class_accuracy(CONFUSION), [0.8, 0.75, 0.75, NAN])
 
 
+def test_calibration_by_hand():
+    """Four bins; a bin has its upper edge, and a probability of 0 belongs to the first one."""
+    confidence = np.array([0.0, 0.25, 0.5, 0.6, 0.75, 1.0], np.float32)
+    right = np.array([False, True, True, False, True, True])
+    found = metrics.calibration(right, confidence, bins=4)
+    assert found.rows.tolist() == [2, 1, 2, 1]
+    np.testing.assert_allclose(found.confidence, [0.125, 0.5, 0.675, 1.0], rtol=1e-6)
+    assert found.accuracy.tolist() == [0.5, 1.0, 0.5, 1.0]
+    assert found.ece == pytest.approx((2 * 0.375 + 0.5 + 2 * 0.175 + 0) / 6)
+
+
+def test_calibration_of_the_sure_and_right_is_0_and_empty_bins_are_null():
+    found = metrics.calibration(np.full(5, True), np.ones(5, np.float32)).to_json()
+    assert found["ece"] == 0 and found["rows"] == [0] * 14 + [5]
+    assert found["accuracy"] == [None] * 14 + [1.0] == found["confidence"]
+    sure_and_wrong = metrics.calibration(np.full(5, False), np.full(5, 0.9))
+    assert sure_and_wrong.ece == pytest.approx(0.9)
+
+
 def test_client_accuracy_weighs_classes_by_the_clients_own_seen_rows():
     counts = np.array([[5, 0, 0, 0], [10, 30, 0, 60], [0, 0, 0, 9], [0, 0, 0, 0]])
     np.testing.assert_allclose(metrics.client_accuracy(CONFUSION, counts), [0.8, 0.7625, NAN, NAN])

@@ -148,6 +148,15 @@ def test_curves_with_gaps_and_different_lengths_are_drawn(tmp_path):
     )
 
 
+def test_reliability_draws_bins_with_rows_as_high_as_their_accuracy(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report.Axes, "bar", lambda self, x, height, **more: drawn.append((x, height)))
+    calibration = {"ece": 0.1, "rows": [3, 0, 1, 0], "accuracy": [0.5, None, 1.0, None]}
+    assert pixels(report.reliability(tmp_path / "r.png", calibration)).std() > 5
+    (places, heights), (_, shares) = drawn
+    assert places.tolist() == [0, 0.5] and heights.tolist() == [50, 100] and shares.tolist() == [75, 0, 25, 0]
+
+
 @pytest.mark.parametrize("tasks", [1, 3, 12, 25])
 def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks, monkeypatch):
     numbers = []

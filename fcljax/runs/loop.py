@@ -21,7 +21,7 @@ from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.features import make_predict
+from fcljax.features import Predicted, make_predict
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.schedule import participants
 from fcljax.files import write_text
@@ -244,25 +244,27 @@ class Evaluated(NamedTuple):
 
 
 def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Records], Evaluated]:
-    """evaluate(server, t, records) -> accuracies after task t; the records get the confusion matrix."""
+    """evaluate(server, t, records) -> accuracies after task t; the records get the confusion matrix and the
+    calibration."""
     label, tasks = exp.scenario.test_label, exp.scenario.tasks
     make = lambda predict: make_predict(predict, exp.read, batch_size, len(label))
     predict = make(exp.method.predict)
     merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
 
-    def confusion_of(predict: Callable, server: PyTree, t: int, records: Records) -> np.ndarray:
-        rows = np.flatnonzero(tasks[t].seen[label])
-        predicted = predict(_turn(exp, t), (server,), exp.test, rows)
-        records.add(evaluated_images=len(rows))
-        return metrics.confusion_matrix(label[rows], predicted, exp.setting.classes)
-
     def evaluate(server: PyTree, t: int, records: Records) -> Evaluated:
-        classes = [task.classes for task in tasks[: t + 1]]
+        rows = np.flatnonzero(tasks[t].seen[label])
+        truth, classes = label[rows], [task.classes for task in tasks[: t + 1]]
+
+        def found_by(predict: Callable) -> tuple[Predicted, np.ndarray]:
+            found = predict(_turn(exp, t), (server,), exp.test, rows)
+            records.add(evaluated_images=len(rows))
+            return found, metrics.confusion_matrix(truth, found.label, exp.setting.classes)
+
         accuracy = lambda confusion: metrics.task_accuracy(confusion, classes).tolist()
-        confusion = confusion_of(predict, server, t, records)
+        found, confusion = found_by(predict)
         records.confusion = confusion.tolist()
-        provisional = accuracy(confusion_of(merged, server, t, records)) if merged else None
-        return Evaluated(accuracy(confusion), provisional)
+        records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
+        return Evaluated(accuracy(confusion), accuracy(found_by(merged)[1]) if merged else None)
 
     return evaluate
 
@@ -285,6 +287,6 @@ def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) ->
         learned = (exp.scenario.holdings[client] > 0) & exp.scenario.tasks[t].seen
         rows = np.flatnonzero(learned[label])
         own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-        predicted = predict(_turn(exp, t), (state.server, own), exp.test, rows)
+        predicted = predict(_turn(exp, t), (state.server, own), exp.test, rows).label
         result.append(float(np.mean(predicted == label[rows])) if len(rows) else None)
     return result

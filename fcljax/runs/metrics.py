@@ -7,10 +7,10 @@ rows) is left out of every mean.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from scipy.special import stdtrit
 
 from fcljax.errors import InputError
@@ -73,6 +73,44 @@ def client_accuracy(
     seen = ~np.isnan(accuracy)
     counts = class_counts[:, seen]
     return _ratio(counts @ accuracy[seen], counts.sum(1))
+
+
+class Calibration(NamedTuple):
+    """How far confidence is from accuracy: rows in bins of equal width by the probability of their predicted
+    class. `confidence` and `accuracy` are means over a bin's rows, NaN where it has none."""
+
+    ece: float
+    rows: Integer[np.ndarray, " bins"]
+    confidence: Float[np.ndarray, " bins"]
+    accuracy: Float[np.ndarray, " bins"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, None for NaN."""
+        plain = lambda x: [None if np.isnan(value) else float(value) for value in x]
+        return {
+            "ece": self.ece, "rows": self.rows.tolist(), "confidence": plain(self.confidence),
+            "accuracy": plain(self.accuracy),
+        }  # fmt: skip
+
+
+def calibration(
+    right: Bool[np.ndarray, " N"], confidence: Float[np.ndarray, " N"], bins: int = 15
+) -> Calibration:
+    """Expected calibration error: sum over bins of |accuracy - confidence|, weighted by their share of the
+    rows (Guo et al. 2017, equation 3, with its 15 bins).
+
+    Args:
+      right: is the predicted class the label?
+      confidence: the predicted class's probability, in [0, 1]; a bin has its upper edge.
+      bins: of equal width.
+    """
+    place = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
+    total = lambda value: np.bincount(place, value.astype(float), bins)
+    rows = np.bincount(place, minlength=bins)
+    mean = lambda value: _ratio(total(value), rows)
+    sure, accuracy = mean(confidence), mean(right)
+    gap = np.abs(np.nan_to_num(accuracy - sure))
+    return Calibration(float(np.sum(rows * gap) / max(len(right), 1)), rows, sure, accuracy)
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:

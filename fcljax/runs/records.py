@@ -25,13 +25,14 @@ from fcljax.federated.engine import RoundReport
 @dataclasses.dataclass
 class Records:
     """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
-    where the server changes it (`provisional`), the last confusion matrix, and totals. `uploads` counts the
-    clients that took part in each of the method's rounds."""
+    where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
+    `uploads` counts the clients that took part in each of the method's rounds."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
     provisional: list[list[float]] = dataclasses.field(default_factory=list)
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
+    calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
     uploads: list[int] = dataclasses.field(default_factory=list)

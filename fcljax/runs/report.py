@@ -140,6 +140,30 @@ def accuracy_matrix(path: str | Path, matrix: Sequence | np.ndarray) -> Path:
     return _save(path, figure)
 
 
+def reliability(path: str | Path, calibration: Mapping[str, Any]) -> Path:
+    """The reliability diagram as a PNG: the accuracy in each bin of confidence, the diagonal where they would
+    be equal, and below the share of the images that each bin has.
+
+    Args:
+      path: file to write.
+      calibration: as `metrics.Calibration.to_json` gives it.
+    """
+    rows = np.array(calibration["rows"], float)
+    accuracy, edges = np.array(calibration["accuracy"], float), np.linspace(0, 1, len(rows) + 1)
+    figure = _figure(4.6, 5.2)
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    width, there = edges[1] - edges[0], rows > 0
+    bars = {"width": width, "align": "edge", "edgecolor": "white", "linewidth": 0.6}
+    upper.bar(edges[:-1][there], 100 * accuracy[there], color=PALETTE[0], **bars)
+    upper.plot([0, 1], [0, 100], color="#555555", linestyle="--", linewidth=1)
+    upper.set(ylabel="Accuracy (%)", ylim=(0, 100), title=f"ECE {100 * calibration['ece']:.1f} %")
+    lower.bar(edges[:-1], 100 * rows / max(rows.sum(), 1), color="#999999", **bars)
+    lower.set(xlabel="Confidence", ylabel="Images (%)", xlim=(0, 1))
+    for axes in (upper, lower):
+        _open_frame(axes)
+    return _save(path, figure)
+
+
 def class_holdings(
     path: str | Path, counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None
 ) -> Path:

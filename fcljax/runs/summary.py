@@ -84,6 +84,7 @@ def summarize(
         **metrics.summarize(records.accuracy),
         "by_image": _by_image(exp, records),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
+        "calibration": records.calibration,
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
         **_communication(exp, wires, records),
@@ -200,11 +201,12 @@ def _rate(amount: float | int, seconds: float) -> float:
 
 
 def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    """The run's figures: accuracy curve, accuracy matrix, who holds which class (of a redrawn population: in
-    the mean round)."""
+    """The run's figures: accuracy curve, accuracy matrix, reliability, who holds which class (of a redrawn
+    population: in the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
     redrawn, held = summary["config"]["population"] != "static", exp.scenario.holdings
     report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
     report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
+    report.reliability(folder / "reliability.png", summary["calibration"])
     holdings = held / exp.setting.rounds if redrawn else held
     report.class_holdings(folder / "classes.png", holdings, [task.classes for task in exp.scenario.tasks])
