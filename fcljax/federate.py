@@ -6,7 +6,7 @@ functions that close over options alone; `federate` puts them together to a `Met
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ class Train(NamedTuple):
 
     optimiser: the direction of a step; the learning rate is applied to it afterwards
     factor(round, rounds, epoch) -> what the rates of an epoch of a round are multiplied with
+    samples: draws of a Bayesian learner's parameters in every step; the loss is their mean
     """
 
     epochs: int
@@ -57,16 +58,19 @@ class Train(NamedTuple):
     lr: float
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
     factor: Callable[[Array, int, Array], Array] | None = None
+    samples: int = 1
 
 
 class Seen(NamedTuple):
-    """A step as terms and collects see it: `part` is what the output was computed with."""
+    """A step as terms and collects see it. `part` is what trains; `drawn` is what the output was computed
+    with: the part itself, or parameters drawn from it where it is Bayesian."""
 
     ctx: Ctx
     part: Model
     output: Output
     batch: Batch
     key: PRNGKeyArray
+    drawn: Model
 
 
 class Slots(NamedTuple):
@@ -217,6 +221,10 @@ class Local(NamedTuple):
     steps: Int[Array, ""]
 
 
+Personal = Literal["classifier", "stats"]  # what of a Model clients can keep to themselves
+
+_DRAWN = 1002  # what a step's key is folded in with for the draws of a Bayesian learner
+
 MEAN = make_aggregation(AggregationOptions())
 CROSS_ENTROPY = Objective()
 
@@ -248,6 +256,7 @@ def federate(
     predicts: str = "seen",
     rehearse: Rehearse | None = None,
     restores: Callable[[Turn, Model, Array, PRNGKeyArray], Restored] | None = None,
+    personal: tuple[Personal, ...] = (),
 ) -> Method:
     """A method from its parts.
 
@@ -263,14 +272,21 @@ def federate(
       predicts: "seen", classes not seen yet never win; "all": they compete.
       rehearse: how the server trains on rows that it keeps; None: it does not.
       restores(turn, params, image, key) -> what the server could rebuild of images; None: nothing.
+      personal: what of the model every client keeps to itself: it is part of the client's state, never sent,
+        and `Method.predict_client` reads it. The server's own stays at its first values. Terms find () in
+        its place in the broadcast part.
 
     Raises:
-      InputError: for an aggregation rule that a step cannot follow, or a term that reads what nobody sends.
+      InputError: for an aggregation rule that a step cannot follow, a term that reads what nobody sends, or a
+        part that is both personal and merged by a step.
     """
     check_parts(terms, steps, surveys, aggregation)
+    _check_personal(personal, steps)
     if terms and train is None:
         raise InputError(f"terms: {terms[0].name} acts on training, and nothing trains here; leave it out")
-    parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation, rehearse)
+    parts = _Parts(
+        learner, setting, train, terms, steps, surveys, objective, aggregation, rehearse, personal
+    )
 
     def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
         logits = learner.predict(turn.frozen, server.params, batch, turn.task)
@@ -281,6 +297,10 @@ def federate(
         merged = _put(parts, server.params, turn.task, server.provisional)
         return predict(turn, server._replace(params=merged), batch)
 
+    def predict_client(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+        mine = server.params._replace(**_stays(parts, state))
+        return predict(turn, server._replace(params=mine), batch)
+
     main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
@@ -290,6 +310,8 @@ def federate(
         init_client=lambda key, server: _init_client(parts, key, server),
         begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
         queries=learner.queries,
+        predict_client=predict_client if personal else None,
+        personal=bool(personal),
         trainable=lambda turn, server: _trainable(parts, turn, server),
         handover=lambda turn, server: _handover(parts, turn, server),
         aggregation=aggregation.name,
@@ -318,6 +340,7 @@ class _Parts(NamedTuple):
     objective: Objective
     aggregation: Aggregation
     rehearse: Rehearse | None
+    personal: tuple[Personal, ...]
 
     @property
     def slots(self) -> dict[str, Slots]:
@@ -397,18 +420,42 @@ def _part(parts: _Parts, params: Model, task: Task) -> Model:
 
 
 def _put(parts: _Parts, params: Model, task: Task, part: Model) -> Model:
-    """The parameters with the merged part in its place; what a step takes over stays as it was."""
+    """The parameters with the merged part in its place; what a step takes over, or clients keep to
+    themselves, stays as it was."""
     mine = _part(parts, params, task)
-    part = part._replace(**{name: getattr(mine, name) for name in parts.taken})
+    part = part._replace(**{name: getattr(mine, name) for name in (*parts.taken, *parts.personal)})
     put = lambda name, slots: slots.put(params.extra[name], task, part.extra[name])
     extra = {name: put(name, slots) for name, slots in parts.slots.items()}
     return parts.learner.put(params, task, part)._replace(extra=extra)
 
 
 def _averaged(parts: _Parts, part: Model) -> Model:
-    """What of a part is merged coordinate by coordinate: all but what a step takes over."""
+    """What of a part is merged coordinate by coordinate: all that is sent but what a step takes over."""
     nothing: dict[str, PyTree] = dict.fromkeys(parts.taken, ())
+    return _sent(parts, part)._replace(**nothing)
+
+
+def _sent(parts: _Parts, part: Model) -> Model:
+    """A part without what clients keep to themselves."""
+    nothing: dict[str, PyTree] = dict.fromkeys(parts.personal, ())
     return part._replace(**nothing)
+
+
+def _stays(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
+    """What a client keeps to itself of the model, by name: it lies behind the terms' states."""
+    return state[-1] if parts.personal else {}
+
+
+def _kept(parts: _Parts, part: Model) -> tuple[dict[Personal, PyTree], ...]:
+    """The same of a part, as it lies there."""
+    return ({name: getattr(part, name) for name in parts.personal},) if parts.personal else ()
+
+
+def _check_personal(personal: tuple[Personal, ...], steps: tuple[ServerStep, ...]) -> None:
+    for step in steps:
+        both = sorted({*step.takes} & {*personal})
+        if both or (personal and step.sees_parts):
+            raise InputError(f"personal: {(both or personal)[0]} is not sent, and {step.name} needs it")
 
 
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
@@ -424,7 +471,7 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
 
 def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
     part = _part(parts, server.params, _first_task(parts.setting))
-    return tuple(term.init(key, part) for term in parts.terms)
+    return (*(term.init(key, part) for term in parts.terms), *_kept(parts, part))
 
 
 def _begin_task(parts: _Parts, turn: Turn, server: ServerState) -> ServerState:
@@ -438,7 +485,8 @@ def _broadcast(parts: _Parts, turn: Turn, server: ServerState) -> Broadcast:
     """Down: the part of the task and what steps send. Clients hold what came before."""
     kept = zip(parts.steps, server.steps[: len(parts.steps)], strict=True)
     sent = {step.name: step.sends(turn.task, state) for step, state in kept if step.sends}
-    return Broadcast(Wire(_part(parts, server.params, turn.task), sent), parts.learner.held(server.params))
+    part = _sent(parts, _part(parts, server.params, turn.task))
+    return Broadcast(Wire(part, sent), parts.learner.held(server.params))
 
 
 def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
@@ -452,7 +500,7 @@ def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTr
 def _handover(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
     """Of a task's part what clients go on to hold: the leaves by whose names they hold something."""
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
-    held, part = parts.learner.held(server.params), _part(parts, server.params, turn.task)
+    held, part = parts.learner.held(server.params), _sent(parts, _part(parts, server.params, turn.task))
     return {name: leaf for name, leaf in named(part).items() if name in named(held)}
 
 
@@ -464,13 +512,14 @@ def _program(parts: _Parts, train: Train) -> Program:
     terms = parts.terms
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        part, collected = ctx.wire.part, {c.name: c.init(ctx) for c in parts.collects}
+        part, collected = _whole_part(parts, ctx, state), {c.name: c.init(ctx) for c in parts.collects}
         memory = _open(terms, ctx, state, key)
         return Local(part, train.optimiser.init(part), memory, collected, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
-        return _upload(parts, ctx, local.part, sent), _keep(terms, ctx, local, state, at_end=False)
+        kept = _keep(terms, ctx, local, state, at_end=False)
+        return _upload(parts, ctx, local.part, sent), (*kept, *_kept(parts, local.part))
 
     recall, memory, recalls = _recall(terms)
     view = View(train.epochs, train.batch_size, recall=recalls)
@@ -479,16 +528,22 @@ def _program(parts: _Parts, train: Train) -> Program:
     return Program(start, (first, *after), finish, _receive(parts), memory)
 
 
+def _whole_part(parts: _Parts, ctx: Ctx, state: tuple) -> Model:
+    """What was broadcast, with what the client keeps to itself."""
+    return ctx.wire.part._replace(**_stays(parts, state))
+
+
 def _open(terms: tuple[Term, ...], ctx: Ctx, state: tuple, key: PRNGKeyArray) -> tuple[PyTree, ...]:
-    """The terms' memories, when a client starts."""
+    """The terms' memories, when a client starts; their states are the first of `state`."""
     keys = [key if i == 0 else jax.random.fold_in(key, i) for i in range(len(terms))]
-    return tuple(term.open(ctx, own, key) for term, own, key in zip(terms, state, keys, strict=True))
+    own = state[: len(terms)]
+    return tuple(term.open(ctx, each, key) for term, each, key in zip(terms, own, keys, strict=True))
 
 
 def _keep(terms: tuple[Term, ...], ctx: Ctx, local: Local, state: tuple, at_end: bool) -> tuple[PyTree, ...]:
     """What a client keeps of terms that keep something now; the others' state stays."""
     keep = lambda term, memory, own: term.keep(ctx, memory, local.part, own) if term.at_end == at_end else own
-    return tuple(map(keep, terms, local.memory, state))
+    return tuple(map(keep, terms, local.memory, state[: len(terms)]))
 
 
 def _end_round(parts: _Parts) -> tuple[Round, ...]:
@@ -499,10 +554,12 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
         return ()
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        return Local(ctx.wire.part, (), _open(terms, ctx, state, key), {}, jnp.int32(0))
+        memory = _open(terms, ctx, state, key)
+        return Local(_whole_part(parts, ctx, state), (), memory, {}, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        return Upload(weight=ctx.info.rows), _keep(terms, ctx, local, state, at_end=True)
+        kept = _keep(terms, ctx, local, state, at_end=True)
+        return Upload(weight=ctx.info.rows), (*kept, *_kept(parts, local.part))
 
     program = Program(start, _look_phases(parts, (), at_end=True), finish)
     return (Round(program, None, "everyone", "closing"),)
@@ -522,30 +579,45 @@ def train_step(
     parts: _Parts, train: Train, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Local, Metrics]:
     """The one training step: the objective, the adapter's own loss and all terms; a step of the optimiser."""
-    learner, objective, own = parts.learner, parts.objective, parts.learner.adapter.loss
-
-    def loss_of(part: Model):
-        output = learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True)
-        loss = objective_loss(objective, output, batch, ctx.task)
-        if own is not None:
-            loss = loss + own(part.adapter, output.query, ctx.task, batch.mask)
-        for term, memory in zip(parts.terms, local.memory, strict=True):
-            if term.loss:
-                loss = loss + term.loss(learner, Seen(ctx, part, output, batch, key), memory)
-        return loss, output
-
+    learner, objective = parts.learner, parts.objective
+    loss_of = functools.partial(_loss, parts, train, ctx, local.memory, batch, key)
     (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
     direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
-    part = _descend(parts, train, ctx, local.part, direction, local.steps)
-    if learner.adapter.moved:
-        part = part._replace(adapter=learner.adapter.moved(part.adapter, output.after))
-    seen = Seen(ctx, local.part, output, batch, key)
+    part = _descend(parts, train, ctx, local.part, direction, local.steps)._replace(stats=output.stats)
+    seen = Seen(ctx, local.part, output, batch, key, local.part)
     during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
     rows = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if objective.reduction == "sum" else loss * rows
     right = hits(objective, output, batch, ctx.task)
     metrics = {"loss": Weighted(total, rows), "train_accuracy": Weighted(right, rows)}
     return Local(part, optimiser, local.memory, local.collected | during, local.steps + 1), metrics
+
+
+def _loss(
+    parts: _Parts, train: Train, ctx: Ctx, memory: tuple[PyTree, ...], batch: Batch, key: PRNGKeyArray,
+    part: Model,
+) -> tuple[Array, Output]:  # fmt: skip
+    """The loss of a part on a batch, and the output; the means over draws if the learner is Bayesian."""
+    learner, own = parts.learner, parts.learner.adapter.loss
+
+    def of(drawn: Model) -> tuple[Array, Output]:
+        output = learner.forward(ctx.frozen, ctx.held, drawn, batch, ctx.task, True)
+        loss = objective_loss(parts.objective, output, batch, ctx.task)
+        if own is not None:
+            loss = loss + own(drawn.adapter, output.query, ctx.task, batch.mask)
+        for term, mine in zip(parts.terms, memory, strict=True):
+            if term.loss:
+                loss = loss + term.loss(learner, Seen(ctx, part, output, batch, key, drawn), mine)
+        return loss, output
+
+    if learner.sample is None:
+        return of(part)
+    keys = jax.random.split(jax.random.fold_in(key, _DRAWN), train.samples)
+    if train.samples == 1:
+        return of(learner.sample(keys[0], part))
+    # one after the other: side by side, every convolution would have kernels of its own for each draw
+    found = jax.lax.map(lambda key: of(learner.sample(key, part)), keys)
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
 
 
 def _descend(
@@ -557,7 +629,7 @@ def _descend(
     factor = train.factor(ctx.info.round, parts.setting.rounds, epoch) if train.factor else 1.0
     rates = (train.lr if rate is None else rate, train.lr, train.lr)
     move = lambda own, by, rate: jax.tree.map(lambda x, u: x - rate * factor * u, own, by)
-    part = Model(*map(move, part, direction, rates))
+    part = Model(*map(move, part[:3], direction[:3], rates), stats=part.stats)
     for term in parts.terms:
         part = term.limit(ctx, part) if term.limit else part
     return part
@@ -585,7 +657,7 @@ def _look(
     """One step of a pass after training: what these terms, by place, and these collects make of a batch."""
     learner = parts.learner
     output = learner.forward(ctx.frozen, ctx.held, local.part, batch, ctx.task, True)
-    seen = Seen(ctx, local.part, output, batch, key)
+    seen = Seen(ctx, local.part, output, batch, key, local.part)
     memory = tuple(terms[i](learner, seen, own) if i in terms else own for i, own in enumerate(local.memory))
     more = {c.name: c.look(learner, seen, local.collected[c.name]) for c in collects}
     return local._replace(memory=memory, collected=local.collected | more), {}
@@ -711,9 +783,10 @@ def _survey_round(parts: _Parts, index: int) -> Round:
     views = dict.fromkeys(c.view or View(1, survey.batch_size, False, False) for c in collects)
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        del state, key
+        del key
         collected = {c.name: c.init(ctx) for c in collects}
-        return Local(ctx.wire.part, (), ((),) * len(parts.terms), collected, jnp.int32(0))
+        memory = ((),) * len(parts.terms)
+        return Local(_whole_part(parts, ctx, state), (), memory, collected, jnp.int32(0))
 
     def phase(view: View) -> Phase:
         mine = [c for c in collects if (c.view or View(1, survey.batch_size, False, False)) == view]

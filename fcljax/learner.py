@@ -54,8 +54,7 @@ class Adapter(NamedTuple):
     inject(held or params, part, query, task, train, mask) -> Injection: pure in the query, the frozen
       network's own class token; None changes nothing in the network. `train`: as in a client's step, or as in
       evaluation. `mask`: rows that count, where rows share what they get; padding has no say in it
-    network(part) -> parameters that stand for the frozen ones; None: the frozen ones
-    moved(part, after) -> part with the running statistics of such parameters; None: it has none
+    network(part) -> weights that stand for the frozen ones; None: the frozen ones
     feature(Features) -> what the classifier reads
     prompt(held or params, part, query, task) -> the prompts that inject would insert, for servers that distil
       them on latents; None: it has none
@@ -75,7 +74,6 @@ class Adapter(NamedTuple):
     held: Callable[[PyTree], PyTree] = _nothing
     inject: Callable[..., PyTree] | None = None
     network: Callable[[PyTree], PyTree] | None = None
-    moved: Callable[[PyTree, PyTree], PyTree] | None = None
     feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
     prompt: Callable[..., Array] | None = None
     mixture: Callable[..., Mixture] | None = None
@@ -110,21 +108,23 @@ class Classifier(NamedTuple):
 
 class Model(NamedTuple):
     """Parameters of adapter and classifier, and by their names of the terms that train some of their own: all
-    of them, those of a task, or those that are held."""
+    of them, those of a task, or those that are held. stats: running statistics of a network that trains,
+    which every training step moves and no gradient; () where there are none."""
 
     adapter: PyTree
     classifier: PyTree
     extra: dict[str, PyTree] = {}
+    stats: PyTree = ()
 
 
 class Output(NamedTuple):
     """What a learner says of a batch: logits of all classes, unmasked, the features below them, and the query
-    if the adapter reads it; and the network's parameters, if they have running statistics, after it."""
+    if the adapter reads it; and the running statistics after it."""
 
     logits: Float[Array, "batch classes"]
     feature: Float[Array, "batch width"]
     query: Float[Array, "batch width"] | None = None
-    after: PyTree = ()
+    stats: PyTree = ()
 
 
 class Learner(NamedTuple):
@@ -132,6 +132,7 @@ class Learner(NamedTuple):
 
     forward(frozen, held or params, part, batch, task, train) -> Output
     predict(frozen, params, batch, task) -> logits of evaluation, unmasked
+    sample(key, part) -> what a training step computes with in the place of the part; None: the part itself
     """
 
     network: Network
@@ -145,6 +146,7 @@ class Learner(NamedTuple):
     forward: Callable[..., Output]
     predict: Callable[..., Float[Array, "batch classes"]]
     queries: bool
+    sample: Callable[[PRNGKeyArray, Model], Model] | None = None
 
 
 Keys = Callable[[PRNGKeyArray], tuple[PRNGKeyArray, PRNGKeyArray]]
@@ -169,25 +171,25 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
         first, second = keys(key)
-        return Model(adapter.init(first, frozen), classifier.init(second))
+        stats = network.split(frozen.network)[1] if network.split and adapter.network else ()
+        return Model(adapter.init(first, frozen), classifier.init(second), stats=stats)
 
     def put(params: Model, task: Task, part: Model) -> Model:
         new = adapter.put(params.adapter, task, part.adapter)
-        return params._replace(
-            adapter=new, classifier=classifier.put(params.classifier, task, part.classifier)
-        )
+        head = classifier.put(params.classifier, task, part.classifier)
+        return params._replace(adapter=new, classifier=head, stats=part.stats)
 
     def features(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool):
-        return _features(network, adapter, frozen, held.adapter, part.adapter, batch, task, train)
+        return _features(network, adapter, frozen, held.adapter, part, batch, task, train)
 
     def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        feature, query, after = features(frozen, held, part, batch, task, train)
+        feature, query, stats = features(frozen, held, part, batch, task, train)
         logits = classifier.logits(held.classifier, part.classifier, feature, task)
-        return Output(logits, feature, query, after)
+        return Output(logits, feature, query, stats)
 
     def part_of(params: Model, task: Task) -> Model:
         own = adapter.part(params.adapter, task), classifier.part(params.classifier, task)
-        return Model(*own)
+        return Model(*own, stats=params.stats)
 
     def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         part = part_of(params, task)
@@ -208,20 +210,23 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
 
 
 def _features(
-    network: Network, adapter: Adapter, frozen: Frozen, held: PyTree, part: PyTree, batch: Batch, task: Task,
+    network: Network, adapter: Adapter, frozen: Frozen, held: PyTree, part: Model, batch: Batch, task: Task,
     train: bool,
 ) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None, PyTree]:  # fmt: skip
     """The features that the classifier reads, the query, which is taken from the cache where the batch has
-    it, and what the adapter's own network becomes."""
+    it, and the running statistics after it."""
     query = batch.query
     if query is None and (adapter.queries or adapter.plain):
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
         return query, query, ()
-    params = adapter.network(part) if adapter.network else frozen.network
-    injection = adapter.inject(held, part, query, task, train, batch.mask) if adapter.inject else None
+    params, own = frozen.network, part.adapter
+    if adapter.network:
+        params = network.join(adapter.network(own), part.stats) if network.join else adapter.network(own)
+    injection = adapter.inject(held, own, query, task, train, batch.mask) if adapter.inject else None
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
-    return adapter.feature(seen), query, after if adapter.moved else ()
+    stats = network.split(after)[1] if network.split and adapter.network else ()
+    return adapter.feature(seen), query, stats
 
 
 Classes = Literal["current", "seen", "all"]

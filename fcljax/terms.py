@@ -19,7 +19,7 @@ def prox(weight: float) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Array:
         del learner, memory
-        change = jax.tree.map(jnp.subtract, seen.part, seen.ctx.wire.part)
+        change = _change(seen.ctx, seen.part)
         return weight / 2 * optax.tree.norm(change, squared=True)
 
     return Term("prox", loss)
@@ -30,8 +30,25 @@ def norm_bound(radius: float) -> Term:
     broadcast, all of them together (projected gradient descent; Sun et al. 2019, section 4)."""
 
     def limit(ctx: Ctx, part: Model) -> Model:
-        change = jax.tree.map(jnp.subtract, part, ctx.wire.part)
+        change = _change(ctx, part)
         scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
-        return jax.tree.map(lambda start, by: start + scale * by, ctx.wire.part, change)
+        bounded = jax.tree.map(lambda start, by: start + scale * by, _moves(ctx, ctx.wire.part), change)
+        head = bounded.classifier if _sends_classifier(ctx) else part.classifier
+        return bounded._replace(classifier=head, stats=part.stats)
 
     return Term("norm_bound", limit=limit)
+
+
+def _change(ctx: Ctx, part: Model) -> Model:
+    """How far what trains has moved from what was broadcast."""
+    return jax.tree.map(jnp.subtract, _moves(ctx, part), _moves(ctx, ctx.wire.part))
+
+
+def _moves(ctx: Ctx, model: Model) -> Model:
+    """What trains and was broadcast: no running statistics, nothing that clients keep to themselves."""
+    return model._replace(stats=(), classifier=model.classifier if _sends_classifier(ctx) else ())
+
+
+def _sends_classifier(ctx: Ctx) -> bool:
+    """Not where clients keep it to themselves."""
+    return bool(jax.tree.leaves(ctx.wire.part.classifier))

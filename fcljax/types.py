@@ -80,7 +80,8 @@ class Network(NamedTuple):
     init(key) -> fresh parameters
     apply(params, image [B, H, W, 3], injection or None, train, mask [B]) -> (Features, params): with running
       statistics, where there are any, that have moved if `train`, by the rows of the mask; None: by all
-    moved(params, after) -> params with the statistics of `after`; None: the network has none
+    split(params) -> (weights, running statistics), and join(weights, statistics) -> params; None: the network
+      has no statistics, and params are all weights
     """
 
     init: Callable[[PRNGKeyArray], PyTree]
@@ -92,7 +93,8 @@ class Network(NamedTuple):
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)  # and what they were divided by
     autoencoder: Autoencoder | None = None  # where there is a decoder
-    moved: Callable[[PyTree, PyTree], PyTree] | None = None
+    split: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
+    join: Callable[[PyTree, PyTree], PyTree] | None = None
 
 
 class Task(NamedTuple):
@@ -345,6 +347,8 @@ class Method(NamedTuple):
     queries: do steps and predict read the frozen network's own class token of an image? It is cached
       wherever the image is deterministic
     predict_client(turn, server, state, batch) -> logits of a client's personal model
+    personal: is that the model that counts? Then clients are evaluated, each on the classes that it has
+      learned, and `predict` says what the server alone would
     trainable(turn, server) -> named parts of what a client trains, for counting only
     handover(turn, server) -> what clients get, when a task begins, of the one that is over, since they hold
       it from then on and no round has sent them its last state; for counting only
@@ -370,3 +374,4 @@ class Method(NamedTuple):
     predict_provisional: Callable[[Turn, Server, Batch], Float[Array, "B C"]] | None = None
     rehearsal: Rehearsal | None = None
     restores: Callable[[Turn, Server, Array, PRNGKeyArray], Restored] | None = None
+    personal: bool = False

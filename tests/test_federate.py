@@ -45,6 +45,7 @@ from fcljax.methods.icarl import replay
 from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.classifiers import linear, prototypes
 from fcljax.models.heads import Head, cross_entropy
+from fcljax.terms import norm_bound, prox
 from fcljax.types import Aggregate, View
 
 RATE = 0.1
@@ -422,6 +423,56 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
     assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
     plain = compose(kit_of())
     close(local.part.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].part.classifier)
+
+
+def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_where_it_was():
+    """A classifier of each client's own: the adapter alone travels, and predictions are personal."""
+    kit = kit_of("full")
+    method = compose(kit, (Term("none"),), personal=("classifier",))
+    server, plain = fresh(method), compose(kit)
+    task, turn = TASKS[1], turn_of(TASKS[1], frozen=SCALE)
+    assert method.broadcast(turn, server).wire.part.classifier == ()
+    uploads, states = zip(
+        *[client_round(method, server, task, [rows_of([3, 4, i])]) for i in (3, 4)], strict=True
+    )
+    assert uploads[0].mean.classifier == () and jax.tree.leaves(uploads[0].mean.adapter)
+    own = [state[-1]["classifier"] for state in states]
+    assert differ(*own) > 1e-3
+    expected = train(plain, fresh(plain), task, [rows_of([3, 4, 3])])[1].part
+    close(own[0], expected.classifier)
+    after, _ = server_round(method, server, task, received(uploads))
+    same(after.params.classifier, server.params.classifier)
+    assert differ(after.params.adapter, server.params.adapter) > 1e-4
+    # the next round starts from the client's own classifier and the server's adapter
+    _, local = train(method, after, task, [], states[0])
+    same(local.part.classifier, own[0])
+    same(local.part.adapter, after.params.adapter)
+    batch = rows_of([3, 4, 3])
+    mine = after._replace(params=after.params._replace(classifier=own[0]))
+    np.testing.assert_array_equal(
+        method.predict_client(turn, after, states[0], batch), method.predict(turn, mine, batch)
+    )
+    assert plain.predict_client is None
+
+
+def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change():
+    kit, batches = kit_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
+    start = fresh(compose(kit, personal=("classifier",)))
+    part = lambda terms: (
+        train(compose(kit, terms, personal=("classifier",)), start, TASKS[1], batches)[1].part
+    )
+    bounded, free = part((norm_bound(1e-6),)), part(())
+    assert differ(bounded.adapter, start.params.adapter) <= 1e-6 < differ(free.adapter, start.params.adapter)
+    assert differ(bounded.classifier, start.params.classifier) > 1e-3
+    pulled = part((prox(1.0),))
+    assert differ(pulled.adapter, free.adapter) > 0
+    assert differ(pulled.classifier, start.params.classifier) > 1e-3
+
+
+def test_a_step_that_needs_what_stays_with_the_clients_is_refused():
+    step = ServerStep("greedy", lambda *_: None, takes=("classifier",))
+    with pytest.raises(InputError, match="personal: classifier is not sent, and greedy needs it"):
+        compose(kit_of(), steps=(step,), personal=("classifier",))
 
 
 # ---- the objective and predictions -------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     def ours(prompt):
         part = Model((), (), {NAME: prompt})
         ctx = pmae.Ctx(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.Seen(ctx, part, None, batch, KEY), ())
+        return term.loss(model, pmae.Seen(ctx, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)

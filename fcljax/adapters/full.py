@@ -19,12 +19,12 @@ class FullOptions:
 
 
 def full(options: FullOptions, setting: Setting, network: Network) -> Adapter:
-    """All parameters of the network, in float32: a step of 1e-5 would be lost in bfloat16. Running statistics
-    are averaged like weights; a client's follow its own batches."""
+    """All weights of the network, in float32: a step of 1e-5 would be lost in bfloat16."""
     del setting
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> PyTree:
         del key
-        return jax.tree.map(lambda x: x.astype(jnp.float32), frozen.network)
+        weights = network.split(frozen.network)[0] if network.split else frozen.network
+        return jax.tree.map(lambda x: x.astype(jnp.float32), weights)
 
-    return Adapter(init, network=lambda part: part, moved=network.moved, rate=options.full_lr)
+    return Adapter(init, network=lambda part: part, rate=options.full_lr)

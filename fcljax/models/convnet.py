@@ -102,8 +102,9 @@ def convnet_network(
         return Features(feature, None, taps), after
 
     init = lambda key: init_convnet(key, module(False), image_size)
-    moved = lambda params, after: params._replace(stats=after.stats)
-    return Network(init, apply, width, 0, (image_size, image_size, 3), mean, std, moved=moved)
+    split = lambda params: (params.weights, params.stats)
+    shape = (image_size, image_size, 3)
+    return Network(init, apply, width, 0, shape, mean, std, split=split, join=Variables)
 
 
 def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:

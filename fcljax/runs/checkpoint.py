@@ -6,9 +6,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Array
 
 from fcljax.errors import InputError
 from fcljax.types import PyTree
+
+
+class State(NamedTuple):
+    """Everything that changes: what a checkpoint holds beside the host records."""
+
+    server: PyTree
+    clients: PyTree
+    key: Array  # key data of the run's key, so that a checkpoint says what drew its numbers
 
 
 class Snapshot(NamedTuple):

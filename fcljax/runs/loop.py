@@ -8,12 +8,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import yaml
-from jaxtyping import Array, PyTree
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
@@ -21,12 +20,13 @@ from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.features import Predicted, make_predict
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.schedule import participants
 from fcljax.files import write_text
-from fcljax.runs import archive, checkpoint, metrics, report
+from fcljax.runs import archive, checkpoint, report
 from fcljax.runs.build import Experiment, build, with_queries
+from fcljax.runs.checkpoint import State
+from fcljax.runs.evaluate import Evaluated, make_evaluate, personal_accuracy
 from fcljax.runs.inputs import tell
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
 from fcljax.runs.restored import draw_restored, measure, restored_images
@@ -36,14 +36,6 @@ from fcljax.types import Kept, Turn, When
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 KEPT = "kept"  # folder of what a server keeps of finished tasks
 _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
-
-
-class State(NamedTuple):
-    """Everything that changes: what a checkpoint holds beside the host records."""
-
-    server: PyTree
-    clients: PyTree
-    key: Array  # key data of the run's key, so that a checkpoint says what drew its numbers
 
 
 def run(
@@ -174,7 +166,7 @@ def _loop(
                 records.add(kept_rows=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
-                    row = evaluate(state.server, t, records)
+                    row = evaluate(state, t, records)
                 if last:
                     records.keep(*row)
             line = record(records, t, r, done_round, *row)
@@ -230,63 +222,3 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
         return State(server, clients, key), kept, done
 
     return play
-
-
-# ---- evaluation --------------------------------------------------------------------------------------------
-
-
-class Evaluated(NamedTuple):
-    """Accuracy on each task seen so far, over all its test rows, with all seen classes competing: of the
-    global model, and of what was merged before the server changed it, if it did. None: not evaluated."""
-
-    accuracy: list[float] | None
-    provisional: list[float] | None
-
-
-def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[PyTree, int, Records], Evaluated]:
-    """evaluate(server, t, records) -> accuracies after task t; the records get the confusion matrix and the
-    calibration."""
-    label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    make = lambda predict: make_predict(predict, exp.read, batch_size, len(label))
-    predict = make(exp.method.predict)
-    merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
-
-    def evaluate(server: PyTree, t: int, records: Records) -> Evaluated:
-        rows = np.flatnonzero(tasks[t].seen[label])
-        truth, classes = label[rows], [task.classes for task in tasks[: t + 1]]
-
-        def found_by(predict: Callable) -> tuple[Predicted, np.ndarray]:
-            found = predict(_turn(exp, t), (server,), exp.test, rows)
-            records.add(evaluated_images=len(rows))
-            return found, metrics.confusion_matrix(truth, found.label, exp.setting.classes)
-
-        accuracy = lambda confusion: metrics.task_accuracy(confusion, classes).tolist()
-        found, confusion = found_by(predict)
-        records.confusion = confusion.tolist()
-        records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
-        return Evaluated(accuracy(confusion), accuracy(found_by(merged)[1]) if merged else None)
-
-    return evaluate
-
-
-def _turn(exp: Experiment, t: int) -> Turn:
-    """What predictions after task t may read."""
-    return Turn.on_host(exp.frozen, exp.scenario.tasks[t], exp.setting.rounds - 1, True)
-
-
-def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:
-    """Accuracy of each client's personal model on the test rows of the classes that it has held.
-
-    None if it has held none. None altogether for a method without personal models.
-    """
-    if exp.method.predict_client is None:
-        return None
-    label, result = exp.scenario.test_label, []
-    predict = make_predict(exp.method.predict_client, exp.read, batch_size, len(label))
-    for client in range(exp.setting.clients):
-        learned = (exp.scenario.holdings[client] > 0) & exp.scenario.tasks[t].seen
-        rows = np.flatnonzero(learned[label])
-        own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-        predicted = predict(_turn(exp, t), (state.server, own), exp.test, rows).label
-        result.append(float(np.mean(predicted == label[rows])) if len(rows) else None)
-    return result

@@ -26,7 +26,8 @@ from fcljax.federated.engine import RoundReport
 class Records:
     """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
     where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
-    `uploads` counts the clients that took part in each of the method's rounds."""
+    `uploads` counts the clients that took part in each of the method's rounds. `clients`: after each task,
+    every client's accuracies per task, where clients are evaluated as themselves."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
@@ -36,6 +37,7 @@ class Records:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
     uploads: list[int] = dataclasses.field(default_factory=list)
+    clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""

@@ -87,6 +87,7 @@ def summarize(
         "calibration": records.calibration,
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
+        "personal": _personal(records),
         **_communication(exp, wires, records),
         "extra_storage": communication.extra_storage(wires.broadcast),
         "client_state": communication.size(wires.state),
@@ -107,6 +108,20 @@ def summarize(
         "privacy": _privacy(cfg, len(exp.scenario.tasks) * cfg.rounds),
         "traces": max(exp.engine.traces.values(), default=0),
         "config": dataclasses.asdict(cfg),
+    }
+
+
+def _personal(records: Records) -> dict[str, Any] | None:
+    """Of clients that are evaluated as themselves: accuracies [task learned][client][task], and after each
+    task the mean over clients of their mean over tasks, its population deviation, the least and the most.
+    None for other methods."""
+    if not records.clients:
+        return None
+    means = [[np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
+             for each in records.clients]  # fmt: skip
+    spread = {"mean": np.mean, "std": np.std, "least": np.min, "most": np.max}
+    return {"accuracy": records.clients} | {
+        name: [float(of(values)) for values in means] for name, of in spread.items()
     }
 
 

@@ -1,0 +1,238 @@
+"""VFCL's parts: a Bayesian learner, the clients' two priors, and conflation at the server."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SETTING,
+    TASKS,
+    WIDTH,
+    aggregate_of,
+    client_round,
+    compiled,
+    ctx_of,
+    info_of,
+    main_of,
+    rows_of,
+    server_round,
+    train,
+    turn_of,
+)
+
+from fcljax.adapters.full import FullOptions, full
+from fcljax.bayesian import bayesian, means
+from fcljax.errors import InputError
+from fcljax.federate import Kit, Seen, Train, federate
+from fcljax.federated.aggregation import AggregationOptions, conflate, make_aggregation
+from fcljax.learner import Objective, learner
+from fcljax.methods.vfcl import Check, VFCLOptions, priors, vfcl
+from fcljax.models.bayes import Posterior
+from fcljax.models.classifiers import linear
+
+RATE = 0.05
+GRADIENT = Train(1, 4, RATE, optax.identity())
+BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
+OF_FIRST = [rows_of([0, 1, 2])]
+OFF = {"prior_weight": 0.0}
+
+
+def kit_of(**aggregation):
+    adapter = full(FullOptions(RATE), SETTING, FORMULA)
+    return Kit(SETTING, FORMULA, adapter, GRADIENT, make_aggregation(AggregationOptions(**aggregation)))
+
+
+def method_of(aggregation=(), **options):
+    return vfcl(VFCLOptions(**options), kit_of(**dict(aggregation)))
+
+
+def fresh(method):
+    return compiled(method.init)(KEY, SCALE)
+
+
+def close(left, right, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4), left, right)
+
+
+def received(uploads):
+    return aggregate_of(uploads, range(len(uploads)), [True] * len(uploads), SETTING.clients)
+
+
+# ---- the learner -------------------------------------------------------------------------------------------
+
+
+def test_without_priors_and_without_spread_it_is_deterministic_training():
+    """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
+    kit = kit_of()
+    plain = learner(FORMULA, kit.adapter, linear(WIDTH, SETTING.classes))
+    usual = federate(plain, SETTING, GRADIENT, objective=Objective("seen"), personal=("classifier", "stats"))
+    narrow = method_of(sigma=1e-6, **OFF)
+    expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
+    found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
+    close(means(found), expected)
+
+
+def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
+    method = method_of(sigma=0.5, **OFF)
+    server, turn = fresh(method), turn_of(TASKS[1], frozen=SCALE)
+    one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].part for i in (0, 1))
+    assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
+    kit = kit_of()
+    inner = learner(FORMULA, kit.adapter, linear(WIDTH, SETTING.classes))
+    logits = inner.predict(SCALE, means(server.params), BATCHES[0], turn.task)
+    seen = np.asarray(turn.task.seen)
+    np.testing.assert_allclose(method.predict(turn, server, BATCHES[0])[:, seen], logits[:, seen], rtol=1e-6)
+
+
+@pytest.mark.long
+def test_the_loss_of_several_draws_is_their_mean():
+    """Its gradient has less spread: over 20 keys a quarter of the variance with 4 draws."""
+
+    def step(samples, seed):
+        method = method_of(sigma=0.3, samples=samples, **OFF)
+        server = fresh(method)
+        return np.asarray(train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[1]
+                          .part.classifier.mean.kernel)  # fmt: skip
+
+    spread = {n: np.var([step(n, seed) for seed in range(20)], axis=0).mean() for n in (1, 4)}
+    assert spread[4] < 0.5 * spread[1]
+
+
+# ---- the priors --------------------------------------------------------------------------------------------
+
+
+def loss_of(method, server, state, task, batch):
+    """A client's loss on a batch before it has taken a step."""
+    program = main_of(method).program
+    ctx = ctx_of(method, server, task, info_of(SETTING.classes, 3), SCALE)
+    local = compiled(program.start)(ctx, state, KEY)
+    _, metrics = compiled(program.phases[0].step)(ctx, local, batch, KEY)
+    return float(metrics["loss"].total / metrics["loss"].weight)
+
+
+def gaussian(x, mean, sigma):
+    return -0.5 * ((x - mean) / sigma) ** 2 - np.log(sigma * np.sqrt(2 * np.pi))
+
+
+@pytest.mark.parametrize("scale, factor", [("per_sample", 1 / 3), ("none", 1.0)])
+def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard(scale, factor):
+    """Before the first step q is the global posterior, so that only the classifier's term is left; it is
+    counted over the classes that the client has seen."""
+    batch = rows_of([0, 1, 2])
+    method, without = method_of(sigma=0.4, kl_scale=scale), method_of(sigma=0.4, **OFF)
+    server = fresh(method)
+    state = method.init_client(KEY, server)
+    found = loss_of(method, server, state, TASKS[0], batch) - loss_of(
+        without, fresh(without), state[-1:], TASKS[0], batch
+    )
+    keys = jax.random.split(jax.random.fold_in(KEY, 1002), 1)
+    drawn = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SETTING.classes)), 0.4).sample(
+        keys[0], server.params
+    )
+    mean, w = server.params.classifier.mean, drawn.classifier
+    seen = np.asarray(TASKS[0].seen)
+    terms = [
+        (gaussian(np.asarray(a), np.asarray(m), 0.4) - gaussian(np.asarray(a), 0.0, 1.0))[..., seen].sum()
+        for a, m in zip(jax.tree.leaves(w), jax.tree.leaves(mean), strict=True)
+    ]
+    assert found == pytest.approx(factor * sum(terms), rel=1e-3)
+
+
+def shifted(posterior, by):
+    return posterior._replace(mean=jax.tree.map(lambda x: x + by, posterior.mean))
+
+
+@pytest.mark.parametrize("task, share", [(-1, 1.0), (0, 0.25)])
+def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task_before(task, share):
+    """A client that stands 0.2 from the global posterior and 0.3 from its own; without one, the first counts
+    alone. The heads of its classes stand where they stood."""
+    options, sigma, rows = VFCLOptions(sigma=0.1, global_share=0.25, prior_weight=2.0), 0.1, 3
+    method = method_of(sigma=0.1)
+    server = fresh(method)
+    ctx = ctx_of(method, server, TASKS[0], info_of(SETTING.classes, rows), SCALE)
+    own = server.params._replace(adapter=shifted(server.params.adapter, 0.2))
+    known = jnp.ones(SETTING.classes, bool)
+    check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
+    term = priors(options, SETTING.classes, SETTING.rounds)
+    model = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SETTING.classes)), sigma)
+    value = lambda part: term.loss(model, Seen(ctx, part, None, BATCHES[0], KEY, means(part)), check)
+    numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
+    mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
+    assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)
+    slope = jax.grad(value)(own).adapter.mean
+    # at its own mean only the prior pulls: down the mixture's slope, to what was sent in the first task
+    part = share * np.exp(-2) / (share * np.exp(-2) + (1 - share) * np.exp(-4.5))
+    expected = 2.0 / rows * (part * 0.2 + (1 - part) * 0.3) / sigma**2
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, expected, rtol=1e-3), slope)
+
+
+def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
+    method = method_of(sigma=0.1)
+    server = fresh(method)
+    state = method.init_client(KEY, server)
+    _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
+    assert early[0].task == -1 and not early[0].known.any()
+    _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SETTING.rounds - 1)
+    assert late[0].task == 0 and (late[0].known == TASKS[0].seen).all()
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SETTING.rounds - 1)[1].part
+    close(late[0].adapter, part.adapter)
+    _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
+    close(next_[0].adapter, late[0].adapter, atol=0)
+
+
+# ---- the server --------------------------------------------------------------------------------------------
+
+
+def two_clients(method, server):
+    """Clients of seven rows and of three: their parts after training, and what they send."""
+    rows = ([rows_of([0, 1, 2, 0]), rows_of([1, 2, 0], seed=2)], [rows_of([2, 1, 1], seed=3)])
+    parts = [train(method, server, TASKS[0], mine, id_=i)[1].part for i, mine in enumerate(rows)]
+    return parts, [client_round(method, server, TASKS[0], mine, id_=i)[0] for i, mine in enumerate(rows)]
+
+
+def test_conflation_of_one_client_is_the_client_and_of_several_their_product_whatever_their_rows():
+    method = method_of(sigma=0.1)
+    server = fresh(method)
+    parts, uploads = two_clients(method, server)
+    assert uploads[0].mean.classifier == () and uploads[0].weight == uploads[1].weight == 1
+    alone, _ = server_round(method, server, TASKS[0], received(uploads[:1]))
+    close(alone.params.adapter, parts[0].adapter)
+    both, _ = server_round(method, server, TASKS[0], received(uploads))
+    stack = lambda pick: jax.tree.map(lambda *x: jnp.stack(x), *[pick(part.adapter) for part in parts])
+    mean, sigma = conflate(stack(lambda p: p.mean), stack(lambda p: p.sigma), jnp.array([True, True]))
+    close(both.params.adapter.mean, mean)
+    close(both.params.adapter.sigma, sigma)
+    swapped, _ = server_round(method, server, TASKS[0], received(uploads[::-1]))
+    close(swapped.params.adapter, both.params.adapter, atol=1e-6)
+
+
+def test_tempered_conflation_has_the_same_means_and_does_not_narrow_what_is_alike():
+    made = {}
+    for merge in ("conflation", "tempered"):
+        method = method_of(sigma=0.1, merge=merge)
+        server = fresh(method)
+        _, uploads = two_clients(method, server)
+        made[merge] = server_round(method, server, TASKS[0], received(uploads))[0].params.adapter
+    close(made["tempered"].mean, made["conflation"].mean)
+    wider = jax.tree.map(lambda sigma: sigma * 2**0.5, made["conflation"].sigma)
+    close(made["tempered"].sigma, wider)
+
+
+def test_averaging_takes_means_and_rhos_by_the_clients_rows():
+    method = method_of(sigma=0.1, merge="average")
+    server = fresh(method)
+    parts, uploads = two_clients(method, server)
+    after, _ = server_round(method, server, TASKS[0], received(uploads))
+    expected = jax.tree.map(lambda a, b: (7 * a + 3 * b) / 10, parts[0].adapter, parts[1].adapter)
+    close(after.params.adapter, expected)
+    assert isinstance(after.params.adapter, Posterior)
+
+
+def test_another_rule_than_the_mean_is_refused_in_the_place_of_conflation():
+    with pytest.raises(InputError, match="aggregator: 'median' .* nearest: 'mean', or --merge average"):
+        method_of({"aggregator": "median"}.items())
+    assert method_of({"aggregator": "median"}.items(), merge="average").aggregation == "median"
