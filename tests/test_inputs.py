@@ -21,13 +21,13 @@ from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.sources import Dataset
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
+from fcljax.models.networks import network_name
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
 from fcljax.runs import build
 from fcljax.runs.inputs import (
-    backbone_name,
     feature_file,
     fetch,
     frozen_features,
@@ -109,12 +109,12 @@ def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
     found = load_inputs(settle(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"))))
     assert found.backbone.config == tiny
-    assert backbone_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
+    assert network_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
 
 
 def test_known_shapes_have_names_at_any_image_size():
     for name, shape in VITS.items():
-        assert backbone_name(dataclasses.replace(shape, image_size=96, dtype="bfloat16")) == name
+        assert network_name(dataclasses.replace(shape, image_size=96, dtype="bfloat16")) == name
 
 
 @pytest.fixture(scope="module")
