@@ -116,7 +116,7 @@ def test_head_and_pair_have_rates_of_their_own():
     ctx = ctx_of(method, server, STREAM[0], info_of(SETTING.classes, 3), FROZEN)
     before = main.program.start(ctx, (), KEY)
     after, _ = jax.jit(main.program.phases[0].step)(ctx, before, batch_of([1, 2, 5]), KEY)
-    (pair, head, _), (old_pair, old_head, _) = after.part, before.part
+    (pair, head, *_), (old_pair, old_head, *_) = after.part, before.part
     largest = lambda new, old: max(
         float(jnp.max(jnp.abs(a - b)))
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)

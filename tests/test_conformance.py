@@ -146,7 +146,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
         logits = apply_vit(TINY, FROZEN.network, image, injection).cls @ head.kernel + head.bias
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :3], label))
 
-    pairs, head, _ = made.server.params
+    pairs, head, *_ = made.server.params
     head = head.inner if method == "fedclm" else head
     tuned = (jax.tree.map(lambda leaf: leaf[0], pairs), head)  # the one pair of the stream
     rule = optax.adam(RATE)

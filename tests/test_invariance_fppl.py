@@ -188,7 +188,7 @@ def test_one_client_that_holds_all_rows_is_centralised_training(federation):
     received = federation.receive(federation.engine, server, ALONE, [0], task)
     trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
     assert len(rows) % BATCH and float(received.weight[0]) == len(rows)
-    (prompts, gate), head, _ = server.params
+    (prompts, gate), head, *_ = server.params
 
     def loss(parameters, image, label):
         prompt, psi, sigma, kernel, bias = parameters

@@ -55,7 +55,7 @@ HEADS = [init_head(jax.random.key(i), NETWORK.width, SETTING.classes) for i in r
 
 
 def features(image):
-    return NETWORK.apply(FROZEN.network, (), image, None, False)[0].cls
+    return NETWORK.apply(FROZEN.network, image, None, False)[0].cls
 
 
 def logits(head, image):

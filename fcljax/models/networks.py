@@ -1,6 +1,7 @@
 """The networks by name, and from a static shape to a `Network`."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from fcljax.models.densenet import DENSENETS, DenseNetConfig, densenet_network
@@ -13,7 +14,6 @@ NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
 Colour = tuple[float, float, float]
 
 CONVNETS: dict[str, ConvNetConfig] = {**RESNETS, **DENSENETS}
-NETWORKS: dict[str, NetworkConfig] = {**VITS, **CONVNETS}
 
 
 def make_network(
@@ -36,7 +36,8 @@ def make_network(
 def network_name(config: NetworkConfig) -> str:
     """The name of a network of this shape, whatever its images and its compute type; its shape in words if it
     has none."""
-    known = (name for name, each in NETWORKS.items() if _body(each) == _body(config))
+    tables: tuple[Mapping[str, NetworkConfig], ...] = (VITS, CONVNETS)
+    known = (name for table in tables for name, each in table.items() if _body(each) == _body(config))
     return next(known, _in_words(config))
 
 

@@ -21,7 +21,7 @@ from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.convnet import Stem
 from fcljax.models.mae import DecoderConfig, sincos_positions
-from fcljax.models.networks import CONVNETS, NETWORKS, Colour, ConvNetConfig, NetworkConfig, make_network
+from fcljax.models.networks import CONVNETS, Colour, ConvNetConfig, NetworkConfig, make_network
 from fcljax.models.vit import VITS, ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
 from fcljax.pixels import NORMALISE
@@ -124,8 +124,8 @@ def load_backbone(
     """A pretrained network, or a convolutional one with random values.
 
     Args:
-      name: one of NETWORKS, which the file must fit; None takes the architecture from the file, or vit_micro
-        if there is none.
+      name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
+        vit_micro if there is none.
       checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes
         the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
@@ -148,7 +148,7 @@ def load_backbone(
     if name is None and checkpoint is None:
         name = "vit_micro"
     if name is not None:
-        choose("backbone", name, NETWORKS)
+        choose("backbone", name, (*VITS, *CONVNETS))
     file = None if checkpoint is None else checkpoints.read(checkpoint)
     if name in CONVNETS or (file is not None and torchvision.is_convnet(file.tensors)):
         _refuse_for_convnets({"heads": heads, "decoder": decoder})
