@@ -282,6 +282,7 @@ def test_without_a_file_values_depend_on_the_seed_and_the_stem_on_the_images():
 # ---- in a run ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_trains_it_and_moves_its_statistics_and_other_adapters_are_refused(
     tmp_path, monkeypatch, capsys
 ):
