@@ -19,6 +19,7 @@ from fcljax.types import Features, Network
 
 # imagenet: 7 x 7 with stride 2, then the maximum of 3 x 3 with stride 2. cifar: 3 x 3 alone
 Stem = Literal["imagenet", "cifar"]
+Colour = tuple[float, float, float]
 
 _FAN_OUT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -77,15 +78,19 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
     return Variables(variables["params"], variables["batch_stats"])
 
 
+def reduction(stem: Stem, stages: int) -> int:
+    """Pixels of a side that become one place of the last stage: each stage after the first halves it."""
+    return (4 if stem == "imagenet" else 1) * 2 ** (stages - 1)
+
+
 def convnet_network(
-    module: Callable[[bool], nn.Module], width: int, image_size: int, mean: Any, std: Any
+    module: Callable[..., nn.Module], config: Any, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3
 ) -> Network:
     """A convolutional network as methods see it.
 
     Args:
-      module: from whether it trains to the module; it gives features and taps.
-      width: of the features.
-      image_size: side in pixels.
+      module: (config, train) -> the module, which gives features and taps.
+      config: its static shape.
       mean, std: pixel constants of the images that it is given.
     """
 
@@ -97,14 +102,14 @@ def convnet_network(
             raise InputError("injection: a convolutional network has no attention to put anything into")
         variables = {"params": params.weights, "batch_stats": params.stats}
         moving = ["batch_stats"] if train else []
-        (feature, taps), moved = module(train).apply(variables, image, mask, mutable=moving)
+        (feature, taps), moved = module(config, train).apply(variables, image, mask, mutable=moving)
         after = params._replace(stats=moved["batch_stats"]) if train else params
         return Features(feature, None, taps), after
 
-    init = lambda key: init_convnet(key, module(False), image_size)
+    size = config.image_size
+    init = lambda key: init_convnet(key, module(config, False), size)
     split = lambda params: (params.weights, params.stats)
-    shape = (image_size, image_size, 3)
-    return Network(init, apply, width, 0, shape, mean, std, split=split, join=Variables)
+    return Network(init, apply, config.width, 0, (size, size, 3), mean, std, split=split, join=Variables)
 
 
 def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:

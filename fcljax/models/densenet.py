@@ -1,13 +1,13 @@
 """DenseNets (Huang et al. 2017, arXiv 1608.06993): DenseNet-121 and -169, as torchvision has them."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
-from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled
-from fcljax.types import Network
+from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled, reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DenseNetConfig:
     @property
     def reduction(self) -> int:
         """Pixels of a side that become one place of the last block."""
-        return (4 if self.stem == "imagenet" else 1) * 2 ** (len(self.blocks) - 1)
+        return reduction(self.stem, len(self.blocks))
 
     @property
     def width(self) -> int:
@@ -92,7 +92,4 @@ class DenseNet(nn.Module):
         return pooled(x), taps
 
 
-def densenet_network(config: DenseNetConfig, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)) -> Network:
-    """A DenseNet as methods see it."""
-    make = lambda train: DenseNet(config, train)
-    return convnet_network(make, config.width, config.image_size, mean, std)
+densenet_network = functools.partial(convnet_network, DenseNet)  # a DenseNet as methods see it: of its config

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from fcljax.models.convnet import Colour
 from fcljax.models.densenet import DENSENETS, DenseNetConfig, densenet_network
 from fcljax.models.resnet import RESNETS, ResNetConfig, resnet_network
 from fcljax.models.vit import VITS, ViTConfig, vit_network
@@ -11,7 +12,6 @@ from fcljax.types import Autoencoder, Network
 
 ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig
 NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
-Colour = tuple[float, float, float]
 
 CONVNETS: dict[str, ConvNetConfig] = {**RESNETS, **DENSENETS}
 

@@ -1,12 +1,12 @@
 """ResNets of basic blocks (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34, as torchvision has them."""
 
 import dataclasses
+import functools
 
 from flax import linen as nn
 from jaxtyping import Array
 
-from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled
-from fcljax.types import Network
+from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled, reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ResNetConfig:
     @property
     def reduction(self) -> int:
         """Pixels of a side that become one place of the last stage."""
-        return (4 if self.stem == "imagenet" else 1) * 2 ** (len(self.stages) - 1)
+        return reduction(self.stem, len(self.stages))
 
     @property
     def width(self) -> int:
@@ -79,7 +79,4 @@ class ResNet(nn.Module):
         return pooled(x), taps
 
 
-def resnet_network(config: ResNetConfig, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)) -> Network:
-    """A ResNet as methods see it."""
-    make = lambda train: ResNet(config, train)
-    return convnet_network(make, config.width, config.image_size, mean, std)
+resnet_network = functools.partial(convnet_network, ResNet)  # a ResNet as methods see it: of its config

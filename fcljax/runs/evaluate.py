@@ -1,11 +1,11 @@
 """Accuracy after a task, over the test images of all tasks so far, of the global model or of the clients'."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from fcljax.features import Predicted, make_predict
 from fcljax.runs import metrics
@@ -58,17 +58,12 @@ def _of_server(exp: Experiment, batch_size: int) -> Callable[[State, int, Record
 
 def _of_clients(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
     label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    assert exp.method.predict_client is not None
-    predict = make_predict(exp.method.predict_client, exp.read, batch_size, len(label))
+    predict = _predict_clients(exp, batch_size)
 
     def evaluate(state: State, t: int, records: Records) -> Evaluated:
         of_task = [task.current[label] for task in tasks[: t + 1]]
         founds, truths, everyone = [], [], []
-        for client in range(exp.setting.clients):
-            learned = learned_classes(exp, client, t)
-            rows = np.flatnonzero(learned[label])
-            own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-            found = predict(_own_turn(exp, t, learned), (state.server, own), exp.test, rows)
+        for rows, found in predict(state, t):
             records.add(evaluated_images=len(rows))
             right = found.label == label[rows]
             everyone.append(
@@ -83,18 +78,32 @@ def _of_clients(exp: Experiment, batch_size: int) -> Callable[[State, int, Recor
     return evaluate
 
 
+def _predict_clients(
+    exp: Experiment, batch_size: int
+) -> Callable[[State, int], Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
+    """predict(state, t) -> for each client the test rows of the classes that it has held up to task t, and
+    what its own model says of them."""
+    label, function = exp.scenario.test_label, exp.method.predict_client
+    assert function is not None
+    predict = make_predict(function, exp.read, batch_size, len(label))
+
+    def each(state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
+        for client in range(exp.setting.clients):
+            learned = (exp.scenario.holdings[client] > 0) & exp.scenario.tasks[t].seen
+            turn = _own_turn(exp, t, learned) if exp.method.personal else _turn(exp, t)
+            rows = np.flatnonzero(learned[label])
+            own = jax.tree.map(lambda x, i=client: x[i], state.clients)
+            yield rows, predict(turn, (state.server, own), exp.test, rows)
+
+    return each
+
+
 def _describe(records: Records, founds: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
     """Confusion matrix and calibration of all predictions together."""
     found = Predicted(*map(np.concatenate, zip(*founds, strict=True)))
     truth = np.concatenate(truths)
     records.confusion = metrics.confusion_matrix(truth, found.label, classes).tolist()
     records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
-
-
-def learned_classes(exp: Experiment, client: int, t: int) -> Bool[np.ndarray, " C"]:
-    """The classes of which a client has had training rows up to task t."""
-    held = [roster.class_rows[client] > 0 for of_task in exp.scenario.rosters[: t + 1] for roster in of_task]
-    return np.any(held, axis=0)
 
 
 def _turn(exp: Experiment, t: int) -> Turn:
@@ -117,13 +126,5 @@ def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) ->
     """
     if exp.method.predict_client is None:
         return None
-    label, result = exp.scenario.test_label, []
-    predict = make_predict(exp.method.predict_client, exp.read, batch_size, len(label))
-    for client in range(exp.setting.clients):
-        learned = (exp.scenario.holdings[client] > 0) & exp.scenario.tasks[t].seen
-        turn = _own_turn(exp, t, learned) if exp.method.personal else _turn(exp, t)
-        rows = np.flatnonzero(learned[label])
-        own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-        predicted = predict(turn, (state.server, own), exp.test, rows).label
-        result.append(float(np.mean(predicted == label[rows])) if len(rows) else None)
-    return result
+    label, found = exp.scenario.test_label, _predict_clients(exp, batch_size)(state, t)
+    return [float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in found]

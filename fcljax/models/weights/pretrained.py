@@ -149,13 +149,16 @@ def load_backbone(
         name = "vit_micro"
     if name is not None:
         choose("backbone", name, (*VITS, *CONVNETS))
-    file = None if checkpoint is None else checkpoints.read(checkpoint)
-    if name in CONVNETS or (file is not None and torchvision.is_convnet(file.tensors)):
-        _refuse_for_convnets({"heads": heads, "decoder": decoder})
-        return _convnet(name, file, image_size, dtype, stem, seed)
-    _refuse_stem(stem, name)
-    if name is not None:
+    if name in VITS:
         _check_size(image_size, VITS[name], name)
+    file = None if checkpoint is None else checkpoints.read(checkpoint)
+    if name is not None and name in CONVNETS and file is None:
+        _refuse_for_convnets({"heads": heads, "decoder": decoder})
+        return _random_convnet(name, image_size, dtype, stem, seed)
+    if file is not None and (name in CONVNETS or torchvision.is_convnet(file.tensors)):
+        _refuse_for_convnets({"heads": heads, "decoder": decoder})
+        return _convnet(name, file, image_size, dtype, stem)
+    _refuse_stem(stem, name)
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
     file = checkpoints.read(packaged(name)) if file is None else file
@@ -178,12 +181,9 @@ def load_backbone(
 
 
 def _convnet(
-    name: str | None, file: checkpoints.Checkpoint | None, image_size: int | None, dtype: str,
-    stem: Stem | None, seed: int,
+    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: Stem | None
 ) -> Pretrained:  # fmt: skip
-    """A ResNet or DenseNet, of a file or of random values."""
-    if file is None:
-        return _random_convnet(name or "resnet18", image_size, dtype, stem, seed)
+    """A ResNet or DenseNet of a file."""
     found = torchvision.interpret(file.tensors, name)
     if stem not in (None, found.config.stem):
         raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")

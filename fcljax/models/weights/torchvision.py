@@ -60,6 +60,8 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
       InputError: for bottleneck blocks, and for tensors that are missing, unexpected, misshaped or not
         finite.
     """
+    if not is_convnet(tensors):
+        raise InputError(f"checkpoint: does not fit {name}: no ResNet or DenseNet is in it")
     tensors = _renamed(tensors)
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
