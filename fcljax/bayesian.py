@@ -27,11 +27,10 @@ def bayesian(inner: Learner, sigma: float) -> Learner:
         return _together(params, Model(*wide.rho))
 
     def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        drawn = part if not isinstance(part.adapter, Posterior) else means(part)
-        return inner.forward(frozen, held, drawn, batch, task, train)
+        return inner.forward(frozen, held, _drawn(part), batch, task, train)
 
     def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
-        return inner.predict(frozen, means(params), batch, task)
+        return inner.predict(frozen, _drawn(params), batch, task)
 
     def put(params: Model, task: Task, part: Model) -> Model:
         put = inner.put(means(params), task, means(part))
@@ -62,6 +61,11 @@ def draw(key: PRNGKeyArray, part: Model) -> Model:
     """Parameters drawn from the posteriors of a part."""
     first, second = jax.random.split(key)
     return part._replace(adapter=sample(first, part.adapter), classifier=sample(second, part.classifier))
+
+
+def _drawn(model: Model) -> Model:
+    """Parameters as they are, if they have been drawn; else the means of their posteriors."""
+    return means(model) if isinstance(model.adapter, Posterior) else model
 
 
 def _rhos(model: Model) -> Model:

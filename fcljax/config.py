@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from fcljax.adapters import ADAPTERS
+from fcljax.data.streams import Pool
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
 from fcljax.federated.faults import FaultOptions
@@ -29,7 +30,7 @@ from fcljax.options import check_ranges, fields_of, option, resolved
 # improved: what we found to be better than intended, on held-out training images
 Fidelity = Literal["intended", "paper", "released", "improved"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
-Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", "sampled"]
+Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", "sampled", "private"]
 # release: as the pipeline's release has it
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
 
@@ -103,7 +104,9 @@ class DealConfig(SplitConfig):
     tasks: int = 5  # number of tasks T
     clients: int = 5  # number of clients K
     # how rows are dealt: dirichlet, iid: all at once; quantity, shards, task_dirichlet: by task; sampled: in
-    # every round to new clients, each of which draws classes and rows of the task by itself (HePCo)
+    # every round to new clients, each of which draws classes and rows of the task by itself (HePCo); private:
+    # streams of rows that no other client has, in which a task goes to some clients, each with some of its
+    # classes (VFCL)
     partition: Partition = "dirichlet"
     # labels that a client owns in a task (quantity), or shards of 1/100 of its rows that it draws (shards)
     alpha: int = 2
@@ -116,12 +119,19 @@ class DealConfig(SplitConfig):
     population: Literal["static", "redrawn", "independent"] | None = None
     # gamma of sampled clients: the share of a class's rows that one of them draws; default: 0.1
     split_ratio: float | None = option(None, positive=True, most=1.0)
-    # kappa: the share of the task's classes that a sampled client has; default: 0.6
+    # the share of a task's classes that a sampled client has (kappa), or one with a private stream; default:
+    # 0.6, and 0.5 with private
     category_ratio: float | None = option(None, positive=True, most=1.0)
     # the rows of a sampled client's last class over those of its first; default: 1
     imbalance: float | None = option(None, positive=True, most=1.0)
     # applied; told: sampled clients only say that their classes are uneven; default: applied
     long_tail: Literal["applied", "told"] | None = None
+    # private: what tasks clients draw theirs from, each in an order of its own: neighbours in the class
+    # order, CIFAR-100's superclasses, or neighbours of one data set of a mixture; default: all clients go
+    # through the same tasks
+    pool: Pool | None = None
+    pool_classes: int | None = option(None, least=1)  # of a task of the pool; default: 5
+    pool_most: int | None = option(None, least=1)  # tasks of one data set in the pool; default: all that fit
     # share of the training rows that is used, the first ones of each class; default: 1, PILoRA's presets 0.8
     train_share: float | None = option(None, positive=True, most=1.0)
     # in which order tasks take the classes; python: shuffled as by HePCo's release; default: shuffled
@@ -179,7 +189,9 @@ USUAL = {
     "train_share": 1.0, "class_order": "shuffled",
 }  # fmt: skip
 # and with --partition sampled, which alone reads these
-SAMPLED = {"split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied"}
+SAMPLED: dict[str, Any] = {"split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied"}
+PRIVATE: dict[str, Any] = {"category_ratio": 0.5}  # likewise, of private streams through the same tasks
+POOLED: dict[str, Any] = {"pool_classes": 5}  # and of those with a pool
 
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 
@@ -300,20 +312,37 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
 
 
 def check_partition(config: DealConfig) -> None:
-    """Check that settings of sampled clients come with them, and that nobody fixes what they redraw.
+    """Check that settings of sampled clients and of private streams come with them, and that nobody redraws
+    what they fix or fixes what they redraw.
 
     Raises:
       InputError: naming the first that does not.
     """
-    sampled = config.partition == "sampled"
-    for name in SAMPLED:
-        if getattr(config, name) is not None and not sampled:
-            raise InputError(f"{name}: only sampled clients have it, and partition is {config.partition!r}")
-    if sampled and config.population not in (None, "redrawn"):
+    reads = _reads(config)
+    for name in (*SAMPLED, *POOLED, "pool", "pool_most"):
+        if getattr(config, name) is None or name in reads:
+            continue
+        if config.partition == "private" and name not in ("split_ratio", "imbalance", "long_tail"):
+            raise InputError(f"{name}: nothing reads it where pool is {config.pool!r}")
+        owner = "sampled" if name in SAMPLED else "private"
+        raise InputError(f"{name}: only {owner} clients have it, and partition is {config.partition!r}")
+    if config.pool_most is not None and config.pool != "sources":
+        raise InputError(f"pool_most: it counts the tasks of each source, and pool is {config.pool!r}")
+    fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition)
+    if fixed and config.population not in (None, fixed):
         raise InputError(
-            f"population: sampled clients are new in every round, not {config.population!r}; nearest: "
-            f"'redrawn'"
+            f"population: {config.partition} clients are {fixed}, not {config.population!r}; nearest: "
+            f"{fixed!r}"
         )
+
+
+def _reads(config: DealConfig) -> dict[str, Any]:
+    """Fields that this partition alone reads, and their values where nothing is asked for."""
+    if config.partition == "sampled":
+        return SAMPLED
+    if config.partition == "private":
+        return {"pool": None} | (PRIVATE if config.pool is None else POOLED | {"pool_most": None})
+    return {}
 
 
 def preset(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
@@ -339,11 +368,14 @@ def settle(config: Settings, preset: Mapping[str, Any] = MappingProxyType({})) -
     if isinstance(config, DealConfig):
         check_partition(config)
     usual, preset = dict(USUAL), dict(preset)
-    if getattr(config, "partition", None) == "sampled":
-        usual |= SAMPLED | {"population": "redrawn"}
-        preset.pop("population", None)
-    else:
-        preset = {name: value for name, value in preset.items() if name not in SAMPLED}
+    if isinstance(config, DealConfig):
+        reads = _reads(config)
+        usual |= reads
+        sampled = config.partition == "sampled"  # of whom alone a preset speaks
+        preset = {name: value for name, value in preset.items() if sampled or name not in SAMPLED}
+        if sampled:
+            usual["population"] = "redrawn"
+            preset.pop("population", None)
     chosen = {
         name: value
         for name, value in (usual | preset).items()

@@ -17,18 +17,21 @@ BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
 
 
 class Predicted(NamedTuple):
-    """The predicted class of each row, and its probability under the softmax of all logits."""
+    """The predicted class of each row, its probability under the softmax of all logits, and the class that is
+    predicted where the task is told: among those of the row's own task."""
 
     label: Int[np.ndarray, " n"]
     confidence: Float[np.ndarray, " n"]
+    told: Int[np.ndarray, " n"]
 
 
 def make_predict(
     predict: Callable, read: Callable, batch_size: int, capacity: int
 ) -> Callable[..., Predicted]:
-    """predictions(turn, model, split, rows) -> Predicted, in the order of the rows.
+    """predictions(turn, model, split, rows, task_of [C]) -> Predicted, in the order of the rows.
 
-    `model` is what `predict` takes between the turn and the batch; `split` may be a `Host`.
+    `model` is what `predict` takes between the turn and the batch; `split` may be a `Host`; `task_of` says
+    which task each class belongs to, for predictions that are told a row's.
 
     Args:
       predict: (turn, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
@@ -38,23 +41,28 @@ def make_predict(
     """
 
     @jax.jit
-    def compiled(turn: Turn, model: tuple, split: Split, rows, batches):
+    def compiled(turn: Turn, model: tuple, task_of: Array, split: Split, rows, batches):
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
             nothing = jnp.zeros_like(mine)
             batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
             logits = predict(turn, *model, batch).astype(jnp.float32)
-            found = jnp.argmax(logits, -1).astype(jnp.int32), jnp.max(jax.nn.softmax(logits), axis=-1)
+            mates = task_of == task_of[split.label[mine]][:, None]
+            told = jnp.argmax(jnp.where(mates, logits, -jnp.inf), -1).astype(jnp.int32)
+            found = jnp.argmax(logits, -1).astype(jnp.int32), jnp.max(jax.nn.softmax(logits), axis=-1), told
             put = lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,))
             return jax.tree.map(put, out, found)
 
-        return jax.lax.fori_loop(0, batches, step, (jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows))))
+        none = jnp.zeros(len(rows), jnp.int32)
+        return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(rows)), none))
 
-    def predictions(turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray) -> Predicted:
+    def predictions(
+        turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray, task_of: np.ndarray
+    ) -> Predicted:
         if not len(rows):
-            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        function = lambda split, rows, batches: compiled(turn, model, split, rows, batches)
+            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        function = lambda split, rows, batches: compiled(turn, model, task_of, split, rows, batches)
         return Predicted(*_over_rows(function, split, rows, batch_size, capacity))
 
     return predictions

@@ -18,6 +18,7 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
 from fcljax.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss
 from fcljax.models.heads import correct, cross_entropy
+from fcljax.options import resolved
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -257,6 +258,7 @@ def federate(
     rehearse: Rehearse | None = None,
     restores: Callable[[Turn, Model, Array, PRNGKeyArray], Restored] | None = None,
     personal: tuple[Personal, ...] = (),
+    draws: int = 0,
 ) -> Method:
     """A method from its parts.
 
@@ -275,6 +277,7 @@ def federate(
       personal: what of the model every client keeps to itself: it is part of the client's state, never sent,
         and `Method.predict_client` reads it. The server's own stays at its first values. Terms find () in
         its place in the broadcast part.
+      draws: of a Bayesian personal model's parameters in `Method.predict_drawn`; 0: there is none.
 
     Raises:
       InputError: for an aggregation rule that a step cannot follow, a term that reads what nobody sends, or a
@@ -301,6 +304,16 @@ def federate(
         mine = server.params._replace(**_stays(parts, state))
         return predict(turn, server._replace(params=mine), batch)
 
+    def predict_drawn(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+        mine, sample = server.params._replace(**_stays(parts, state)), resolved(learner.sample)
+
+        def probabilities(key: PRNGKeyArray) -> Array:
+            drawn = server._replace(params=sample(key, mine))
+            return jax.nn.softmax(predict(turn, drawn, batch))
+
+        keys = jax.random.split(jax.random.key(_DRAWN), draws)  # the same for all batches
+        return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
+
     main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
@@ -311,6 +324,7 @@ def federate(
         begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
         queries=learner.queries,
         predict_client=predict_client if personal else None,
+        predict_drawn=predict_drawn if draws else None,
         personal=bool(personal),
         trainable=lambda turn, server: _trainable(parts, turn, server),
         handover=lambda turn, server: _handover(parts, turn, server),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Bool, Int, Int64
 
 from fcljax.config import DealConfig
 from fcljax.data.files.sources import Dataset
@@ -20,20 +20,32 @@ from fcljax.data.partition import (
     shards,
 )
 from fcljax.data.store import ClientRows, client_rows, merge
-from fcljax.data.tasks import class_order, make_tasks, python_order, relabel
+from fcljax.data.streams import own_streams, pool_of, shared_streams
+from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
+from fcljax.errors import InputError
 from fcljax.federated.schedule import Roster
 from fcljax.options import resolved
 from fcljax.types import Task
 
 
 class Scenario(NamedTuple):
-    """A run's tasks and who holds what. Labels are positions in the class order."""
+    """A run's tasks and who holds what. Labels are positions in the class order. Where clients have streams
+    of their own a task's classes are those of all clients, and the rosters know everybody's."""
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
     rosters: list[list[Roster]]  # [task][round]
     holdings: Int[np.ndarray, "K C"]  # training rows per client and class; redrawn: of all rounds together
+
+    def current(self, task: int, client: int) -> Bool[np.ndarray, " C"]:
+        """The classes of a task, of a client's own where it has one."""
+        own = self.rosters[task][0].task
+        return np.asarray(own.current[client] if own else self.tasks[task].current)
+
+    def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
+        """Of which classes each client has held rows, up to a task's end."""
+        return np.any([r.class_rows > 0 for of_task in self.rosters[: task + 1] for r in of_task], axis=0)
 
 
 def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -> Scenario:
@@ -50,8 +62,10 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
     """
     classes = len(dataset.class_names)
     dealt = deal(dataset, cfg, rounds)
-    tasks, held, told = make_tasks(classes, cfg.tasks), dealt.rows, dealt.told
+    tasks, held, told = dealt.tasks, dealt.rows, dealt.told
     if joint:
+        if dealt.own:
+            raise InputError("partition: 'private' deals by task, and a joint run has one; nearest: 'iid'")
         tasks, everything = make_tasks(classes, 1), range(cfg.tasks)
         held = lambda _, r: merge([dealt.rows(t, r) for t in everything])
         told = dealt.told and (lambda _, r: np.sum([dealt.told(t, r) for t in everything], axis=0))
@@ -60,9 +74,11 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
     rows = [[held(t, r) for r in range(deals)] for t in range(len(tasks))]
     counts = [[_counts(each, dealt.train_label, classes) for each in of_task] for of_task in rows]
     said = [[told(t, r) for r in range(deals)] for t in range(len(tasks))] if told else counts
+    owns = dealt.own or (None,) * len(tasks)
     rosters = [
-        [Roster(*each, numbers) for each, numbers in zip(*of_task, strict=True)] * (rounds // deals)
-        for of_task in zip(rows, said, strict=True)
+        [Roster(*each, numbers, own) for each, numbers in zip(of_task, counted, strict=True)]
+        * (rounds // deals)
+        for of_task, counted, own in zip(rows, said, owns, strict=True)
     ]
     holdings = functools.reduce(np.add, (each for of_task in counts for each in of_task))
     return Scenario(dealt.train_label, dealt.test_label, tasks, rosters, holdings)
@@ -77,10 +93,13 @@ class Deal(NamedTuple):
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
+    tasks: tuple[Task, ...]
     # (task, round) -> the task's training rows that each client holds in that round
     rows: Callable[[int, int], ClientRows]
     # (task, round) -> rows of each class [K, C] that clients say they hold, where that is not what they do
     told: Callable[[int, int], np.ndarray] | None = None
+    # each client's own tasks, leaves [K, ...], where they are not those of the run
+    own: tuple[Task, ...] = ()
 
 
 def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
@@ -93,7 +112,8 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
     redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
     is drawn when `Deal.rows` is called. In an independent one a partition is drawn for every client too, who
     takes its part of it: clients share rows then, and others belong to nobody. So does PILoRA's release.
-    Sampled clients depend on (seed, task, round, client), as HePCo's release draws them.
+    Sampled clients depend on (seed, task, round, client), as HePCo's release draws them. Private streams
+    (`streams.py`) go on with the legacy stream.
     `dirichlet` and `iid` split the whole training set each time, of which the task's rows count.
 
     Raises:
@@ -105,6 +125,9 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
     order = _order(classes, cfg, stream)
     label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
     used = first_share(dataset.y_train, resolved(cfg.train_share))
+    test_label = relabel(dataset.y_test, order)
+    if cfg.partition == "private":
+        return _private(dataset, cfg, order, label, test_label, used, stream)
     whole = cfg.partition in ("dirichlet", "iid")
     of_task = lambda task: used if whole else used[tasks[task].current[label[used]]]
     told = None
@@ -130,7 +153,31 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
         )
         dealt = lambda task, round_: fixed[task]
     rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
-    return Deal(label, relabel(dataset.y_test, order), rows, told)
+    return Deal(label, test_label, tasks, rows, told)
+
+
+def _private(
+    dataset: Dataset, cfg: DealConfig, order: np.ndarray, label: np.ndarray, test_label: np.ndarray,
+    used: np.ndarray, rng: np.random.RandomState,
+) -> Deal:  # fmt: skip
+    """Private streams: of the run's tasks, or of a pool that every client draws its own from."""
+    classes = len(order)
+    if cfg.pool is None:
+        tasks = make_tasks(classes, cfg.tasks)
+        shared = [np.flatnonzero(task.current) for task in tasks]
+        streams = shared_streams(label[used], shared, cfg.clients, resolved(cfg.category_ratio), rng)
+    else:
+        names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
+        pool = pool_of(cfg.pool, names, sources[order], resolved(cfg.pool_classes), cfg.pool_most)
+        streams = own_streams(label[used], pool, cfg.clients, cfg.tasks, rng)
+        union = [np.unique(np.concatenate(each)) for each in zip(*(s.classes for s in streams), strict=True)]
+        tasks = tasks_of(union, classes)
+    widest = len(tasks[0].classes)
+    mine = [tasks_of(stream.classes, classes, widest) for stream in streams]
+    own = tuple(Task.of_numpy(*map(np.stack, zip(*each, strict=True))) for each in zip(*mine, strict=True))
+    dealt = lambda task, round_: [used[stream.rows[task]] for stream in streams]
+    rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
+    return Deal(label, test_label, tasks, rows, own=own)
 
 
 def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.ndarray:

@@ -98,8 +98,10 @@ class Network(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One task as data. Classes are numbered by their position in the shuffled class order, so a task owns
-    a contiguous range. The host makes it of numpy arrays, and jit turns them into jax's."""
+    """One task as data. Classes are numbered by their position in the shuffled class order, so that a task
+    that all clients share owns a contiguous range; with streams of their own a client's task has any classes,
+    and the server's those of all clients. The host makes it of numpy arrays, and jit turns them into
+    jax's."""
 
     index: Int[Array, ""]
     classes: Int[Array, " Ct"]  # the task's class ids; -1 pads tasks smaller than the largest one
@@ -349,6 +351,8 @@ class Method(NamedTuple):
     predict_client(turn, server, state, batch) -> logits of a client's personal model
     personal: is that the model that counts? Then clients are evaluated, each on the classes that it has
       learned, and `predict` says what the server alone would
+    predict_drawn(turn, server, state, batch) -> the same of a Bayesian personal model, by parameters drawn
+      from its posterior: logarithms of mean probabilities; for a run's calibration
     trainable(turn, server) -> named parts of what a client trains, for counting only
     handover(turn, server) -> what clients get, when a task begins, of the one that is over, since they hold
       it from then on and no round has sent them its last state; for counting only
@@ -373,5 +377,6 @@ class Method(NamedTuple):
     aggregation: str = "mean"
     predict_provisional: Callable[[Turn, Server, Batch], Float[Array, "B C"]] | None = None
     rehearsal: Rehearsal | None = None
+    predict_drawn: Callable[[Turn, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
     restores: Callable[[Turn, Server, Array, PRNGKeyArray], Restored] | None = None
     personal: bool = False

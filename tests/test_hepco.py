@@ -209,7 +209,7 @@ def test_prompts_that_are_sums_are_compared_without_being_made():
         )  # fmt: skip
         np.testing.assert_allclose(fast(z), plain(z), rtol=2e-3)
         slopes = [jax.grad(lambda z, gap=gap: gap(z).sum())(z) for gap in (fast, plain)]
-        np.testing.assert_allclose(*slopes, rtol=1e-2, atol=1e-3 * float(jnp.abs(slopes[1]).max()))
+        np.testing.assert_allclose(*slopes, rtol=1e-2, atol=5e-3 * float(jnp.abs(slopes[1]).max()))
 
 
 def test_the_generators_may_see_the_mean_over_the_prompts_numbers():

@@ -43,7 +43,7 @@ def dirichlet(
         raise InputError(
             f"beta: {beta} is not a Dirichlet concentration; choose 0 < beta <= 1e6, or partition iid"
         )
-    _check_clients(len(labels), clients, min_size)
+    check_clients(len(labels), clients, min_size)
     for _ in range(_PASSES):
         parts = _one_pass(labels, clients, beta, rng)
         if min(map(len, parts)) >= min_size:
@@ -63,11 +63,11 @@ def iid(
       InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so
         there is no retry).
     """
-    _check_clients(len(labels), clients, min_size)
+    check_clients(len(labels), clients, min_size)
     owners, rows = [], []
     for members in _classes(labels):
         rng.shuffle(members)
-        owners.append(np.repeat(np.arange(clients), _even(len(members), clients)))
+        owners.append(np.repeat(np.arange(clients), even(len(members), clients)))
         rows.append(members)
     parts = _by_owner(rows, owners, clients)
     smallest = min(map(len, parts))
@@ -101,7 +101,7 @@ def quantity(
     Raises:
       InputError: for less than one client, or an alpha that is not between 1 and the number of labels.
     """
-    _check_clients(len(labels), clients, 0)
+    check_clients(len(labels), clients, 0)
     members = _classes(labels)
     _check_alpha(alpha, len(members), "label ids")
     owns = _label_owners(len(members), clients, alpha, rng)
@@ -110,7 +110,7 @@ def quantity(
         holders = np.flatnonzero(owns[:, label])
         if len(holders):
             rng.shuffle(mine)
-            owners.append(np.repeat(holders, _even(len(mine), len(holders))))
+            owners.append(np.repeat(holders, even(len(mine), len(holders))))
             rows.append(mine)
     return _by_owner(rows, owners, clients)
 
@@ -136,7 +136,7 @@ def shards(
       InputError: for less than one client, an alpha that is not between 1 and `count`, or fewer rows than
         shards.
     """
-    _check_clients(len(labels), clients, 0)
+    check_clients(len(labels), clients, 0)
     _check_alpha(alpha, count, "shards")
     if len(labels) < count:
         raise InputError(
@@ -223,7 +223,7 @@ def count_matrix(
     return cells.reshape(len(parts), num_classes)
 
 
-def _check_clients(rows: int, clients: int, min_size: int) -> None:
+def check_clients(rows: int, clients: int, min_size: int) -> None:
     if clients < 1:
         raise InputError(f"clients: {clients} is not a number of clients; choose 1 or more")
     if rows < clients * min_size:
@@ -252,7 +252,7 @@ def _label_owners(
     return owns
 
 
-def _even(rows: int, parts: int) -> Int64[np.ndarray, " parts"]:
+def even(rows: int, parts: int) -> Int64[np.ndarray, " parts"]:
     """Sizes of equal parts; the first ones are larger by one where they do not come out even."""
     return rows // parts + (np.arange(parts) < rows % parts)
 

@@ -1,10 +1,12 @@
 """A stream of tasks: the shuffled class order of a run, and which classes belong to which task.
 
 Two numberings of classes exist. Original labels are those of the data set, 0..C-1. Everything after `relabel`
-numbers a class by its position in the class order, so that every task owns a contiguous range.
+numbers a class by its position in the class order, so that the tasks of a run that all clients share own
+contiguous ranges.
 """
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -55,16 +57,28 @@ def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
     """
     sizes = task_sizes(num_classes, tasks)
     ends = tuple(accumulate(sizes))
-    return tuple(
-        _task(task, ends[task] - sizes[task], ends[task], max(sizes), num_classes) for task in range(tasks)
-    )
+    return tasks_of([np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)], num_classes)
 
 
-def _task(index: int, start: int, end: int, widest: int, num_classes: int) -> Task:
-    ids = np.arange(num_classes)
-    classes = np.full(widest, -1, np.int32)
-    classes[: end - start] = ids[start:end]
-    return Task.of_numpy(np.asarray(index, np.int32), classes, (start <= ids) & (ids < end), ids < end)
+def tasks_of(
+    classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, widest: int = 0
+) -> tuple[Task, ...]:
+    """The tasks that these classes make up, one after the other.
+
+    Args:
+      classes: positions in the class order, of each task; they may come back in a later one.
+      num_classes: C.
+      widest: the least number of places for a task's classes.
+    """
+    widest = max(widest, *map(len, classes))
+    seen, tasks = np.zeros(num_classes, bool), []
+    for index, mine in enumerate(classes):
+        current = np.zeros(num_classes, bool)
+        current[mine] = True
+        seen = seen | current
+        ids = np.pad(mine, (0, widest - len(mine)), constant_values=-1).astype(np.int32)
+        tasks.append(Task.of_numpy(np.asarray(index, np.int32), ids, current, seen))
+    return tuple(tasks)
 
 
 def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int64[np.ndarray, " N"]:

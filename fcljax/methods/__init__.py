@@ -29,6 +29,7 @@ from fcljax.methods import (
     pilora,
     pmae,
     target,
+    vfcl,
 )
 from fcljax.types import Method
 
@@ -183,6 +184,11 @@ METHODS: dict[str, MethodEntry] = {
     "coda-prompt-pmae": MethodEntry(
         "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)", pmae.PmaeOptions, pmae.pmae, "coda",
         pmae.FIDELITY,
+    ),
+    "vfcl": MethodEntry(
+        "a Bayesian network, two priors, conflation; clients keep their classifiers (VFCL)",
+        vfcl.VFCLOptions, vfcl.vfcl, "full", vfcl.FIDELITY,
+        {"full_lr": 0.01, "lr": 0.01, "optimiser": "sgd", "rounds": 10},
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",

@@ -39,6 +39,8 @@ class VFCLOptions:
     # lambda_k: the global prior's share of the mixture; 0: without it, 1: without the client's own
     global_share: float = option(0.5, least=0.0, most=1.0)
     samples: int = option(1, least=1)  # n: draws of the parameters in every step
+    # draws of the parameters for a second reliability diagram, by their mean probabilities; 0: none
+    test_samples: int = option(5, least=0)
     # deviation that all numbers begin with; the paper does not say
     sigma: float = option(0.02, positive=True)
     # what the priors' term is divided by: the client's rows (the evidence bound per row), the number of
@@ -46,8 +48,18 @@ class VFCLOptions:
     kl_scale: KLScale = "per_sample"
     # how the server merges Gaussians: conflation: as their product, whose variance falls by the number of
     # clients in every round; tempered: the same means, and the variance times that number; average: means and
-    # rhos by the clients' rows (Ours-FedAvg)
-    merge: Literal["conflation", "tempered", "average"] = "conflation"
+    # rhos by the clients' rows (Ours-FedAvg); default: tempered, and conflation under `paper`
+    merge: Literal["conflation", "tempered", "average"] | None = None
+
+
+# The product of C posteriors that all hold the same prior counts it C times in every round: deviations fall
+# by C to the power of rounds / 2, and gradient descent on the priors diverges once their squares are under
+# rate / (2 rows).
+FIDELITY = {
+    "intended": {"merge": "tempered"},
+    "paper": {"merge": "conflation"},
+    "released": {"merge": "conflation"},  # no code was released
+}
 
 
 class Check(NamedTuple):
@@ -61,7 +73,7 @@ class Check(NamedTuple):
 
 
 def vfcl(options: VFCLOptions, kit: Kit) -> Method:
-    """VFCL as a method.
+    """VFCL as a method. `options` must be resolved.
 
     Raises:
       InputError: for a rule that merges in the place of conflation.
@@ -73,7 +85,7 @@ def vfcl(options: VFCLOptions, kit: Kit) -> Method:
     return federate(
         bayesian(plain, options.sigma), kit.setting, kit.train._replace(samples=options.samples), terms,
         objective=Objective("seen"), aggregation=merging(options, kit.aggregation),
-        personal=("classifier", "stats"),
+        personal=("classifier", "stats"), draws=options.test_samples,
     )  # fmt: skip
 
 

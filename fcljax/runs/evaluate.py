@@ -1,7 +1,8 @@
 """Accuracy after a task, over the test images of all tasks so far, of the global model or of the clients'."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,13 +18,18 @@ from fcljax.types import Task, Turn
 
 class Evaluated(NamedTuple):
     """Accuracy on each task seen so far, over all its test rows, with all seen classes competing: of the
-    global model, and of what was merged before the server changed it, if it did. None: not evaluated.
+    global model, and of what was merged before the server changed it, if it did; and of the global model
+    where it is told each row's task, so that only that task's classes compete. None: not evaluated.
 
     Where the model that counts is each client's own, the mean over clients of their accuracies on the classes
     of each task that they have learned."""
 
     accuracy: list[float] | None
     provisional: list[float] | None
+    told: list[float] | None
+
+
+NOT_EVALUATED = Evaluated(None, None, None)
 
 
 def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
@@ -38,72 +44,96 @@ def _of_server(exp: Experiment, batch_size: int) -> Callable[[State, int, Record
     make = lambda predict: make_predict(predict, exp.read, batch_size, len(label))
     predict = make(exp.method.predict)
     merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
+    count = functools.partial(metrics.confusion_matrix, num_classes=exp.setting.classes)
 
     def evaluate(state: State, t: int, records: Records) -> Evaluated:
         rows = np.flatnonzero(tasks[t].seen[label])
         truth, classes = label[rows], [task.classes for task in tasks[: t + 1]]
+        task_of = _task_of([task.current for task in tasks[: t + 1]])
 
-        def found_by(predict: Callable) -> tuple[Predicted, np.ndarray]:
-            found = predict(_turn(exp, t), (state.server,), exp.test, rows)
+        def found_by(predict: Callable) -> Predicted:
             records.add(evaluated_images=len(rows))
-            return found, metrics.confusion_matrix(truth, found.label, exp.setting.classes)
+            return predict(_turn(exp, t), (state.server,), exp.test, rows, task_of)
 
-        accuracy = lambda confusion: metrics.task_accuracy(confusion, classes).tolist()
-        found, confusion = found_by(predict)
+        accuracy = lambda label: metrics.task_accuracy(count(truth, label), classes).tolist()
+        found = found_by(predict)
         _describe(records, [found], [truth], exp.setting.classes)
-        return Evaluated(accuracy(confusion), accuracy(found_by(merged)[1]) if merged else None)
+        provisional = accuracy(found_by(merged).label) if merged else None
+        return Evaluated(accuracy(found.label), provisional, accuracy(found.told))
 
     return evaluate
 
 
 def _of_clients(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
-    label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    predict = _predict_clients(exp, batch_size)
+    label = exp.scenario.test_label
+    predict = _predict_clients(exp, exp.method.predict_client, batch_size)
 
     def evaluate(state: State, t: int, records: Records) -> Evaluated:
-        of_task = [task.current[label] for task in tasks[: t + 1]]
-        founds, truths, everyone = [], [], []
-        for rows, found in predict(state, t):
+        founds, truths, everyone, told = [], [], [], []
+        for client, (rows, found) in enumerate(predict(state, t)):
             records.add(evaluated_images=len(rows))
-            right = found.label == label[rows]
-            everyone.append(
-                [float(right[mine[rows]].mean()) if mine[rows].any() else None for mine in of_task]
-            )
-            founds, truths = [*founds, found], [*truths, label[rows]]
+            truth = label[rows]
+            of_task = [exp.scenario.current(task, client)[truth] for task in range(t + 1)]
+            everyone.append(_shares(found.label == truth, of_task))
+            told.append(_shares(found.told == truth, of_task))
+            founds, truths = [*founds, found], [*truths, truth]
         _describe(records, founds, truths, exp.setting.classes)
-        records.clients = [*records.clients[:t], everyone]
-        of_everyone = np.array(everyone, float)  # None becomes NaN
-        return Evaluated(np.nanmean(of_everyone, axis=0).tolist(), None)
+        records.clients, records.clients_told = (
+            [*records.clients[:t], everyone],
+            [*records.clients_told[:t], told],
+        )
+        return Evaluated(_over_clients(everyone), None, _over_clients(told))
 
     return evaluate
 
 
+def _shares(right: Bool[np.ndarray, " n"], of_task: list[Bool[np.ndarray, " n"]]) -> list[float | None]:
+    """Of the rows of each task how many are right; None of a task without rows."""
+    return [float(right[mine].mean()) if mine.any() else None for mine in of_task]
+
+
+def _over_clients(shares: list[list[float | None]]) -> list[float]:
+    """The mean over the clients that have rows of a task; NaN if none has."""
+    values = np.array(shares, float)  # None becomes NaN
+    known = ~np.isnan(values)
+    return np.where(known.any(0), np.nansum(values, 0) / np.maximum(known.sum(0), 1), np.nan).tolist()
+
+
+def _task_of(current: Sequence) -> Int[np.ndarray, " C"]:
+    """The task that each class belongs to, the first one of several; -1: none yet."""
+    has = np.stack(current)
+    return np.where(has.any(axis=0), has.argmax(axis=0), -1)
+
+
 def _predict_clients(
-    exp: Experiment, batch_size: int
+    exp: Experiment, function: Callable | None, batch_size: int
 ) -> Callable[[State, int], Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
     """predict(state, t) -> for each client the test rows of the classes that it has held up to task t, and
     what its own model says of them."""
-    label, function = exp.scenario.test_label, exp.method.predict_client
+    label = exp.scenario.test_label
     assert function is not None
     predict = make_predict(function, exp.read, batch_size, len(label))
 
     def each(state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
-        for client in range(exp.setting.clients):
-            learned = (exp.scenario.holdings[client] > 0) & exp.scenario.tasks[t].seen
-            turn = _own_turn(exp, t, learned) if exp.method.personal else _turn(exp, t)
+        for client, learned in enumerate(exp.scenario.learned(t)):
+            turn = _own_turn(exp, t, client, learned) if exp.method.personal else _turn(exp, t)
             rows = np.flatnonzero(learned[label])
             own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-            yield rows, predict(turn, (state.server, own), exp.test, rows)
+            task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
+            yield rows, predict(turn, (state.server, own), exp.test, rows, task_of)
 
     return each
 
 
 def _describe(records: Records, founds: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
     """Confusion matrix and calibration of all predictions together."""
-    found = Predicted(*map(np.concatenate, zip(*founds, strict=True)))
-    truth = np.concatenate(truths)
+    found, truth = _together(founds), np.concatenate(truths)
     records.confusion = metrics.confusion_matrix(truth, found.label, classes).tolist()
     records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
+
+
+def _together(founds: list[Predicted]) -> Predicted:
+    return Predicted(*map(np.concatenate, zip(*founds, strict=True)))
 
 
 def _turn(exp: Experiment, t: int) -> Turn:
@@ -111,11 +141,11 @@ def _turn(exp: Experiment, t: int) -> Turn:
     return Turn.on_host(exp.frozen, exp.scenario.tasks[t], exp.setting.rounds - 1, True)
 
 
-def _own_turn(exp: Experiment, t: int, learned: Bool[np.ndarray, " C"]) -> Turn:
+def _own_turn(exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]) -> Turn:
     """The same, with the classes that a client has learned as those that it has seen."""
     task = exp.scenario.tasks[t]
-    numbers = (np.asarray(task.index), np.asarray(task.classes), np.asarray(task.current))
-    own = Task.of_numpy(*numbers[:2], numbers[2] & learned, learned)
+    current = exp.scenario.current(t, client) & learned
+    own = Task.of_numpy(np.asarray(task.index), np.asarray(task.classes), current, learned)
     return Turn.on_host(exp.frozen, own, exp.setting.rounds - 1, True)
 
 
@@ -126,5 +156,20 @@ def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) ->
     """
     if exp.method.predict_client is None:
         return None
-    label, found = exp.scenario.test_label, _predict_clients(exp, batch_size)(state, t)
-    return [float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in found]
+    label, predict = exp.scenario.test_label, _predict_clients(exp, exp.method.predict_client, batch_size)
+    return [
+        float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in predict(state, t)
+    ]
+
+
+def sampled_calibration(exp: Experiment, state: State, t: int, batch_size: int) -> dict[str, Any] | None:
+    """Calibration after task t where a Bayesian method predicts with parameters drawn from its posteriors, as
+    the mean of their probabilities, in place of their means; None for other methods."""
+    if exp.method.predict_drawn is None:
+        return None
+    found = list(_predict_clients(exp, exp.method.predict_drawn, batch_size)(state, t))
+    truth, own = (
+        np.concatenate([exp.scenario.test_label[rows] for rows, _ in found]),
+        _together([f for _, f in found]),
+    )
+    return metrics.calibration(own.label == truth, own.confidence).to_json()

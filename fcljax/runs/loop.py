@@ -26,7 +26,7 @@ from fcljax.files import write_text
 from fcljax.runs import archive, checkpoint, report
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.checkpoint import State
-from fcljax.runs.evaluate import Evaluated, make_evaluate, personal_accuracy
+from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
 from fcljax.runs.restored import draw_restored, measure, restored_images
@@ -74,10 +74,11 @@ def run(
             exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
             state = _loop(exp, cfg, state, records, done, manager, clock, out, console)
             with clock("eval"):
-                personal = personal_accuracy(exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
+                final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
+                personal, drawn = personal_accuracy(*final), sampled_calibration(*final)
                 rebuilt = restored_images(exp, state.server)
         checkpoint.finish(manager)
-    summary = summarize(exp, method_name, cfg, records, personal)
+    summary = summarize(exp, method_name, cfg, records, personal) | {"calibration_drawn": drawn}
     if rebuilt:
         summary["restored"] = measure(*rebuilt)
         draw_restored(out / "figures" / "restored.png", *rebuilt[0])
@@ -158,7 +159,7 @@ def _loop(
         bar = progress.add_task("", total=steps, completed=done, **shown(records))
         for step in range(done, steps):
             t, r = divmod(step, cfg.rounds)
-            last, row = r == cfg.rounds - 1, Evaluated(None, None)
+            last, row = r == cfg.rounds - 1, NOT_EVALUATED
             state, kept, done_round = play(state, past, t, r, last)
             if kept is not None:
                 past += (kept,)

@@ -27,7 +27,8 @@ class Records:
     """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
     where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
     `uploads` counts the clients that took part in each of the method's rounds. `clients`: after each task,
-    every client's accuracies per task, where clients are evaluated as themselves."""
+    every client's accuracies per task, where clients are evaluated as themselves. `told`, `clients_told`: the
+    same where the task of each row is told."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
@@ -38,16 +39,21 @@ class Records:
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
     uploads: list[int] = dataclasses.field(default_factory=list)
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    told: list[list[float]] = dataclasses.field(default_factory=list)
+    clients_told: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
-    def keep(self, accuracy: list[float] | None, provisional: list[float] | None) -> None:
+    def keep(
+        self, accuracy: list[float] | None, provisional: list[float] | None, told: list[float] | None
+    ) -> None:
         """Add the accuracies after a task."""
         self.accuracy += [accuracy] if accuracy is not None else []
         self.provisional += [provisional] if provisional is not None else []
+        self.told += [told] if told is not None else []
 
     def count(self, done: RoundReport) -> None:
         """Add what a round did to the totals."""
@@ -62,17 +68,19 @@ class Records:
 
 def record(
     records: Records, t: int, r: int, done: RoundReport, row: list[float] | None,
-    provisional: list[float] | None = None,
+    provisional: list[float] | None = None, told: list[float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Add one round to the history; `row` holds accuracies per task where the round was evaluated, and
-    `provisional` those of what was merged."""
+    """Add one round to the history; `row` holds accuracies per task where the round was evaluated,
+    `provisional` those of what was merged, and `told` those where the task is told."""
     line: dict[str, Any] = {"task": t, "round": r, **done.metrics, "participants": done.participants}
     line |= {"rejected": done.rejected, "refused": done.refused, "slot_efficiency": done.slot_efficiency}
     if row is not None:
-        line["accuracy"] = row
-        line["A"] = float(np.mean(row))
+        line["accuracy"] = [None if np.isnan(value) else value for value in row]
+        line["A"] = float(np.nanmean(row))
     if provisional is not None:
         line["A_provisional"] = float(np.mean(provisional))
+    if told is not None:
+        line["A_told"] = float(np.nanmean(told))
     number = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
     line = {name: number(value) for name, value in line.items()}
     records.rounds.append(line)

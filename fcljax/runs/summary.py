@@ -82,6 +82,7 @@ def summarize(
         "seed": cfg.seed,
         "fidelity": cfg.fidelity,
         **metrics.summarize(records.accuracy),
+        "task_il": metrics.summarize(records.told),
         "by_image": _by_image(exp, records),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,
@@ -112,15 +113,16 @@ def summarize(
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
-    """Of clients that are evaluated as themselves: accuracies [task learned][client][task], and after each
-    task the mean over clients of their mean over tasks, its population deviation, the least and the most.
-    None for other methods."""
+    """Of clients that are evaluated as themselves: accuracies [task learned][client][task], also where the
+    task is told, and after each task the mean over clients of their mean over tasks, its population
+    deviation, the least and the most. None for other methods."""
     if not records.clients:
         return None
+    # of those that have learned something
     means = [[np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
              for each in records.clients]  # fmt: skip
     spread = {"mean": np.mean, "std": np.std, "least": np.min, "most": np.max}
-    return {"accuracy": records.clients} | {
+    return {"accuracy": records.clients, "task_il": records.clients_told} | {
         name: [float(of(values)) for values in means] for name, of in spread.items()
     }
 

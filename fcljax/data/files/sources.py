@@ -60,6 +60,7 @@ class Dataset(NamedTuple):
     size_train: Int32[np.ndarray, "N 2"] | None = None
     size_test: Int32[np.ndarray, "M 2"] | None = None
     digest: str = ""  # sha256 of what the arrays hold
+    sources: tuple[int, ...] | None = None  # of a mixture: which of its data sets each class comes from
 
 
 def hold_out(dataset: Dataset, share: float) -> Dataset:

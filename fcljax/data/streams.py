@@ -1,0 +1,180 @@
+"""Private streams: what each client learns in each task where clients do not share their rows.
+
+All clients may go through the same tasks, of which each gets its part (VFCL, appendix A.1), or each draws
+tasks of a pool in an order of its own (FedWeIT's benchmarks Overlapped-CIFAR100 and NonIID-50). Labels are
+positions in the class order; rows are positions in the `labels` that were given.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from fcljax.data.partition import check_clients, even
+from fcljax.errors import InputError
+
+Pool = Literal["order", "superclasses", "sources"]
+
+# CIFAR-100's twenty superclasses, in the order of their names, by the names of their classes
+SUPERCLASSES = {
+    "aquatic mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
+    "fish": ("aquarium_fish", "flatfish", "ray", "shark", "trout"),
+    "flowers": ("orchid", "poppy", "rose", "sunflower", "tulip"),
+    "food containers": ("bottle", "bowl", "can", "cup", "plate"),
+    "fruit and vegetables": ("apple", "mushroom", "orange", "pear", "sweet_pepper"),
+    "household electrical devices": ("clock", "keyboard", "lamp", "telephone", "television"),
+    "household furniture": ("bed", "chair", "couch", "table", "wardrobe"),
+    "insects": ("bee", "beetle", "butterfly", "caterpillar", "cockroach"),
+    "large carnivores": ("bear", "leopard", "lion", "tiger", "wolf"),
+    "large man-made outdoor things": ("bridge", "castle", "house", "road", "skyscraper"),
+    "large natural outdoor scenes": ("cloud", "forest", "mountain", "plain", "sea"),
+    "large omnivores and herbivores": ("camel", "cattle", "chimpanzee", "elephant", "kangaroo"),
+    "medium-sized mammals": ("fox", "porcupine", "possum", "raccoon", "skunk"),
+    "non-insect invertebrates": ("crab", "lobster", "snail", "spider", "worm"),
+    "people": ("baby", "boy", "girl", "man", "woman"),
+    "reptiles": ("crocodile", "dinosaur", "lizard", "snake", "turtle"),
+    "small mammals": ("hamster", "mouse", "rabbit", "shrew", "squirrel"),
+    "trees": ("maple_tree", "oak_tree", "palm_tree", "pine_tree", "willow_tree"),
+    "vehicles 1": ("bicycle", "bus", "motorcycle", "pickup_truck", "train"),
+    "vehicles 2": ("lawn_mower", "rocket", "streetcar", "tank", "tractor"),
+}
+
+
+def pool_of(
+    kind: Pool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int | None
+) -> list[Int64[np.ndarray, " _"]]:
+    """The classes of each task of a pool.
+
+    Args:
+      kind: order, neighbours in the class order; superclasses, CIFAR-100's; sources, neighbours that belong
+        to the same data set of a mixture.
+      names: of the classes, in the class order.
+      sources: which data set each of them belongs to.
+      size: classes of a task; those left over are unused. Superclasses have five.
+      most: tasks of one data set; None: as many as there are.
+
+    Raises:
+      InputError: if no task can be made.
+    """
+    source = sources if kind == "sources" else 0 * sources
+    if kind == "superclasses":
+        groups = [[name for name in each if name in set(names)] for each in SUPERCLASSES.values()]
+        pool = [np.sort([list(names).index(name) for name in each]) for each in groups if each]
+    else:
+        pool = [
+            task for each in np.unique(source) for task in _cuts(np.flatnonzero(source == each), size, most)
+        ]
+    if not pool:
+        why = (
+            "no class has a name of CIFAR-100's" if kind == "superclasses" else f"no {size} classes are there"
+        )
+        raise InputError(
+            f"pool: {kind!r} gives no task, since {why}; nearest: 'order' with fewer pool_classes"
+        )
+    return [task.astype(np.int64) for task in pool]
+
+
+def _cuts(classes: np.ndarray, size: int, most: int | None) -> list[np.ndarray]:
+    """Classes in groups of one size, at most so many."""
+    return [classes[i : i + size] for i in range(0, len(classes) - size + 1, size)][:most]
+
+
+class Stream(NamedTuple):
+    """What one client learns, task after task: the classes of each of its tasks, and its rows of them. No
+    classes: the client has no part in that task."""
+
+    classes: tuple[Int64[np.ndarray, " _"], ...]
+    rows: tuple[Int64[np.ndarray, " _"], ...]
+
+
+def shared_streams(
+    labels: Int[np.ndarray, " N"], tasks: Sequence[Int[np.ndarray, " _"]], clients: int, share: float,
+    rng: np.random.RandomState,
+) -> list[Stream]:  # fmt: skip
+    """Private streams through the same tasks: each task goes to a random number of random clients, each of
+    which draws a share of its classes (VFCL, appendix A.1).
+
+    The rows of a class are divided among its owners, so that no row belongs to two clients; those of classes
+    that nobody drew are unused.
+
+    Args:
+      labels: of all training rows.
+      tasks: the classes of each task.
+      clients: number of clients K.
+      share: of a task's classes that one client draws, at least one class.
+      rng: draws task by task how many clients there are, which, their classes, and who gets which rows.
+
+    Raises:
+      InputError: for less than one client, or a class with fewer rows than owners.
+    """
+    check_clients(len(labels), clients, 0)
+    drawn = [_drawn_classes(classes, clients, share, rng) for classes in tasks]
+    return _streams([[of_task[client] for of_task in drawn] for client in range(clients)], labels, rng)
+
+
+def own_streams(
+    labels: Int[np.ndarray, " N"], pool: Sequence[Int[np.ndarray, " _"]], clients: int, tasks: int,
+    rng: np.random.RandomState,
+) -> list[Stream]:  # fmt: skip
+    """Private streams of clients that each go through tasks of a pool in an order of their own (FedWeIT's
+    benchmarks, VFCL appendix F.1).
+
+    Where the pool has enough tasks none goes to two clients (NonIID-50); else each client draws its own
+    without regard to the others, and the rows of a class are divided among its owners (Overlapped-CIFAR100).
+
+    Args:
+      labels: of all training rows.
+      pool: the classes of each task.
+      clients: number of clients K.
+      tasks: T, of each client.
+      rng: draws the order of the pool, or client by client its tasks, and who gets which rows.
+
+    Raises:
+      InputError: for less than one client, more tasks than the pool has, or a class with fewer rows than
+        owners.
+    """
+    check_clients(len(labels), clients, 0)
+    if not 1 <= tasks <= len(pool):
+        raise InputError(
+            f"tasks: a client cannot draw {tasks} of a pool of {len(pool)}; nearest: {len(pool)}"
+        )
+    if clients * tasks <= len(pool):
+        order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)
+    else:
+        order = np.stack([rng.permutation(len(pool))[:tasks] for _ in range(clients)])
+    return _streams([[pool[place] for place in mine] for mine in order], labels, rng)
+
+
+def _drawn_classes(
+    classes: np.ndarray, clients: int, share: float, rng: np.random.RandomState
+) -> list[np.ndarray]:
+    """The classes of one task that each client draws; none for those that it does not go to."""
+    takes = rng.permutation(clients)[: rng.randint(1, clients + 1)]
+    count = max(1, round(share * len(classes)))
+    nothing = classes[:0]
+    return [
+        np.sort(rng.choice(classes, count, replace=False)) if client in takes else nothing
+        for client in range(clients)
+    ]
+
+
+def _streams(owned: list[list[np.ndarray]], labels: np.ndarray, rng: np.random.RandomState) -> list[Stream]:
+    """The streams of clients that own these classes [client][task], each at most once."""
+    held = np.array([np.isin(np.arange(labels.max() + 1), np.concatenate(mine)) for mine in owned])
+    rows = {}
+    for name in np.flatnonzero(held.any(axis=0)):
+        members, owners = np.flatnonzero(labels == name), np.flatnonzero(held[:, name])
+        if len(members) < len(owners):
+            raise InputError(
+                f"clients: {len(owners)} clients own a class with {len(members)} rows; choose fewer clients"
+            )
+        rng.shuffle(members)
+        cut = np.split(members, np.cumsum(even(len(members), len(owners)))[:-1])
+        rows |= {(owner, name): part for owner, part in zip(owners, cut, strict=True)}
+    none = np.empty(0, np.int64)
+    of_task = lambda client, names: np.concatenate([none, *(rows[client, name] for name in names)])
+    return [
+        Stream(tuple(mine), tuple(of_task(client, names) for names in mine))
+        for client, mine in enumerate(owned)
+    ]
