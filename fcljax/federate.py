@@ -100,6 +100,7 @@ class Term(NamedTuple):
     recall(ctx, memory, key) -> places [recalls] in `rows(state)` [M] of past rows that join a batch; -1: none
     slots: parameters of its own
     reads: what it must find in the broadcast, by the name of the server step that sends it
+    open_end(ctx, state, key) -> memory of the pass at the end of a task; None: as `open`
     """
 
     name: str
@@ -116,6 +117,7 @@ class Term(NamedTuple):
     at_end: bool = False
     slots: Slots | None = None
     reads: tuple[str, ...] = ()
+    open_end: Callable[[Ctx, PyTree, PRNGKeyArray], PyTree] | None = None
 
 
 class Collect(NamedTuple):
@@ -566,9 +568,10 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
     terms = parts.terms
     if not any(term.at_end for term in terms):
         return ()
+    gathering = tuple(term._replace(open=term.open_end or term.open) for term in terms)
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        memory = _open(terms, ctx, state, key)
+        memory = _open(gathering, ctx, state, key)
         return Local(_whole_part(parts, ctx, state), (), memory, {}, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:

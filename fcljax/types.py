@@ -37,6 +37,7 @@ class Setting(NamedTuple):
     task_classes: int  # Ct: classes of the largest task
     clients: int  # K
     rounds: int = 1  # per task, for schedules that run over a task's rounds
+    rows: int = 0  # the most that a client holds in a round, for what gathers all of them; 0: not known
 
 
 class Frozen(NamedTuple):

@@ -24,7 +24,7 @@ from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Ne
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 # the second task has two classes and a padding class
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
+SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, rows=9)
 STREAM = make_tasks(5, 2)
 NETWORK = network(TINY)
 SURROGATE = jnp.asarray(np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3)), jnp.uint8)

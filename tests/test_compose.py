@@ -17,12 +17,12 @@ import small_runs
 from micro import FPPL, PILORA
 
 from fcljax.adapters import ADAPTERS
+from fcljax.exemplars import replay
 from fcljax.federate import Kit, Train, federate
 from fcljax.federated.engine import Lanes
 from fcljax.learner import Objective, learner
 from fcljax.methods.ewc import elastic
 from fcljax.methods.fppl import prototype_step, unified_term
-from fcljax.methods.icarl import replay
 from fcljax.methods.lwf import distil
 from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.classifiers import linear, prototypes

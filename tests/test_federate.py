@@ -36,12 +36,12 @@ from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
 from fcljax.collects import Prototypes, class_prototypes, class_sums
 from fcljax.errors import InputError
+from fcljax.exemplars import replay
 from fcljax.federate import Kit, ServerStep, Slots, Survey, Term, Train, federate
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.learner import Objective, learner
 from fcljax.methods.fedncm import class_mean_step
 from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
-from fcljax.methods.icarl import replay
 from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.classifiers import linear, prototypes
 from fcljax.models.heads import Head, cross_entropy

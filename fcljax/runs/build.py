@@ -76,7 +76,7 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     inputs = inputs if cfg.augment is None else inputs._replace(augments=cfg.augment)
     scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, entry.joint)
     tasks = scenario.tasks
-    setting = Setting(len(tasks[0].seen), len(tasks), len(tasks[0].classes), cfg.clients, cfg.rounds)
+    setting = _setting(scenario, cfg)
     method = make_method(
         method_name, cfg, setting, network_of(inputs.backbone, inputs.preprocess)
     )  # fmt: skip
@@ -92,6 +92,12 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     return Experiment(
         method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
     )
+
+
+def _setting(scenario: Scenario, cfg: RunConfig) -> Setting:
+    first, every = scenario.tasks[0], [roster for of_task in scenario.rosters for roster in of_task]
+    rows = max(int(roster.count.max()) for roster in every)
+    return Setting(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, rows)
 
 
 def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Network) -> Method:

@@ -39,7 +39,7 @@ from fcljax.types import Frozen, Kept, Method, Network, Setting, Task, Turn
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
+SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, rows=9)
 SIZES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
