@@ -189,7 +189,9 @@ USUAL = {
     "train_share": 1.0, "class_order": "shuffled",
 }  # fmt: skip
 # and with --partition sampled, which alone reads these
-SAMPLED: dict[str, Any] = {"split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied"}
+SAMPLED: dict[str, Any] = {
+    "split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied",
+}  # fmt: skip
 PRIVATE: dict[str, Any] = {"category_ratio": 0.5}  # likewise, of private streams through the same tasks
 POOLED: dict[str, Any] = {"pool_classes": 5}  # and of those with a pool
 

@@ -629,7 +629,9 @@ def _loss(
 
     if learner.sample is None:
         return of(part)
-    keys = jax.random.split(jax.random.fold_in(key, _DRAWN), train.samples)
+    # a draw of the step's first row, where rows have some: whoever holds the rows gets the same parameters
+    own_draw = key if batch.draw is None else batch.draw[0]
+    keys = jax.random.split(jax.random.fold_in(own_draw, _DRAWN), train.samples)
     if train.samples == 1:
         return of(learner.sample(keys[0], part))
     # one after the other: side by side, every convolution would have kernels of its own for each draw

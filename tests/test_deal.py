@@ -311,7 +311,7 @@ def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
     [
         (["--split-ratio", "0.5"], ["split_ratio: only sampled clients have it", "'dirichlet'"]),
         (["--long-tail", "told"], ["long_tail: only sampled clients"]),
-        (["--partition", "sampled", "--population", "static"], ["population: sampled clients are new"]),
+        (["--partition", "sampled", "--population", "static"], ["population: sampled", "'redrawn'"]),
         (["--partition", "sampled", "--category-ratio", "1.5"], ["category_ratio: 1.5", "1.0"]),
     ],
 )

@@ -205,6 +205,10 @@ SOURCES = {
         student_steps=50, student_lr=2e-3, student_temperature=20.0, generator_lr=2e-3, meta="fomaml",
         lr=5e-5, full_lr=5e-5,
     ),
+    "vfcl": dict(
+        prior_weight=1.0, global_share=0.5, samples=1, sigma=0.02, kl_scale="per_sample", exemplars=20,
+        full_lr=0.01, lr=0.01, optimiser="sgd", momentum=None, rounds=10, epochs=5, batch_size=32,
+    ),
     "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def kit_of(**aggregation):
 
 
 def method_of(aggregation=(), **options):
-    return vfcl(VFCLOptions(**options), kit_of(**dict(aggregation)))
+    return vfcl(VFCLOptions(**{"merge": "conflation", "exemplars": 0} | options), kit_of(**dict(aggregation)))
 
 
 def fresh(method):

@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.bayesian import bayesian
 from fcljax.errors import InputError
+from fcljax.exemplars import Budget, herded
 from fcljax.federate import Kit, Seen, Term, federate
 from fcljax.federated.aggregation import Aggregation, conflate_sums, precision_terms
 from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.models.bayes import Posterior, flat, log_density, log_mixture, of_gaussian, total
+from fcljax.models.bayes import Posterior, flat, in_blocks, log_density, log_mixture, of_gaussian, total
 from fcljax.models.classifiers import linear_on
 from fcljax.options import option
 from fcljax.types import Ctx, Method
@@ -39,6 +40,8 @@ class VFCLOptions:
     # lambda_k: the global prior's share of the mixture; 0: without it, 1: without the client's own
     global_share: float = option(0.5, least=0.0, most=1.0)
     samples: int = option(1, least=1)  # n: draws of the parameters in every step
+    # rows of each class that a client remembers, chosen by herding; 0: none
+    exemplars: int = option(20, least=0)
     # draws of the parameters for a second reliability diagram, by their mean probabilities; 0: none
     test_samples: int = option(5, least=0)
     # deviation that all numbers begin with; the paper does not say
@@ -81,6 +84,9 @@ def vfcl(options: VFCLOptions, kit: Kit) -> Method:
     head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
     plain = learner(kit.network, kit.adapter, head)
     own = (priors(options, kit.setting.classes, kit.setting.rounds),) if options.prior_weight else ()
+    if options.exemplars:
+        budget, width = Budget(options.exemplars), kit.network.width
+        own += (herded(budget, kit.setting, width, kit.train.batch_size),)
     terms = (*own, *kit.terms)
     return federate(
         bayesian(plain, options.sigma), kit.setting, kit.train._replace(samples=options.samples), terms,
@@ -107,7 +113,12 @@ def priors(options: VFCLOptions, classes: int, rounds: int) -> Term:
         # as one vector each: leaf by leaf a network of a hundred takes minutes to compile
         drawn, _ = ravel_pytree(seen.drawn.adapter)
         mine, sent, own = map(flat, (seen.part.adapter, seen.ctx.wire.part.adapter, check.adapter))
-        body = total(log_density(drawn, mine)) - total(log_mixture(drawn, sent, own, share))
+
+        def gap(drawn: Array, *numbers: Array) -> Array:
+            mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
+            return log_density(drawn, mine) - log_mixture(drawn, sent, own, share)
+
+        body = jnp.sum(in_blocks(gap, drawn, *mine, *sent, *own))
         return options.prior_weight * _scale(options.kl_scale, seen) * (body + _of_head(seen, check))
 
     def keep(ctx: Ctx, memory: Check, part: Model, state: Check) -> Check:

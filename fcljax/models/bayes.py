@@ -10,6 +10,7 @@ Source: VFCL (specification sections 1 and 3). What the paper leaves open is mar
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fcljax.federated.aggregation import softplus_inverse
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+_BLOCK = 2**16  # numbers of `in_blocks`
 
 
 class Posterior(NamedTuple):
@@ -58,8 +60,19 @@ def flat(posterior: Posterior) -> Posterior:
 def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     """Parameters mean + sigma * eps with eps ~ N(0, 1) (section 1.1): gradients reach both mean and rho."""
     # of one draw for all leaves: a draw each takes minutes to compile for a network of a hundred
-    flat, unflatten = ravel_pytree(posterior.mean)
-    return unflatten(flat + ravel_pytree(posterior.sigma)[0] * jax.random.normal(key, flat.shape, flat.dtype))
+    mean, unflatten = ravel_pytree(posterior.mean)
+    noise = jax.random.normal(key, mean.shape, mean.dtype)
+    drawn = lambda mean, rho, noise: mean + jax.nn.softplus(rho) * noise
+    return unflatten(in_blocks(drawn, mean, ravel_pytree(posterior.rho)[0], noise))
+
+
+def in_blocks(function: Callable[..., Array], *vectors: Float[Array, " N"]) -> Float[Array, " N"]:
+    """A function of numbers, one by one, of vectors. Done block by block: XLA would else compute what made a
+    vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile."""
+    size = min(_BLOCK, vectors[0].size)
+    blocks = -(-vectors[0].size // size)
+    stacked = [jnp.pad(x, (0, blocks * size - x.size)).reshape(blocks, size) for x in vectors]
+    return jax.lax.map(lambda each: function(*each), tuple(stacked)).reshape(-1)[: vectors[0].size]
 
 
 def log_density(params: PyTree, posterior: Posterior) -> PyTree:

@@ -5,7 +5,9 @@ the old ones and 0.1 of a batch's, whose variance is divided by the number of va
 less), and rows that are padding have no part in them.
 """
 
+import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,14 +23,12 @@ from fcljax.types import Features, Network
 Stem = Literal["imagenet", "cifar"]
 Colour = tuple[float, float, float]
 
-_FAN_OUT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-
 
 def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -> nn.Conv:
     """A square convolution without bias, padded so that stride 1 keeps the size."""
     return nn.Conv(
-        features, (size, size), stride, size // 2, use_bias=False, kernel_init=_FAN_OUT,
-        dtype=jnp.dtype(dtype), conv_general_dilated=conv_general_dilated, name=name,
+        features, (size, size), stride, size // 2, use_bias=False, dtype=jnp.dtype(dtype),
+        conv_general_dilated=conv_general_dilated, name=name,
     )  # fmt: skip
 
 
@@ -72,10 +72,29 @@ class Variables(NamedTuple):
 
 
 def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Variables:
-    """Random parameters, float32, and the statistics of nothing: mean 0, variance 1."""
-    image = jnp.zeros((1, image_size, image_size, 3))
-    variables = jax.jit(lambda key, image: module.init(key, image, None))(key, image)
+    """Random parameters, float32, and the statistics of nothing: mean 0, variance 1.
+
+    Kernels are normal with the variance 2 / fan-out (He et al. 2015), all of one draw, since one for each
+    takes longer to compile than the network.
+    """
+    image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
+    shapes = jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
+    named, tree = jax.tree.flatten_with_path(shapes)
+    ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
+    noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
+    first = [
+        _first_value(path[-1].key, x.reshape(like.shape))
+        for (path, like), x in zip(named, noise, strict=True)
+    ]
+    variables = jax.tree.unflatten(tree, first)
     return Variables(variables["params"], variables["batch_stats"])
+
+
+def _first_value(name: str, noise: Array) -> Array:
+    """Of a layer's parameter by its name, from standard normal numbers."""
+    if name == "kernel":
+        return noise * math.sqrt(2 / (noise[..., 0, :].size))
+    return jnp.ones_like(noise) if name in ("scale", "var") else jnp.zeros_like(noise)
 
 
 def reduction(stem: Stem, stages: int) -> int:
