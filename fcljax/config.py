@@ -39,7 +39,8 @@ Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"
 class ImageConfig:
     """Which images, and how they are stored: what all commands that read data share."""
 
-    dataset: str = "digits"  # a name of `fcljax list`, such as digits or cifar100; npz:PATH or folder:PATH
+    # a name of `fcljax list`, such as digits or cifar100; npz:PATH, folder:PATH or mix:NAME+NAME
+    dataset: str = "digits"
     # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
     data_dir: str | None = None
     class_list: str | None = None  # file with a WordNet id per line, for imagenet100 and imagenet200

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int64
 
 from fcljax.config import DealConfig
-from fcljax.data.files.sources import Dataset
+from fcljax.data.files.dataset import Dataset
 from fcljax.data.partition import (
     Sample,
     count_matrix,

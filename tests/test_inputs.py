@@ -18,7 +18,7 @@ from small_runs import OPTIONS, assert_same_run
 from fcljax import cli, config
 from fcljax.config import InputConfig, settle
 from fcljax.data.augment import clean_view, train_view
-from fcljax.data.files.sources import Dataset
+from fcljax.data.files.dataset import Dataset
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.models.networks import network_name

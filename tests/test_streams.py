@@ -77,7 +77,8 @@ def test_pools_are_of_neighbours_of_superclasses_or_of_one_source_each():
     assert whales == set(SUPERCLASSES["aquatic mammals"])
     assert [list(task) for task in pool_of("order", ["x"] * 5, nothing[:5], 2, None)] == [[0, 1], [2, 3]]
     sources = np.array([0, 1, 0, 1, 0, 0])
-    assert [list(task) for task in pool_of("sources", ["x"] * 6, sources, 2, None)] == [[0, 2], [4, 5], [1, 3]]
+    pool = pool_of("sources", ["x"] * 6, sources, 2, None)
+    assert [list(task) for task in pool] == [[0, 2], [4, 5], [1, 3]]
     assert len(pool_of("sources", ["x"] * 6, sources, 2, 1)) == 2
     with pytest.raises(InputError, match="pool: 'superclasses' gives no task"):
         pool_of("superclasses", ["0", "1"], nothing[:2], 5, None)
@@ -117,13 +118,54 @@ def test_streams_through_the_same_tasks_keep_their_order():
         assert (own.current.sum(axis=1) <= 1).all() and not (own.current & ~task.current).any()
 
 
+def small_npz(path, classes, side, **more):
+    """Images that are as bright as their class."""
+    label = np.repeat(np.arange(classes), 8)
+    image = np.broadcast_to(label[:, None, None, None] * 10, (len(label), side, side, 3)).astype(np.uint8)
+    np.savez(path, x_train=image, y_train=label, x_test=image, y_test=label, **more)
+    return f"npz:{path}"
+
+
+def test_a_mixture_has_all_classes_in_one_size_and_its_pool_keeps_sources_apart(tmp_path):
+    """As in NonIID-50: enough tasks for everybody, so that no class has two owners."""
+    first = small_npz(tmp_path / "a.npz", 4, 8, class_names=np.array(list("abcd")))
+    second = small_npz(tmp_path / "b.npz", 6, 12)
+    dataset = load_dataset(f"mix:{first}+{second}")
+    assert dataset.class_names[:5] == (*(f"{first}/{name}" for name in "abcd"), f"{second}/0")
+    assert dataset.x_train.shape == (80, 8, 8, 3) and dataset.sources == (0,) * 4 + (1,) * 6
+    assert (dataset.x_train[dataset.y_train == 9] == 50).all()
+    cfg = config.settle(
+        DealConfig(
+            partition="private", pool="sources", pool_classes=2, tasks=1, clients=5, class_order="natural"
+        )
+    )
+    made = make_scenario(dataset, cfg, 1, False)
+    owned = made.holdings > 0
+    assert (owned.sum(axis=0) == 1).all() and (owned.sum(axis=1) == 2).all()
+    assert all(len({dataset.sources[i] for i in np.flatnonzero(mine)}) == 1 for mine in owned)
+
+
+@pytest.mark.parametrize(
+    "names, why", [(np.array(["a"]), "shape \\[4\\] or longer"), (np.arange(4), "expected text")]
+)
+def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
+    with pytest.raises(InputError, match=f"class_names is .*{why}"):
+        load_dataset(small_npz(tmp_path / "a.npz", 4, 8, class_names=names))
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--pool", "order"], "pool: only private clients have it, and partition is 'iid'"),
-        (["--partition", "private", "--pool-classes", "2"], "pool_classes: nothing reads it where pool is None"),
+        (
+            ["--partition", "private", "--pool-classes", "2"],
+            "pool_classes: nothing reads it where pool is None",
+        ),
         (["--partition", "private", "--pool", "order", "--category-ratio", "0.5"], "category_ratio: nothing"),
-        (["--partition", "private", "--pool", "order", "--pool-most", "2"], "pool_most: it counts the tasks of"),
+        (
+            ["--partition", "private", "--pool", "order", "--pool-most", "2"],
+            "pool_most: it counts the tasks of",
+        ),
         (["--partition", "private", "--population", "redrawn"], "population: private clients are static"),
         (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled clients have it"),
         (["--partition", "private", "--pool", "superclasses"], "pool: 'superclasses' gives no task"),

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
-from fcljax.data.files.sources import Dataset, data_folder, hold_out, load_dataset
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.sources import data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError

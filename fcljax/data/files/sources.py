@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64, UInt8
+from jaxtyping import Int64, UInt8
 from PIL import Image
 from rich.console import Console
 
 from fcljax.data.augment import Geometry
 from fcljax.data.files import download, listings, prepared
+from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.images import one_line
 from fcljax.data.files.listings import NAMED, Raw, same_classes
+from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
@@ -29,38 +31,19 @@ _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file; x uint8 [N, H, W, 3] or [N, H, W]",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names if there are any; x "
+    "uint8 [N, H, W, 3] or [N, H, W]",
 }
 DATASETS = {
     **_IN_MEMORY,
+    "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
     "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH",
     **{name: named.what for name, named in NAMED.items()},
 }
 
-_KEPT = ("digits", "glyphs", "npz")  # in memory, without a cache
+_KEPT = ("digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
-
-
-class Dataset(NamedTuple):
-    """Labelled images, all of one size within a split.
-
-    Labels are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train`
-    and `size_test` hold the height and width that each image had before it was squeezed into its square
-    (`augment.Geometry`); None where the pixels are square. `digest` names the pixels of both splits.
-    """
-
-    name: str
-    x_train: UInt8[np.ndarray, "N H W 3"]
-    y_train: Int64[np.ndarray, " N"]
-    x_test: UInt8[np.ndarray, "M H W 3"]
-    y_test: Int64[np.ndarray, " M"]
-    class_names: tuple[str, ...]
-    augment: bool = True  # whether random crops and flips keep the class: not for digits and letters
-    size_train: Int32[np.ndarray, "N 2"] | None = None
-    size_test: Int32[np.ndarray, "M 2"] | None = None
-    digest: str = ""  # sha256 of what the arrays hold
-    sources: tuple[int, ...] | None = None  # of a mixture: which of its data sets each class comes from
 
 
 def hold_out(dataset: Dataset, share: float) -> Dataset:
@@ -129,9 +112,7 @@ def load_dataset(
     options = _Options(
         geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
     )
-    if _kind(name, options) in _KEPT:
-        return _in_memory(name, options)
-    return _dataset(name, _from_cache(name, options))
+    return _loaded(name, options)
 
 
 def prepare(
@@ -199,9 +180,10 @@ def _state(name: str, folder: Path) -> str:
 
 def _kind(name: str, options: _Options) -> str:
     kind, colon, path = name.partition(":")
-    if kind in ("npz", "folder"):
+    if kind in ("npz", "folder", "mix"):
         if not path:
-            raise InputError(f"dataset: {name!r} needs a path: {kind}:PATH")
+            what = "NAME+NAME" if kind == "mix" else "PATH"
+            raise InputError(f"dataset: {name!r} needs a path: {kind}:{what}")
     elif name not in DATASETS:
         raise InputError(
             f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}"
@@ -213,6 +195,11 @@ def _kind(name: str, options: _Options) -> str:
     return kind
 
 
+def _loaded(name: str, options: _Options) -> Dataset:
+    kept = _kind(name, options) in _KEPT
+    return _in_memory(name, options) if kept else _dataset(name, _from_cache(name, options))
+
+
 def _path(name: str) -> Path:
     return Path(name.partition(":")[2]).expanduser()
 
@@ -222,6 +209,8 @@ def _in_memory(name: str, options: _Options) -> Dataset:
         dataset = _digits()
     elif name == "glyphs":
         dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
+    elif name.startswith("mix:"):
+        return mixed(name, [_loaded(source, options) for source in name.removeprefix("mix:").split("+")])
     else:
         dataset = _npz(name, _path(name))
     arrays = {key: getattr(dataset, key) for key in ("x_train", "y_train", "x_test", "y_test")}
@@ -394,7 +383,20 @@ def _npz(name: str, path: Path) -> Dataset:
         raise InputError(f"dataset: {str(path)!r}: images of {sides}; make them equal")
     classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    return Dataset(name, x_train, y_train, x_test, y_test, tuple(map(str, classes)))
+    names = _class_names(path, arrays.get("class_names"), classes)
+    return Dataset(name, x_train, y_train, x_test, y_test, names)
+
+
+def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tuple[str, ...]:
+    """The names of these labels; the labels themselves where the file has none."""
+    if names is None:
+        return tuple(map(str, classes))
+    if names.ndim != 1 or names.dtype.kind != "U" or len(names) <= max(classes):
+        raise InputError(
+            f"dataset: {str(path)!r}: class_names is {names.dtype} of shape {names.shape}; expected text of "
+            f"shape [{max(classes) + 1}] or longer"
+        )
+    return tuple(str(names[label]) for label in classes)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -414,7 +416,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 f"dataset: {str(path)!r} has no array {missing[0]!r}; it needs {', '.join(keys)}"
             )
         with np.load(path, allow_pickle=False) as arrays:
-            return {key: np.asarray(arrays[key]) for key in keys}
+            return {key: np.asarray(arrays[key]) for key in (*keys, "class_names") if key in present}
     except InputError:
         raise
     # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
