@@ -15,6 +15,7 @@ from fcljax.data.tasks import make_tasks
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
+from fcljax.models.networks import CONVNETS, make_network
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import traffic_by_round, wire_shapes
@@ -30,6 +31,8 @@ CLASSES = {
     "cub200": 200,
     "cifar100": 100,
     "tiny_imagenet": 200,
+    "mix:cifar10+cifar100+folder:mnist+folder:svhn+fashion_mnist+folder:traffic_signs+folder:facescrub"
+    "+folder:not_mnist": 293,
 }
 TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
 FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
@@ -141,21 +144,29 @@ def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
     assert values >= {"beta"} or load(file)[1].partition == "iid"
 
 
+def network_with_shapes(name):
+    """A backbone and the shapes of its parameters."""
+    if name in CONVNETS:
+        network = make_network(CONVNETS[name], (0.0,) * 3, (1.0,) * 3)
+        return network, Frozen(jax.eval_shape(network.init, jax.random.key(0)))
+    vit, decoder = VITS[name], DecoderConfig()
+    network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
+    return network, Frozen(parameter_shapes(vit), decoder_shapes(decoder))
+
+
 @each
 def test_the_upload_in_the_header_is_what_a_client_sends(file):
     method, cfg = load(file)
     classes = CLASSES[cfg.dataset]
-    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds)
-    vit = VITS[cfg.backbone]
-    decoder = DecoderConfig()
-    network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
+    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, rows=100)
+    network, frozen = network_with_shapes(cfg.backbone)
     built = make_method(method, cfg, setting, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)
     exp = unused._replace(method=built, frozen=frozen, scenario=nothing, setting=setting, key=key)
-    (sent,) = traffic_by_round(exp, wire_shapes(exp))
+    sent, *others = traffic_by_round(exp, wire_shapes(exp))
+    assert not any(other.upload_scalars for other in others)
     restore = wire_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
     rest = sent.upload_scalars - communication.scalars(restore)
     assert header(file)["upload"].startswith(f"{rest:,} numbers per client and round")
@@ -248,6 +259,36 @@ def test_the_settings_of_pmae_are_the_papers(file):
 @pytest.mark.parametrize("switch", ["--wo-recon-prompt", "--restore-images 1", "--wo-restore-pool"])
 def test_the_rows_of_pmae_s_ablation_are_options(switch):
     command = f"fcljax run pmae --config {FOLDER / 'pmae_table3_b0.5.yaml'} {switch}"
+    method, paths, given = parts(command)
+    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
+
+
+# ---- VFCL --------------------------------------------------------------------------------------------------
+
+VFCL = sorted(FOLDER.glob("vfcl_*.yaml"))
+
+
+def test_every_table_of_vfcl_with_accuracies_has_its_file():
+    assert {file.stem for file in VFCL} == {f"vfcl_table{table}" for table in (1, 2, 4, 5, 6, 7, 10, 11)}
+
+
+@pytest.mark.parametrize("file", small_runs.some(VFCL, VFCL[::3]), ids=lambda file: file.stem)
+def test_the_settings_of_vfcl_are_the_papers(file):
+    _, cfg = load(file)
+    assert (cfg.tasks, cfg.epochs, cfg.batch_size, cfg.lr, cfg.full_lr) == (10, 5, 32, 0.01, 0.01)
+    assert (cfg.prior_weight, cfg.global_share, cfg.samples, cfg.exemplars) == (1.0, 0.5, 1, 20)
+    assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", None)
+    fedweit = file.stem in ("vfcl_table5", "vfcl_table6")
+    assert (cfg.clients, cfg.rounds) == ((5, 20) if fedweit else (10, 10))
+    assert (cfg.pool is not None) == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
+    assert cfg.backbone == ("densenet121" if file.stem in ("vfcl_table10", "vfcl_table11") else "resnet18")
+
+
+@pytest.mark.parametrize(
+    "switch", ["--merge average", "--prior-weight 0", "--global-share 1", "--merge conflation"]
+)
+def test_the_rows_of_vfcl_s_ablations_are_options(switch):
+    command = f"fcljax run vfcl --config {FOLDER / 'vfcl_table1.yaml'} {switch}"
     method, paths, given = parts(command)
     assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
 
