@@ -3,6 +3,7 @@
 
 import dataclasses
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import __version__, config
-from fcljax.errors import InputError, choose, nearest
+from fcljax.errors import InputError, choose, nearest, one_line
 from fcljax.options import fields_of
+from fcljax.terminal import add_row, plain, say
 
 USAGE = """usage: fcljax COMMAND ...
 
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         where = f" {str(error.filename)!r}" if error.filename else ""
-        print(f"fcljax: cannot read or write{where}: {error.strerror or error}", file=sys.stderr)
+        said = one_line(f"cannot read or write{where}: {error.strerror or error}")
+        print(f"fcljax: {said}", file=sys.stderr)
     except KeyboardInterrupt:
         print("fcljax: interrupted; go on with --resume", file=sys.stderr)
         return 130
@@ -126,8 +129,8 @@ def run(arguments: list[str]) -> int:
         figure = Path(out) / "figures" / "accuracy.png"
     for table in tables:
         console.print(table)
-    console.print(f"run directory: {out}", soft_wrap=True)
-    console.print(f"accuracy curve: {figure}", soft_wrap=True)
+    say(console, f"run directory: {out}")
+    say(console, f"accuracy curve: {figure}")
     return 0
 
 
@@ -163,13 +166,14 @@ def check(arguments: list[str]) -> int:
     statements = conformance.check(method, resolved)
     table = Table("statement", "holds", "found")
     for name, holds, found in statements:
-        table.add_row(name, "yes" if holds else "NO", found)
+        add_row(table, name, "yes" if holds else "NO", found)
     Console().print(table)
     return 0 if all(statement.holds for statement in statements) else 1
 
 
 def _new_folder(method: str, resolved: config.RunConfig) -> str:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    # two runs may begin in the same second, and clocks may be set back
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     return f"runs/{_slug(method)}-{_slug(resolved.dataset)}-s{resolved.seed}-{stamp}"
 
 
@@ -327,7 +331,7 @@ def list_(arguments: list[str]) -> int:
     table = Table("kind", "name", "what it is")
     for kind, rows in listed.items():
         for name, text in rows.items():
-            table.add_row(kind, name, text)
+            add_row(table, kind, name, text)
         table.add_section()
     Console().print(table)
     return 0
@@ -366,9 +370,10 @@ def _data_list(arguments: list[str]) -> int:
         "fcljax data list",
         "Data sets, and whether they are here.",
     )
-    table = Table("name", "what it is", "state", title=f"data sets in {data_folder(given.get('data_dir'))}")
+    title = plain(f"data sets in {data_folder(given.get('data_dir'))}")
+    table = Table("name", "what it is", "state", title=title)
     for row in known_datasets(given.get("data_dir")):
-        table.add_row(*row)
+        add_row(table, *row)
     Console().print(table)
     return 0
 
@@ -454,7 +459,7 @@ def embed(arguments: list[str]) -> int:
 def _print_rows(rows: Sequence[tuple[str, object]]) -> None:
     table = Table(show_header=False)
     for name, value in rows:
-        table.add_row(name, str(value))
+        add_row(table, name, value)
     Console().print(table)
 
 
@@ -473,7 +478,7 @@ def compare(arguments: list[str]) -> int:
     console = Console()
     for table in tables:
         console.print(table)
-    console.print(f"accuracy curve: {figure}", soft_wrap=True)
+    say(console, f"accuracy curve: {figure}")
     return 0
 
 
@@ -521,4 +526,4 @@ def _flag(name: str) -> str:
 
 def _slug(text: str) -> str:
     """A data set's name as part of a folder's name."""
-    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)
+    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)[:60]

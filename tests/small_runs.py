@@ -133,7 +133,7 @@ def last_checkpoint(out):
     return (
         step,
         restored.state,
-        {name: value for name, value in restored.records.items() if name != "seconds"},
+        {name: value for name, value in restored.records["records"].items() if name != "seconds"},
     )
 
 

@@ -404,7 +404,8 @@ def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypa
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
     for dataset in ("digits", "npz:some/where/my data.npz"):
         assert cli.main(["run", "linear", "--dataset", dataset, "--seed", "7"]) == 0
-    assert made == ["runs/linear-digits-s7-20300101-000000", "runs/linear-my-data-s7-20300101-000000"]
+    names = ["runs/linear-digits-s7-20300101-000000-", "runs/linear-my-data-s7-20300101-000000-"]
+    assert [out[:-6] for out in made] == names and made[0][-6:] != made[1][-6:]
     assert made[0] in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ from fcljax.config import EngineConfig
 from fcljax.errors import InputError
 from fcljax.runs.metrics import over_seeds, paired_difference
 from fcljax.runs.report import accuracy_curve, load_summary
+from fcljax.terminal import add_row, plain
 
 Summary = dict[str, Any]  # the content of a summary.json
 
@@ -79,7 +80,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     caption = "accuracy A and forgetting F in %, upload in scalars per client and round, images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
-    table = Table(title=title, caption=caption)
+    table = Table(title=plain(title), caption=caption)
     table.add_column("method", overflow="fold")
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -88,9 +89,9 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     for _, label, runs in groups:
         for run in runs:
             last = run is runs[-1] and len(runs) == 1
-            table.add_row(label, *_cells([run], columns, forgetting), end_section=last)
+            add_row(table, label, *_cells([run], columns, forgetting), end_section=last)
         if len(runs) > 1:
-            table.add_row(label, *_cells(runs, columns, forgetting), style="bold", end_section=True)
+            add_row(table, label, *_cells(runs, columns, forgetting), style="bold", end_section=True)
     return table
 
 
@@ -99,7 +100,7 @@ def differences_table(groups: list[Group]) -> Table:
     mean of the differences between runs of one seed, and the 95 % interval of Student's t around it."""
     first, *others = groups
     table = Table(
-        title=f"{first.name} minus another, seed by seed",
+        title=plain(f"{first.name} minus another, seed by seed"),
         caption="mean difference in points, and its 95 % confidence interval (Student's t over seeds)",
     )
     for name in ("the other", "seeds", "A_avg", "A_last"):
@@ -108,7 +109,7 @@ def differences_table(groups: list[Group]) -> Table:
     for other in others:
         if len(other.runs) > 1 and seeds(other) == seeds(first):
             cells = [_difference(first.runs, other.runs, name) for name in ("A_avg", "A_last")]
-            table.add_row(other.name, str(len(other.runs)), *cells)
+            add_row(table, other.name, len(other.runs), *cells)
     return table
 
 

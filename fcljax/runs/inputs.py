@@ -32,6 +32,7 @@ from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
+from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
 # of a device's memory that images may take when no budget is given: the rest is for the network at work
@@ -155,7 +156,7 @@ def tell(inputs: Inputs, console: Console) -> None:
 def tell_notes(notes: tuple[str, ...], console: Console) -> None:
     """The notes that a file of weights comes with."""
     for note in notes:
-        console.print(f"checkpoint: {note}", soft_wrap=True, highlight=False)
+        say(console, f"checkpoint: {note}")
 
 
 def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class Records:
     """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
     where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
     `uploads` counts the clients that took part in each of the method's rounds. `clients`: after each task,
-    every client's accuracies per task, where clients are evaluated as themselves."""
+    every client's accuracies per task, where clients are evaluated as themselves. `kept`: sha256 of the file
+    of each finished task, where the server keeps something of it."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
@@ -38,6 +39,7 @@ class Records:
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
     uploads: list[int] = dataclasses.field(default_factory=list)
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    kept: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""

@@ -11,8 +11,9 @@ from rich.console import Console
 from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
-from fcljax.files import write_text
-from fcljax.runs import loop, metrics, report
+from fcljax.files import check_folder, write_text
+from fcljax.runs import loop, metrics, origin, report
+from fcljax.terminal import say
 
 LIST = "seeds.yaml"
 MOST = 100  # more at once is rather a seed that was taken for a number of seeds
@@ -76,15 +77,25 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out = Path(out)
-    if not resume:
+    if resume:
+        origin.check_file(out, method, cfg)
+    else:
         loop.check_new(out)
-    out.mkdir(parents=True, exist_ok=True)
+        check_folder(out)
+        out.mkdir(parents=True, exist_ok=True)
+    with loop.alone(out):
+        return _run_all(method, cfg, seeds, out, console)
+
+
+def _run_all(
+    method: str, cfg: RunConfig, seeds: Sequence[int], out: Path, console: Console
+) -> list[dict[str, Any]]:
     write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
     write_text(out / "config.yaml", config.to_yaml(method, cfg))
     summaries = []
     for place, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        console.print(f"seed {seed}, {place + 1} of {len(seeds)}", highlight=False)
+        say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
         begun = (folder / "config.yaml").exists()
         summaries.append(loop.run(method, dataclasses.replace(cfg, seed=seed), folder, begun, console))
     report.write_json(out / "seeds.json", over_seeds(summaries))

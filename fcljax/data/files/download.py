@@ -41,6 +41,8 @@ import fcljax
 from fcljax.data.files import prepared
 from fcljax.data.files.images import one_line
 from fcljax.errors import InputError
+from fcljax.files import temporary_folder
+from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
 # how many times its own size an archive may grow; the official ones hold compressed images and hardly do
@@ -215,7 +217,7 @@ def fetch(
     root = folder / archives[0].place.parts[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with prepared.alone(root, console), prepared.temporary_folder(root) as stage:
+        with prepared.alone(root, console), temporary_folder(root) as stage:
             if not all((folder / archive.place).exists() for archive in archives):
                 _fetch(name, archives, folder, stage, console, timeout)
     except _Failed as error:
@@ -243,7 +245,7 @@ def _fetch(
 ) -> None:
     parts = [_part(folder, archive) for archive in archives]
     _check_space(name, archives, parts, folder)
-    prepared.say(console, f"downloading {name}, {volume(archives)}, to {folder}")
+    say(console, f"downloading {name}, {volume(archives)}, to {folder}")
     with _progress(console) as progress:
         for archive, part in zip(archives, parts, strict=True):
             _get(archive, part, progress, timeout)

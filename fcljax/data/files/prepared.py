@@ -7,17 +7,15 @@ a hash of whatever decides the pixels: change a source file or the geometry and 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
@@ -29,7 +27,8 @@ import fcljax
 from fcljax.data.augment import Geometry
 from fcljax.data.files.images import Decoded, Fit, Picture, decode, fits, quiet, size_of
 from fcljax.errors import InputError
-from fcljax.files import write_text
+from fcljax.files import leftovers, owned, temporary_folder, write_text
+from fcljax.terminal import say
 
 FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the key
 
@@ -187,11 +186,6 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
     return _digest({key: _sha256(array) for key, array in arrays.items()})
 
 
-def say(console: Console, line: str) -> None:
-    """Print a note as it is: paths may look like markup."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 def _digest(sums: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{key} {sums[key]}\n" for key in sorted(sums)).encode()).hexdigest()
 
@@ -219,36 +213,16 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 @contextlib.contextmanager
 def alone(target: Path, console: Console) -> Iterator[None]:
     """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
-    with open(target.parent / f".{target.name}.lock", "w") as handle:
-        _lock(handle, target, console)
+    wait = lambda: say(console, f"waiting for another process that prepares {target.name}")
+    with owned(target.parent / f".{target.name}.lock", wait) as locked:
+        # Where files cannot be locked all processes decode, the first to finish wins, and each removes what
+        # is its own.
+        for left in leftovers(target) if locked else ():
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
-def _lock(handle: IO, target: Path, console: Console) -> None:
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(console, f"waiting for another process that prepares {target.name}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:
-        return  # where files cannot be locked all processes decode, and the first to finish wins
-    for left in target.parent.glob(f".{target.name}.tmp-*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def temporary_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.tmp-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _move(folder: Path, target: Path, force: bool) -> None:
-    folder.chmod(0o755)
     if force and target.exists():
         with temporary_folder(target) as old:
             target.rename(old / "old")  # whoever has it mapped keeps it

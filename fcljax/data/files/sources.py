@@ -24,6 +24,7 @@ from fcljax.data.files.listings import NAMED, Raw, same_classes
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
+from fcljax.terminal import say
 
 _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
@@ -287,14 +288,14 @@ def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, forc
     target = prepared.place(options.data / "prepared", label, kind, scan.fingerprint, options.geometry)
     fresh = force or not target.exists()
     if fresh:
-        prepared.say(options.console, f"preparing {name} from {raw.where}, once")
+        say(options.console, f"preparing {name} from {raw.where}, once")
         listing = scan.listing()
         count, official = (
             len(listing.train.names) + len(listing.test.names),
             NAMED[name].images if name in NAMED else None,
         )
         if official and count != official:
-            prepared.say(
+            say(
                 options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}"
             )
         facts = {
