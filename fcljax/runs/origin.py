@@ -27,9 +27,9 @@ def digests(inputs: Inputs) -> dict[str, str]:
     """sha256 of all that a run reads, by what it is."""
     decoder = inputs.backbone.decoder
     return {
-        "data set": inputs.dataset.digest, "weights": inputs.backbone.digest,
-        "decoder": checkpoint.digest(decoder.params) if decoder else "",
-        "surrogate": checkpoint.digest(inputs.surrogate),
+        "images": inputs.dataset.digest, "weights": inputs.backbone.digest,
+        "decoder's weights": checkpoint.digest(decoder.params) if decoder else "",
+        "surrogate images": checkpoint.digest(inputs.surrogate),
     }  # fmt: skip
 
 
@@ -110,6 +110,6 @@ def check_digests(before: dict[str, Any], inputs: Inputs, out: Path) -> None:
     for name, then in before["digests"].items():
         if now.get(name) != then:
             raise InputError(
-                f"resume: the {name} is not what the run in {str(out)!r} began with: its sha256 is "
-                f"{now.get(name, '')[:16]}, not {then[:16]}; put the old one back"
+                f"resume: the {name} are not what the run in {str(out)!r} began with: their sha256 is "
+                f"{now.get(name, '')[:16]}, not {then[:16]}; put the old ones back"
             )
