@@ -5,12 +5,15 @@ somebody else has put in its place.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from fcljax.errors import InputError
 
@@ -98,6 +101,42 @@ def _locked(handle: int, wait: Callable[[], None] | None) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """A file opened for reading in binary: a regular one, since a pipe or a device may never end.
+
+    Raises:
+      OSError: it cannot be opened, or is no regular file.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        yield stream
+
+
+def read_text(path: str | Path, most: int) -> str:
+    """The text of a regular file in UTF-8.
+
+    Raises:
+      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+      UnicodeDecodeError: it is no text.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
+    return content.decode("utf-8")
+
+
+def machine_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_folder(folder: str | Path, field: str = "out") -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fcljax.config import EngineConfig
 from fcljax.errors import InputError
+from fcljax.files import check_folder
 from fcljax.runs.metrics import over_seeds, paired_difference
 from fcljax.runs.report import accuracy_curve, load_summary
 from fcljax.terminal import add_row, plain
@@ -45,10 +46,12 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
       (tables, path of the figure or None).
 
     Raises:
-      InputError: no run given, or a run that `load_summary` refuses.
+      InputError: no run given, a run that `load_summary` refuses, or a folder that cannot be written.
     """
     if not run_dirs:
         raise InputError("run: nothing to compare; give at least one run directory")
+    if out is not None:
+        check_folder(Path(out).parent)
     summaries = [load_summary(folder) for run_dir in run_dirs for folder in run_folders(run_dir)]
     groups = groups_of(summaries)
     differences = differences_table(groups)

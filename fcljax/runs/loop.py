@@ -24,13 +24,14 @@ from fcljax.errors import InputError
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.runs import archive, checkpoint, origin, report
+from fcljax.runs import archive, checkpoint, memory, origin, report
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import Evaluated, make_evaluate, personal_accuracy
 from fcljax.runs.inputs import tell
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
 from fcljax.runs.restored import Rebuilt, draw_restored, measure, restored_images
+from fcljax.runs.signals import Stopped, postponed
 from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
 from fcljax.terminal import say
 from fcljax.types import Kept, Turn, When
@@ -43,8 +44,9 @@ _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
 
 
 def run(
-    method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None
-) -> dict[str, Any]:
+    method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None,
+    stop: Callable[[], int | None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
     """Train and evaluate one method, or go on with a run that was cut off.
 
     Args:
@@ -54,25 +56,30 @@ def run(
       resume: continue from the newest whole checkpoint in `out`; the result equals the uninterrupted run's
         bit for bit.
       console: where the progress bar and warnings go.
+      stop: asked after every round; the number of a signal ends the run there, with a checkpoint.
 
     Returns:
       The content of summary.json.
 
     Raises:
+      Stopped: as `stop` asks for.
       InputError: for bad settings or files, if `out` cannot be written or another process works in it, or if
         what is there is another run.
     """
     out, console = Path(out), console or Console(stderr=True)
     if resume:
-        return _resume(method_name, cfg, out, console)
+        return _resume(method_name, cfg, out, console, stop)
     check_new(out)
     check_folder(out)
     exp = build(method_name, cfg)
+    memory.check(exp, cfg)
     with claimed(out, method_name, cfg):
-        return _complete(exp, method_name, cfg, out, None, console)
+        return _complete(exp, method_name, cfg, out, None, console, stop)
 
 
-def _resume(method_name: str, cfg: RunConfig, out: Path, console: Console) -> dict[str, Any]:
+def _resume(
+    method_name: str, cfg: RunConfig, out: Path, console: Console, stop: Callable[[], int | None]
+) -> dict[str, Any]:
     """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
     finished = finished_summary(out, method_name, cfg)
     if finished and not missing_figures(out, finished):
@@ -85,15 +92,16 @@ def _resume(method_name: str, cfg: RunConfig, out: Path, console: Console) -> di
         before = checkpoint.origin_of(folder)
         since = origin.check_settings(before, method_name, cfg, there, out)
         exp = build(method_name, cfg)
+        memory.check(exp, cfg)
         if before:
             origin.check_digests(before, exp.inputs, out)
         _extend(out, method_name, cfg, [step for step in there if step > since])
-        return _complete(exp, method_name, cfg, out, finished, console)
+        return _complete(exp, method_name, cfg, out, finished, console, stop)
 
 
 def _complete(
     exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
-    console: Console,
+    console: Console, stop: Callable[[], int | None],
 ) -> dict[str, Any]:  # fmt: skip
     """All rounds that are to come, and what is written at the end; `finished`: the summary, if only figures
     are to come."""
@@ -106,7 +114,7 @@ def _complete(
             exp = with_queries(exp, cfg, clock)
             train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
             exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
-            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console)
+            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop)
             with clock("eval"):
                 personal = personal_accuracy(exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
                 rebuilt = restored_images(exp, state.server)
@@ -250,7 +258,7 @@ def begin(
 
 def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
-    manager: CheckpointManager, clock: Clock, out: Path, console: Console,
+    manager: CheckpointManager, clock: Clock, out: Path, console: Console, stop: Callable[[], int | None],
 ) -> State:  # fmt: skip
     """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
@@ -276,12 +284,16 @@ def _loop(
                 if last:
                     records.keep(*row)
             line = record(records, t, r, done_round, *row)
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json_line(line))
-            if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1:
-                host = dataclasses.asdict(records)
-                checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, host, facts))
+            warned = stop()
+            with postponed():
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json_line(line))
+                if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1 or warned:
+                    host = dataclasses.asdict(records)
+                    checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, host, facts))
             progress.update(bar, advance=1, **shown(records))
+            if warned and step < steps - 1:
+                raise Stopped(warned)
     return state
 
 

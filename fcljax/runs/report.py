@@ -75,7 +75,7 @@ def load_summary(run_dir: str | Path) -> dict[str, Any]:
         raise InputError(f"run: {str(run_dir)!r} has no summary.json; has the run finished?")
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     missing = _missing(summary)
     if missing:

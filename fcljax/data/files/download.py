@@ -315,6 +315,8 @@ def _move(source: Path, target: Path) -> None:
 
 def _get(archive: Archive, part: Path, progress: Progress, timeout: float) -> None:
     """The whole archive, checked, at `part`."""
+    if part.is_symlink():
+        raise _Failed(f"{str(part)!r} is a link, which is not followed; remove it")
     task = progress.add_task(archive.file, total=archive.bytes)
     try:
         if _size(part) < archive.bytes:
@@ -336,7 +338,7 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
     try:
         with _answer(archive, done, timeout) as response:
             done = done if response.status == 206 else 0
-            with part.open("ab" if done else "wb") as stream:
+            with open(part, "ab" if done else "wb", opener=_no_link) as stream:
                 while block := _read(archive, response, done):
                     done += len(block)
                     if done > archive.bytes:
@@ -348,6 +350,10 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
             part.unlink()
     if done < archive.bytes:
         raise _Failed(_broken_off(archive, done, "the connection was closed"))
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _read(archive: Archive, response: Any, done: int) -> bytes:

@@ -128,7 +128,8 @@ def build(
 
 
 def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
-    """The prepared data set in `target`. Sizes of files and shapes are checked, with `full` every byte.
+    """The prepared data set in `target`. Labels and sizes are compared with their checksums; images are too
+    if their file's size or time is not the one that was noted, and always with `full`.
 
     Raises:
       InputError: for a damaged one, with the command that rebuilds it (of the data set `name`).
@@ -136,6 +137,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
     try:
         manifest = read_manifest(target)
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
+        _note_times(target, manifest)
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
         if any(
@@ -168,7 +170,10 @@ def read_manifest(target: Path) -> dict[str, Any]:
     Raises:
       OSError, ValueError: if there is none or it is damaged.
     """
-    manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+    try:
+        manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError("manifest.json is not of this version")
     return manifest
@@ -432,6 +437,7 @@ def _facts(path: Path, sha256: str) -> dict:
         "shape": list(array.shape),
         "dtype": array.dtype.str,
         "bytes": path.stat().st_size,
+        "time": path.stat().st_mtime_ns,
         "sha256": sha256,
     }
 
@@ -442,6 +448,17 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    if full and _sha256(array) != facts["sha256"]:
+    touched = path.stat().st_mtime_ns != facts.get("time")
+    if (full or touched or not path.name.startswith("x")) and _sha256(array) != facts["sha256"]:
         raise ValueError(f"{path.name} does not match its checksum")
     return array
+
+
+def _note_times(target: Path, manifest: dict[str, Any]) -> None:
+    """Files that were copied have other times; once they are known to be whole, these are noted."""
+    times = {key: (target / f"{key}.npy").stat().st_mtime_ns for key in manifest["arrays"]}
+    if times == {key: facts.get("time") for key, facts in manifest["arrays"].items()}:
+        return
+    arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
+    with contextlib.suppress(OSError):  # of somebody else: then they are compared every time
+        write_text(target / "manifest.json", json.dumps({**manifest, "arrays": arrays}, indent=1))

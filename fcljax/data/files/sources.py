@@ -24,6 +24,7 @@ from fcljax.data.files.listings import NAMED, Raw, same_classes
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
+from fcljax.files import check_folder, in_home, machine_memory
 from fcljax.terminal import say
 
 _IN_MEMORY = {
@@ -106,6 +107,7 @@ def load_dataset(
     glyph_train: int = 200,
     glyph_test: int = 50,
     seed: int = 0,
+    verify: bool = False,
     console: Console | None = None,
 ) -> Dataset:
     """The data set of that name, one of `DATASETS`. Nothing is downloaded.
@@ -119,6 +121,7 @@ def load_dataset(
       glyph_train: training images per class of `glyphs`.
       glyph_test: test images per class of `glyphs`.
       seed: of `glyphs`. All other splits are fixed.
+      verify: compare prepared images with their checksums even if their files have not been touched.
       console: for the progress of decoding and for notes; standard error when None.
 
     Raises:
@@ -131,7 +134,7 @@ def load_dataset(
     )
     if _kind(name, options) in _KEPT:
         return _in_memory(name, options)
-    return _dataset(name, _from_cache(name, options))
+    return _dataset(name, _from_cache(name, options, full=verify))
 
 
 def prepare(
@@ -165,12 +168,17 @@ def prepare(
         arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
         counts = len(dataset.y_train), len(dataset.y_test)
         return PreparedInfo(None, counts, sum(array.nbytes for array in arrays), dataset.digest, ())
+    check_folder(options.data, "data_dir")
     return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax."""
-    return Path(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax").expanduser()
+    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax.
+
+    Raises:
+      InputError: for a home folder that does not exist.
+    """
+    return in_home(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax", "data_dir")
 
 
 def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
@@ -214,7 +222,7 @@ def _kind(name: str, options: _Options) -> str:
 
 
 def _path(name: str) -> Path:
-    return Path(name.partition(":")[2]).expanduser()
+    return in_home(name.partition(":")[2], "dataset")
 
 
 def _in_memory(name: str, options: _Options) -> Dataset:
@@ -407,6 +415,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                         f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; "
                         "save it again"
                     )
+            size = sum(info.file_size for info in archive.infolist())
+            if size > machine_memory() // 2:
+                raise InputError(
+                    f"dataset: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is half of "
+                    f"the machine's memory, {machine_memory() / 2**31:.1f} GiB"
+                )
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
         if missing:
