@@ -3,11 +3,14 @@
 
 import dataclasses
 import re
+import secrets
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import absl.logging
 import tyro
@@ -15,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import __version__, config
-from fcljax.errors import InputError, choose, nearest
+from fcljax.errors import InputError, choose, nearest, one_line
 from fcljax.options import fields_of
+from fcljax.runs import signals
+from fcljax.terminal import add_row, plain, say
 
 USAGE = """usage: fcljax COMMAND ...
 
@@ -45,6 +50,9 @@ class Paths:
     config: str | None = None  # YAML file of settings; options on the command line win
     # a run for each of so many seeds from `seed` on, or for each of a list such as 1,2,3; into one folder
     seeds: str | None = None
+    # a signal of which the machine warns before it stops a run, as Slurm does with --signal: the round in
+    # hand is finished
+    stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     arguments = list(arguments)
     try:
-        return dispatch(arguments)
+        with signals.terminable():
+            return dispatch(arguments)
     except InputError as error:
         print(f"fcljax: {error}", file=sys.stderr)
     except BrokenPipeError:
@@ -72,10 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         where = f" {str(error.filename)!r}" if error.filename else ""
-        print(f"fcljax: cannot read or write{where}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("fcljax: interrupted; go on with --resume", file=sys.stderr)
-        return 130
+        said = one_line(f"cannot read or write{where}: {error.strerror or error}")
+        print(f"fcljax: {said}", file=sys.stderr)
+    except MemoryError as error:
+        print(f"fcljax: {one_line(f'memory: there is not enough of it here: {error}')}", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        number = signals.number_of(stop)
+        advice = getattr(stop, "advice", "") or "files that were not finished are not there"
+        print(f"fcljax: {one_line(f'stopped by {signal.Signals(number).name}; {advice}')}", file=sys.stderr)
+        return 128 + number
     return 2
 
 
@@ -116,19 +130,30 @@ def run(arguments: list[str]) -> int:
 
     console, resume = Console(), paths.resume is not None
     seeds = _seeds(resolved, paths)
-    if seeds:
-        from fcljax.runs.seeds import run_seeds
+    try:
+        with signals.warned_by(paths.stop_signal) as stop:
+            if seeds:
+                from fcljax.runs.seeds import run_seeds
 
-        run_seeds(method, resolved, seeds, out, resume, Console(stderr=True))
-        tables, figure = compare([out], Path(out) / "accuracy.png")
-    else:
-        tables = [results_table([loop.run(method, resolved, out, resume)])]
-        figure = Path(out) / "figures" / "accuracy.png"
+                run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop)
+                tables, figure = compare([out], Path(out) / "accuracy.png")
+            else:
+                tables = [results_table([loop.run(method, resolved, out, resume, stop=stop)])]
+                figure = Path(out) / "figures" / "accuracy.png"
+    except KeyboardInterrupt as error:
+        raise signals.Stopped(signals.number_of(error), _go_on(method, out)) from None
     for table in tables:
         console.print(table)
-    console.print(f"run directory: {out}", soft_wrap=True)
-    console.print(f"accuracy curve: {figure}", soft_wrap=True)
+    say(console, f"run directory: {out}")
+    say(console, f"accuracy curve: {figure}")
     return 0
+
+
+def _go_on(method: str, out: str) -> str:
+    """What a user can do after a run was stopped."""
+    if not (Path(out) / "config.yaml").exists():
+        return "the run had not begun, and nothing was written"
+    return f"go on with: fcljax run {shlex.quote(method)} --resume {shlex.quote(out)}"
 
 
 def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
@@ -153,9 +178,9 @@ def check(arguments: list[str]) -> int:
     find_method(method)
     given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
-    for name in ("out", "resume", "seeds"):
+    for name in ("out", "resume", "seeds", "stop_signal"):
         if getattr(paths, name):
-            raise InputError(f"{name}: check makes no run directory; leave out --{name}")
+            raise InputError(f"{name}: check makes no run directory; leave out {_flag(name)}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
 
     from fcljax.runs import conformance
@@ -163,13 +188,14 @@ def check(arguments: list[str]) -> int:
     statements = conformance.check(method, resolved)
     table = Table("statement", "holds", "found")
     for name, holds, found in statements:
-        table.add_row(name, "yes" if holds else "NO", found)
+        add_row(table, name, "yes" if holds else "NO", found)
     Console().print(table)
     return 0 if all(statement.holds for statement in statements) else 1
 
 
 def _new_folder(method: str, resolved: config.RunConfig) -> str:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    # two runs may begin in the same second, and clocks may be set back
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     return f"runs/{_slug(method)}-{_slug(resolved.dataset)}-s{resolved.seed}-{stamp}"
 
 
@@ -327,7 +353,7 @@ def list_(arguments: list[str]) -> int:
     table = Table("kind", "name", "what it is")
     for kind, rows in listed.items():
         for name, text in rows.items():
-            table.add_row(kind, name, text)
+            add_row(table, kind, name, text)
         table.add_section()
     Console().print(table)
     return 0
@@ -366,9 +392,10 @@ def _data_list(arguments: list[str]) -> int:
         "fcljax data list",
         "Data sets, and whether they are here.",
     )
-    table = Table("name", "what it is", "state", title=f"data sets in {data_folder(given.get('data_dir'))}")
+    title = plain(f"data sets in {data_folder(given.get('data_dir'))}")
+    table = Table("name", "what it is", "state", title=title)
     for row in known_datasets(given.get("data_dir")):
-        table.add_row(*row)
+        add_row(table, *row)
     Console().print(table)
     return 0
 
@@ -454,7 +481,7 @@ def embed(arguments: list[str]) -> int:
 def _print_rows(rows: Sequence[tuple[str, object]]) -> None:
     table = Table(show_header=False)
     for name, value in rows:
-        table.add_row(name, str(value))
+        add_row(table, name, value)
     Console().print(table)
 
 
@@ -473,7 +500,7 @@ def compare(arguments: list[str]) -> int:
     console = Console()
     for table in tables:
         console.print(table)
-    console.print(f"accuracy curve: {figure}", soft_wrap=True)
+    say(console, f"accuracy curve: {figure}")
     return 0
 
 
@@ -485,7 +512,7 @@ def pretrain(arguments: list[str]) -> int:
     given = parse(
         {"pretrain": PretrainConfig()}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
     )
-    summary = train(PretrainConfig(**given))
+    summary = train(config.fill(PretrainConfig, given, "options"))
     for name, value in summary.items():
         print(f"{name}: {value}")
     return 0
@@ -502,7 +529,13 @@ def pretrain_decoder(arguments: list[str]) -> int:
         "fcljax pretrain-decoder",
         "A masked autoencoder's decoder for a frozen encoder.",
     )
-    _print_rows(list(train(config.fill(PretrainDecoderConfig, given, "options")).items()))
+    options = config.fill(PretrainDecoderConfig, given, "options")
+    try:
+        _print_rows(list(train(options).items()))
+    except KeyboardInterrupt as error:
+        begun = Path(options.out).with_suffix(".checkpoints").exists()
+        advice = "go on with the same command and --resume" if begun else ""
+        raise signals.Stopped(signals.number_of(error), advice) from None
     return 0
 
 
@@ -521,4 +554,4 @@ def _flag(name: str) -> str:
 
 def _slug(text: str) -> str:
     """A data set's name as part of a folder's name."""
-    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)
+    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)[:60]

@@ -22,6 +22,7 @@ from fcljax.data.streams import Pool
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
 from fcljax.federated.faults import FaultOptions
+from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method
 from fcljax.models.convnet import Stem
 from fcljax.models.weights.pretrained import Positions
@@ -33,6 +34,12 @@ Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", "sampled", "private"]
 # release: as the pipeline's release has it
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
+
+# Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
+MOST_SIDE = 6324  # images of 40 megapixels or more are refused
+MOST_GLYPHS = 10_000  # 3 GB in memory
+MOST_ROUNDS = 100_000  # each has its plan in memory
+MOST_CLIENTS = 1_000_000  # each has its rows in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +53,13 @@ class ImageConfig:
     class_list: str | None = None  # file with a WordNet id per line, for imagenet100 and imagenet200
     skip_corrupt: bool = False  # leave out images that cannot be decoded, and say which
     # side in pixels that training images of many sizes are stored at; default: 256/224 image_size
-    store_size: int | None = None
-    image_size: int | None = None  # side in pixels that the network sees; default: the backbone's own
+    store_size: int | None = option(None, most=MOST_SIDE)
+    # side in pixels that the network sees; default: the backbone's own
+    image_size: int | None = option(None, most=MOST_SIDE)
     # whose release's resizes, crops and flips; default: fppl, or the method's own under `released`
     preprocess: Pipeline | None = None
-    glyph_train: int = 100  # training images per class of the data set glyphs
-    glyph_test: int = 20  # test images per class of the data set glyphs
+    glyph_train: int = option(100, most=MOST_GLYPHS)  # training images per class of the data set glyphs
+    glyph_test: int = option(20, most=MOST_GLYPHS)  # test images per class of the data set glyphs
     seed: int = option(2023, least=0, most=2**32 - 1)  # of class order, partition, initial values, all draws
 
 
@@ -62,6 +70,7 @@ class SplitConfig(ImageConfig):
     # share of each class's training images that is kept from training and evaluated on, in place of the test
     # images: for choosing settings
     holdout: float = option(0.0, least=0.0, below=1.0)
+    verify: bool = False  # compare prepared images with their checksums even if their files look untouched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +154,8 @@ class TrainConfig:
 
     adapter: str | None = None  # what trains in the network: `fcljax list` has them; default: the method's
     participation: float = option(1.0, positive=True, most=1.0)  # share of the clients in a round
-    rounds: int = 3  # communication rounds per task
-    epochs: int = 5  # local epochs per round
+    rounds: int = option(3, most=MOST_ROUNDS)  # communication rounds per task
+    epochs: int = option(5, most=MOST_ROUNDS)  # local epochs per round
     batch_size: int = 32  # rows per local step
     augment: bool | None = None  # random crops and flips; default: as the data set suggests
     lr: float = option(1e-3, positive=True)  # the clients' learning rate
@@ -196,6 +205,7 @@ SAMPLED: dict[str, Any] = {
 PRIVATE: dict[str, Any] = {"category_ratio": 0.5}  # likewise, of private streams through the same tasks
 POOLED: dict[str, Any] = {"pool_classes": 5}  # and of those with a pool
 
+YAML_BYTES, YAML_DEPTH = 1 << 20, 20  # most of a file of settings
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 
@@ -298,6 +308,8 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     check_ranges(config)
     if config.momentum is not None and config.optimiser != "sgd":
         raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
+    if config.clients > MOST_CLIENTS:
+        raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
     if config.hostile >= config.clients:
         raise InputError(
             f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
@@ -462,13 +474,33 @@ def convert(name: str, type_: Any, value: object) -> Any:
     try:
         if not plain or (type_ is int and not _is_whole(value)):
             raise TypeError
+        if "\0" in str(value):
+            raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
         return type_(value)
-    except (TypeError, ValueError):
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
+
+
+class _Plain(yaml.SafeLoader):
+    """Safe YAML of settings: no aliases, of which a few bytes can stand for gigabytes, and little depth."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"{self.peek_event().start_mark}: aliases are not read; write the value")
+        if self.depth >= YAML_DEPTH:
+            raise yaml.YAMLError(f"{self.peek_event().start_mark}: nested more than {YAML_DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -478,13 +510,16 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
       InputError: for a missing file, broken YAML or something that is no mapping.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = read_text(path, YAML_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"config: cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    except yaml.YAMLError as error:
-        raise InputError(f"config: {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        values = yaml.load(text, _Plain)
+    except Exception as error:  # yaml's constructors of numbers and dates raise what Python's do
+        why = " ".join(str(error).split())
+        raise InputError(f"config: {str(path)!r} is not valid YAML: {why}") from None
     if not isinstance(values, dict):
         raise InputError(f"config: {str(path)!r} does not hold a mapping of names to values")
     return values

@@ -2,21 +2,42 @@
 code 2."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
 Value = TypeVar("Value")
 
+MOST = 300  # characters of one value in a message
+MOST_OF_LINE = 4000
+_LONG = re.compile(rf"'(?:[^'\\]|\\.){{{MOST},}}'|\S{{{MOST},}}")
+
 
 class InputError(ValueError):
     """Bad input from outside: the message is one line that names the field, the value and what would be
-    valid."""
+    valid; long values in it are cut."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+def one_line(text: str) -> str:
+    """Any text as one line that every terminal takes: values of more than 300 characters are cut in their
+    middle, and what cannot be printed is written with backslashes."""
+    line = re.sub(r"[\r\n\t\v\f]+", " ", text)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return _cut(_LONG.sub(lambda found: _cut(found[0], MOST), line), MOST_OF_LINE)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: 2 * most // 3]} ... {text[-most // 3 + 5 :]}"
 
 
 def nearest(value: object, options: Iterable[str]) -> str:
     """A hint for an unknown name: the closest of `options`, or all of them when nothing is close."""
     options = sorted(str(option) for option in options)
-    close = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
+    # of a value that is no name at all, comparing takes minutes
+    close = difflib.get_close_matches(str(value)[:MOST], options, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(options)}"
 
 

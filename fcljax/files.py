@@ -1,23 +1,32 @@
-"""Atomic writes: readers see the old content of a file or the new one, never a part of it."""
+"""Files that are never half written, that belong to one process, and that lie where the user has allowed it.
+
+New files and folders have the permissions that the user's umask gives. Nothing is written through a link that
+somebody else has put in its place.
+"""
 
 import contextlib
+import errno
+import fcntl
 import os
-import tempfile
-from collections.abc import Iterator
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from fcljax.errors import InputError
 
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """A temporary file beside `path` to write to; it takes the place of `path` if the block ends without an
-    error, else it is removed."""
+    error, else it is removed. Readers see the old content of a file or the new one, never a part of it."""
     path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = beside(path, path.suffix)
     try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield temporary
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:  # a failed write does not say to which file
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
@@ -29,3 +38,138 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
+    folder = beside(target)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def beside(path: Path, suffix: str = "") -> Path:
+    """A hidden name beside `path` that nobody has."""
+    return path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}{suffix}")
+
+
+def leftovers(target: Path) -> list[Path]:
+    """Temporary folders beside `target` that processes which were killed have left."""
+    return [path for path in target.parent.iterdir() if path.name.startswith(_hidden(target))]
+
+
+def _hidden(path: Path) -> str:
+    return f".{path.name[:80]}.tmp-"
+
+
+@contextlib.contextmanager
+def owned(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Own the lock file `path`, which is made and stays, until the block ends; the system lifts the lock when
+    its holder dies.
+
+    Args:
+      wait: called if another process has it, before waiting for it; None: do not wait.
+
+    Yields:
+      False where the file system has no locks, and so everybody goes on.
+
+    Raises:
+      BlockingIOError: another process has it, and there is no `wait`.
+      OSError: it cannot be made.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        yield _locked(handle, wait)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int, wait: Callable[[], None] | None) -> bool:
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait is None:
+                raise
+            wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """A file opened for reading in binary: a regular one, since a pipe or a device may never end.
+
+    Raises:
+      OSError: it cannot be opened, or is no regular file.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        yield stream
+
+
+def read_text(path: str | Path, most: int) -> str:
+    """The text of a regular file in UTF-8.
+
+    Raises:
+      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+      UnicodeDecodeError: it is no text.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
+    return content.decode("utf-8")
+
+
+def machine_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_folder(folder: str | Path, field: str = "out") -> None:
+    """Check, before anything slow, that a folder can be made, or files be made in it; nothing of the trial
+    stays.
+
+    Raises:
+      InputError: naming `field`, the folder and what the system says.
+    """
+    folder, made = Path(folder), []
+    try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        for each in reversed(missing):
+            each.mkdir()
+            made.append(each)
+        with temporary_folder(folder / "trial"):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{field}: cannot write to {str(folder)!r}: {why}") from None
+    finally:
+        for each in reversed(made):
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
+def in_home(path: str | Path, field: str) -> Path:
+    """A path whose ~ stands for the home folder.
+
+    Raises:
+      InputError: naming `field`, if there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"{field}: {str(path)!r}: no such home folder; give a path without ~") from None

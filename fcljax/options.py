@@ -1,12 +1,15 @@
 """Fields of dataclasses of settings: what a value may be stands beside the field, as its metadata.
 
-The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at least 0.
+The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at least 0; and
+both are numbers of 32 bits, which is what devices compute with.
 """
 
 import dataclasses
 import math
 
 from fcljax.errors import InputError, Value
+
+LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4e38
 
 
 def option(
@@ -68,15 +71,23 @@ def check_value(field: dataclasses.Field, value: object) -> None:
     least, below = rule.get("least"), rule.get("below")
     least = (1 if whole else 0) if least is None else least
     if whole and value < least:
-        raise InputError(f"{name}: {value} is too small; nearest valid value: {least}")
+        raise InputError(f"{name}: {_shown(value)} is too small; nearest valid value: {least}")
     if not least <= value < math.inf or (rule.get("positive") and not value):
         wanted = "positive" if rule.get("positive") else f"{least} or more"
         example = f", such as {field.default}" if field.default else ""
         raise InputError(f"{name}: {value} must be finite and {wanted}{example}")
-    if rule.get("most") is not None and value > rule["most"]:
-        raise InputError(f"{name}: {value} is too large; nearest valid value: {rule['most']}")
+    most = rule.get("most")
+    most = (LARGEST_INT if whole else LARGEST_FLOAT) if most is None else most
+    if value > most:
+        raise InputError(f"{name}: {_shown(value)} is too large; nearest valid value: {most}")
     if below is not None and value >= below:
         raise InputError(f"{name}: {value} is too large; it must be below {below}")
+
+
+def _shown(value: float | int) -> str:
+    """A number, of which Python does not write a whole one of thousands of digits."""
+    small = isinstance(value, float) or abs(value) < 10**40
+    return str(value) if small else f"a number of {value.bit_length()} bits"
 
 
 @dataclasses.dataclass(frozen=True)

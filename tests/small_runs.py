@@ -98,10 +98,13 @@ def environment(scratch: Path) -> dict[str, str]:
     `scratch`. JAX does not write its cache atomically, so a process that is killed, or that may not write,
     must have its own."""
     own = shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], scratch / "compiled", dirs_exist_ok=True)
+    return os.environ | program_environment() | {"JAX_COMPILATION_CACHE_DIR": str(own)}
+
+
+def program_environment() -> dict[str, str]:
+    """Of a subprocess: where the package is, and that a warning is an error."""
     warnings = "error,ignore:Error reading persistent compilation cache"
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(own), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings
-    }  # fmt: skip
+    return {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
 
 
 def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: dict[str, str]) -> None:
@@ -133,7 +136,7 @@ def last_checkpoint(out):
     return (
         step,
         restored.state,
-        {name: value for name, value in restored.records.items() if name != "seconds"},
+        {name: value for name, value in restored.records["records"].items() if name != "seconds"},
     )
 
 

@@ -400,11 +400,13 @@ def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
 def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypatch, capsys):
     made = []
     summary = json.loads((linear_run / "summary.json").read_text())
-    monkeypatch.setattr("fcljax.runs.loop.run", lambda method, cfg, out, resume: made.append(out) or summary)
+    run = lambda method, cfg, out, *_, **__: made.append(out) or summary
+    monkeypatch.setattr("fcljax.runs.loop.run", run)
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
     for dataset in ("digits", "npz:some/where/my data.npz"):
         assert cli.main(["run", "linear", "--dataset", dataset, "--seed", "7"]) == 0
-    assert made == ["runs/linear-digits-s7-20300101-000000", "runs/linear-my-data-s7-20300101-000000"]
+    names = ["runs/linear-digits-s7-20300101-000000-", "runs/linear-my-data-s7-20300101-000000-"]
+    assert [out[:-6] for out in made] == names and made[0][-6:] != made[1][-6:]
     assert made[0] in capsys.readouterr().out
 
 
@@ -415,7 +417,7 @@ def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypa
             PermissionError(13, "Permission denied", "run/metrics.jsonl"), 2,
             "cannot read or write 'run/metrics.jsonl': Permission denied",
         ),
-        (KeyboardInterrupt(), 130, "--resume"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT; the run had not begun, and nothing was written"),
     ],
 )  # fmt: skip
 def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeypatch, capsys):

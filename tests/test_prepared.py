@@ -16,6 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 import fcljax
+from fcljax import files
 from fcljax.data.augment import Geometry
 from fcljax.data.files import prepared
 from fcljax.data.files.sources import load_dataset, prepare
@@ -277,7 +278,7 @@ def flip(content):
         ("manifest.json", lambda content: content.__setitem__(slice(None), b"[]"), "not of this version"),
         ("manifest.json", lambda content: content.__setitem__(slice(None), b'{"format": 1}'), "damaged ("),
         ("x_test.npy", lambda content: content.__setitem__(slice(0, 80), bytes(80)), "damaged ("),
-        ("y_train.npy", lambda content: content.__setitem__(-1, 1), "labels do not fit"),
+        ("y_train.npy", lambda content: content.__setitem__(-1, 1), "y_train.npy does not match its checksum"),
     ],
 )
 def test_damage_is_named_with_the_way_to_rebuild(raw, load, make, tmp_path, file, change, words):
@@ -343,7 +344,7 @@ def test_many_threads_that_prepare_at_once_all_end_well(load, tmp_path, monkeypa
         raise OSError(errno.ENOLCK, "no locks")
 
     if not locks:
-        monkeypatch.setattr(prepared, "fcntl", types.SimpleNamespace(flock=unsupported, LOCK_EX=0, LOCK_NB=0))
+        monkeypatch.setattr(files, "fcntl", types.SimpleNamespace(flock=unsupported, LOCK_EX=0, LOCK_NB=0))
     with ThreadPoolExecutor(4) as pool:
         digests = {data.digest for data in pool.map(lambda _: load(), range(4))}
     assert len(digests) == 1

@@ -117,7 +117,8 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(reference, tmp_path, cap
         path.write_bytes(path.read_bytes()[:20])
     assert resume("linear", out) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
-    assert line.startswith("fcljax: resume: checkpoint 15 in ")
+    assert line.startswith("fcljax: resume: checkpoint 15 in ") and line.endswith("none of the 1 before it")
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"14", "15"}
     assert not (out / "summary.json").exists()
 
 

@@ -3,7 +3,9 @@
 Checkpoints do not hold it, since it does not change any more.
 """
 
+import hashlib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -14,27 +16,35 @@ from fcljax.files import atomic
 from fcljax.types import Kept
 
 
-def save_task(folder: str | Path, task: int, kept: Kept) -> None:
-    """Write what is kept of a task, atomically; numpy arrays."""
+def save_task(folder: str | Path, task: int, kept: Kept) -> str:
+    """Write what is kept of a task, atomically; numpy arrays. Returns the file's sha256, for checkpoints."""
     path = _file(folder, task)
     path.parent.mkdir(exist_ok=True)
     named = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree.leaves_with_path(kept)}
     with atomic(path) as temporary:
         np.savez(temporary, **named)
+        return _sha256(temporary)
 
 
-def load_tasks(folder: str | Path, tasks: int, template: Kept) -> tuple[Kept, ...]:
-    """What is kept of the first tasks, in their order. `template` gives structure, types and the shapes of a
-    row.
+def load_tasks(folder: str | Path, sha256: Sequence[str], template: Kept) -> tuple[Kept, ...]:
+    """What is kept of the first tasks, in their order. `sha256`: of their files; `template` gives structure,
+    types and the shapes of a row.
 
     Raises:
       InputError: if a file is not there, or holds something else.
     """
-    return tuple(_load(_file(folder, task), template) for task in range(tasks))
+    return tuple(_load(_file(folder, task), each, template) for task, each in enumerate(sha256))
 
 
-def _load(path: Path, template: Kept) -> Kept:
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load(path: Path, sha256: str, template: Kept) -> Kept:
     try:
+        if _sha256(path) != sha256:
+            raise ValueError("it does not have the checksum that the run has noted")
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

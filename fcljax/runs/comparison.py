@@ -12,8 +12,10 @@ from rich.table import Table
 
 from fcljax.config import EngineConfig
 from fcljax.errors import InputError
+from fcljax.files import check_folder
 from fcljax.runs.metrics import over_seeds, paired_difference
 from fcljax.runs.report import accuracy_curve, load_summary
+from fcljax.terminal import add_row, plain
 
 Summary = dict[str, Any]  # the content of a summary.json
 
@@ -44,10 +46,12 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
       (tables, path of the figure or None).
 
     Raises:
-      InputError: no run given, or a run that `load_summary` refuses.
+      InputError: no run given, a run that `load_summary` refuses, or a folder that cannot be written.
     """
     if not run_dirs:
         raise InputError("run: nothing to compare; give at least one run directory")
+    if out is not None:
+        check_folder(Path(out).parent)
     summaries = [load_summary(folder) for run_dir in run_dirs for folder in run_folders(run_dir)]
     groups = groups_of(summaries)
     differences = differences_table(groups)
@@ -79,7 +83,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     caption = "accuracy A and forgetting F in %, upload in scalars per client and round, images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
-    table = Table(title=title, caption=caption)
+    table = Table(title=plain(title), caption=caption)
     table.add_column("method", overflow="fold")
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -88,9 +92,9 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     for _, label, runs in groups:
         for run in runs:
             last = run is runs[-1] and len(runs) == 1
-            table.add_row(label, *_cells([run], columns, forgetting), end_section=last)
+            add_row(table, label, *_cells([run], columns, forgetting), end_section=last)
         if len(runs) > 1:
-            table.add_row(label, *_cells(runs, columns, forgetting), style="bold", end_section=True)
+            add_row(table, label, *_cells(runs, columns, forgetting), style="bold", end_section=True)
     return table
 
 
@@ -99,7 +103,7 @@ def differences_table(groups: list[Group]) -> Table:
     mean of the differences between runs of one seed, and the 95 % interval of Student's t around it."""
     first, *others = groups
     table = Table(
-        title=f"{first.name} minus another, seed by seed",
+        title=plain(f"{first.name} minus another, seed by seed"),
         caption="mean difference in points, and its 95 % confidence interval (Student's t over seeds)",
     )
     for name in ("the other", "seeds", "A_avg", "A_last"):
@@ -108,7 +112,7 @@ def differences_table(groups: list[Group]) -> Table:
     for other in others:
         if len(other.runs) > 1 and seeds(other) == seeds(first):
             cells = [_difference(first.runs, other.runs, name) for name in ("A_avg", "A_last")]
-            table.add_row(other.name, str(len(other.runs)), *cells)
+            add_row(table, other.name, len(other.runs), *cells)
     return table
 
 

@@ -19,7 +19,7 @@ from rich.progress import (
 
 from fcljax.config import InputConfig
 from fcljax.errors import InputError
-from fcljax.files import atomic
+from fcljax.files import atomic, check_folder
 from fcljax.models.networks import network_name
 from fcljax.runs.inputs import (
     Inputs,
@@ -62,6 +62,9 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     out, console = Path(out), console or Console(stderr=True)
     if out.exists():
         raise InputError(f"out: {str(out)!r} exists already; give the name of a new file")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
+    check_folder(out.absolute().parent)
     inputs = load_inputs(cfg)
     if cfg.keep_head and inputs.backbone.head is None:
         raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")

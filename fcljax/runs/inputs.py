@@ -6,7 +6,6 @@ Reads files; all that comes after works on what is loaded here.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,14 @@ from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.features import make_features
-from fcljax.files import atomic
+from fcljax.files import atomic, machine_memory, open_regular
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
+from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
 # of a device's memory that images may take when no budget is given: the rest is for the network at work
@@ -115,7 +115,7 @@ def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
     Raises:
       InputError: as `load_dataset`.
     """
-    dataset = load_dataset(cfg.dataset, **image_options(cfg, image_size))
+    dataset = load_dataset(cfg.dataset, **image_options(cfg, image_size), verify=cfg.verify)
     return hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
 
 
@@ -132,7 +132,7 @@ def surrogate_images(
             f"surrogate: {options.surrogate!r} is the run's own data set; name another"
         )
     try:
-        dataset = load_dataset(options.surrogate, **image_options(cfg, image_size))
+        dataset = load_dataset(options.surrogate, **image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
     rows = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
@@ -156,7 +156,7 @@ def tell(inputs: Inputs, console: Console) -> None:
 def tell_notes(notes: tuple[str, ...], console: Console) -> None:
     """The notes that a file of weights comes with."""
     for note in notes:
-        console.print(f"checkpoint: {note}", soft_wrap=True, highlight=False)
+        say(console, f"checkpoint: {note}")
 
 
 def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def make_splits(
 def device_memory() -> int:
     """Bytes of memory of the first device; of the machine for a CPU."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return limit or machine_memory()
 
 
 def _resident(split: Split) -> Split:
@@ -272,21 +272,19 @@ def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return data_folder(cfg.data_dir) / "features" / f"{name}.npy"
+    return data_folder(cfg.data_dir) / "features" / f"{name}.npz"
 
 
 def saved_features(cfg: InputConfig, inputs: Inputs, part: str) -> Float[np.ndarray, "N D"] | None:
     """The features that `fcljax embed` has left for these settings, if they are there and whole."""
     rows = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
     try:
-        features = np.load(feature_file(cfg, inputs, part), allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        with open_regular(feature_file(cfg, inputs, part)) as stream, np.load(stream) as file:
+            features, sha256 = file["features"], str(file["sha256"])
+    except Exception:  # a damaged file may raise anything in the parsers of zip and npy
         return None
-    return (
-        features
-        if features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32
-        else None
-    )
+    whole = features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32
+    return features if whole and sha256 == _sha256(features) else None
 
 
 def save_features(cfg: InputConfig, inputs: Inputs, part: str, features: Float[np.ndarray, "N D"]) -> None:
@@ -294,4 +292,8 @@ def save_features(cfg: InputConfig, inputs: Inputs, part: str, features: Float[n
     path = feature_file(cfg, inputs, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
-        np.save(temporary, features)
+        np.savez(temporary, features=features, sha256=np.array(_sha256(features)))
+
+
+def _sha256(features: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()

@@ -6,13 +6,14 @@ and kept/ for methods whose server keeps something of finished tasks.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
@@ -22,130 +23,243 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.schedule import participants
-from fcljax.files import write_text
-from fcljax.runs import archive, checkpoint, report
+from fcljax.files import check_folder, owned, write_text
+from fcljax.runs import archive, checkpoint, memory, origin, report
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
-from fcljax.runs.restored import draw_restored, measure, restored_images
-from fcljax.runs.summary import draw, summarize, warnings_of
+from fcljax.runs.restored import Rebuilt, draw_restored, measure, restored_images
+from fcljax.runs.signals import Stopped, postponed
+from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
+from fcljax.terminal import say
 from fcljax.types import Kept, Turn, When
 
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 KEPT = "kept"  # folder of what a server keeps of finished tasks
+LOCK = ".lock"  # file that the process that works in a run directory owns
+RESTORED = "restored.png"
 _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
 
 
 def run(
-    method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None
-) -> dict[str, Any]:
+    method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None,
+    stop: Callable[[], int | None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
     """Train and evaluate one method, or go on with a run that was cut off.
 
     Args:
       method_name: of the package, or from outside (`methods.find_method`).
-      cfg: resolved settings; with `resume` they must be those of the run.
+      cfg: resolved settings; with `resume` they must be those of the run, but see `origin.check_settings`.
       out: the run directory; a new one, unless `resume`.
-      resume: continue from the newest checkpoint in `out`; the result equals the uninterrupted run's bit for
-        bit.
+      resume: continue from the newest whole checkpoint in `out`; the result equals the uninterrupted run's
+        bit for bit.
       console: where the progress bar and warnings go.
+      stop: asked after every round; the number of a signal ends the run there, with a checkpoint.
 
     Returns:
       The content of summary.json.
 
     Raises:
-      InputError: for bad settings or files, or if `out` cannot be written.
+      Stopped: as `stop` asks for.
+      InputError: for bad settings or files, if `out` cannot be written or another process works in it, or if
+        what is there is another run.
     """
-    out = Path(out)
-    check_out(out, method_name, cfg, resume)
-    if resume and (out / "summary.json").exists():  # written last of all
-        return report.load_summary(out)
-    console = console or Console(stderr=True)
+    out, console = Path(out), console or Console(stderr=True)
+    if resume:
+        return _resume(method_name, cfg, out, console, stop)
+    check_new(out)
+    check_folder(out)
     exp = build(method_name, cfg)
-    if not resume:
-        claim(out, method_name, cfg)
+    memory.check(exp, cfg)
+    with claimed(out, method_name, cfg):
+        return _complete(exp, method_name, cfg, out, None, console, stop)
+
+
+def _resume(
+    method_name: str, cfg: RunConfig, out: Path, console: Console, stop: Callable[[], int | None]
+) -> dict[str, Any]:
+    """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
+    finished = finished_summary(out, method_name, cfg)
+    if finished and not missing_figures(out, finished):
+        return finished
+    with alone(out):
+        folder = out / "checkpoints"
+        there = checkpoint.steps(folder)
+        if finished and not there:
+            return finished  # nothing is left to draw its figures from
+        before = checkpoint.origin_of(folder)
+        since = origin.check_settings(before, method_name, cfg, there, out)
+        exp = build(method_name, cfg)
+        memory.check(exp, cfg)
+        if before:
+            origin.check_digests(before, exp.inputs, out)
+        _extend(out, method_name, cfg, [step for step in there if step > since])
+        return _complete(exp, method_name, cfg, out, finished, console, stop)
+
+
+def _complete(
+    exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
+    console: Console, stop: Callable[[], int | None],
+) -> dict[str, Any]:  # fmt: skip
+    """All rounds that are to come, and what is written at the end; `finished`: the summary, if only figures
+    are to come."""
     tell(exp.inputs, console)
+    say_line = lambda line: say(console, line)
+    facts = origin.of_run(method_name, cfg, exp.inputs)
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
-        state, records, done = begin(exp, manager, resume)
+        state, records, done = begin(exp, manager, say_line)
         with Clock(records.seconds) as clock:
             exp = with_queries(exp, cfg, clock)
             train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
             exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
-            state = _loop(exp, cfg, state, records, done, manager, clock, out, console)
+            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop)
             with clock("eval"):
                 final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
                 personal, drawn = personal_accuracy(*final), sampled_calibration(*final)
                 rebuilt = restored_images(exp, state.server)
         checkpoint.finish(manager)
-    summary = summarize(exp, method_name, cfg, records, personal) | {"calibration_drawn": drawn}
-    if rebuilt:
+    summary = finished or summarize(exp, method_name, cfg, records, personal) | {"calibration_drawn": drawn}
+    if rebuilt and not finished:
         summary["restored"] = measure(*rebuilt)
-        draw_restored(out / "figures" / "restored.png", *rebuilt[0])
-    draw(exp, summary, out / "figures")
     report.write_json(out / "summary.json", summary)
+    for name, picture in figures(exp, summary, rebuilt).items():
+        _drawn(out / "figures" / name, picture, say_line)
     for line in warnings_of(records):
-        console.print(line, soft_wrap=True, highlight=False)
+        say_line(line)
     return summary
 
 
-def check_out(out: Path, method_name: str, cfg: RunConfig, resume: bool) -> None:
-    """Check, before anything slow, that the run directory is new or, with `resume`, this run's.
+def figures(exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None) -> dict:
+    """File name -> draw(path), of all figures of the run."""
+    own = figures_of(exp, summary)
+    return own | {RESTORED: lambda path: draw_restored(path, *rebuilt[0])} if rebuilt else own
+
+
+def missing_figures(out: Path, summary: dict[str, Any]) -> list[str]:
+    """The figures of a finished run that are not there."""
+    names = (*FIGURES, *((RESTORED,) if "restored" in summary else ()))
+    return [name for name in names if not (out / "figures" / name).exists()]
+
+
+def _drawn(path: Path, picture: Callable[[Path], None], tell: Callable[[str], None]) -> None:
+    """A figure that cannot be drawn is told: the run and its numbers do not depend on it."""
+    try:
+        picture(path)
+    except Exception as error:
+        tell(f"warning: the figure {path} could not be drawn: {type(error).__name__}: {error}")
+
+
+def finished_summary(out: Path, method_name: str, cfg: RunConfig) -> dict[str, Any] | None:
+    """The summary of a run that is finished; None if it is not, or is to have another number of rounds.
 
     Raises:
-      InputError: if it holds something already, or was made with other settings.
+      InputError: if it was finished with other settings than config.yaml now has, or these.
     """
-    if resume:
-        before, now = config.load_yaml(out / "config.yaml"), yaml.safe_load(config.to_yaml(method_name, cfg))
-        differ = config.differences(before, now)
-        if differ:
-            raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ)}")
-    else:
-        check_new(out)
+    origin.check_file(out, method_name, cfg, may=("rounds",))
+    try:
+        summary = report.load_summary(out)
+    except InputError:
+        return None  # there is none, or it is damaged and will be made again
+    then = {"method": method_name, **summary.get("config", {})}
+    differ = origin.differing(then, origin.plain_settings(method_name, cfg))
+    if set(differ) - {"rounds"}:
+        named = ", ".join(differ.values())
+        raise InputError(f"resume: {str(out)!r} was finished with other settings: {named}")
+    return None if differ else summary
+
+
+def _extend(out: Path, method_name: str, cfg: RunConfig, beyond: list[int]) -> None:
+    """Where a run gets another number of rounds: the checkpoints after the last round that both numbers have
+    in common, and a summary, are set aside, and config.yaml has the new number."""
+    if config.load_yaml(out / "config.yaml").get("rounds") == cfg.rounds and not beyond:
+        return
+    if (out / "summary.json").exists():
+        aside = out / checkpoint.ASIDE
+        aside.mkdir(exist_ok=True)
+        os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")
+    for step in beyond:
+        checkpoint.set_aside(out / "checkpoints", step)
+    write_text(out / "config.yaml", config.to_yaml(method_name, cfg))
 
 
 def check_new(out: Path) -> None:
-    """Check that nothing is at `out` yet, but perhaps an empty folder.
+    """Check that nothing is at `out` yet, but perhaps an empty folder, or one that a process is about to use.
 
     Raises:
       InputError: if there is.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
         raise InputError(f"out: {str(out)!r} exists already; give a new folder, or go on with --resume {out}")
 
 
-def claim(out: Path, method_name: str, cfg: RunConfig) -> None:
-    """Make the run directory and write config.yaml; no half of it stays if that fails.
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Nobody else works in the run directory until the block ends.
 
     Raises:
-      InputError: if it cannot be written.
+      InputError: if somebody does, or it cannot be written.
     """
-    try:
-        (out / "checkpoints").mkdir(parents=True)
-        (out / "figures").mkdir()
-        write_text(out / "config.yaml", config.to_yaml(method_name, cfg))
-    except OSError as error:
-        for folder in (out / "figures", out / "checkpoints", out):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned(out / LOCK))
+        except BlockingIOError:
+            raise InputError(
+                f"out: another process is at work in {str(out)!r}; wait for its end, or give another folder"
+            ) from None
+        except OSError as error:
+            raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
+        yield
+
+
+@contextlib.contextmanager
+def claimed(out: Path, method_name: str, cfg: RunConfig) -> Iterator[None]:
+    """Make the run directory, with config.yaml, and own it; no half of it stays if that fails.
+
+    Raises:
+      InputError: if it cannot be written, or somebody else has made it in the meantime.
+    """
+    made = not out.exists()
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(out))
+            check_new(out)
+        except OSError as error:
+            raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
+        own = [out / "checkpoints", out / "figures"]
+        try:
+            for folder in own:
+                folder.mkdir()
+            write_text(out / "config.yaml", config.to_yaml(method_name, cfg))
+        except OSError as error:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # which removes empty folders only
-        raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
+                (out / LOCK).unlink()
+                for folder in [*own, *([out] if made else [])]:
+                    folder.rmdir()  # which removes empty folders only
+            raise InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}") from None
+        yield
 
 
-def begin(exp: Experiment, manager: CheckpointManager, resume: bool) -> tuple[State, Records, int]:
-    """The state before the first round, or the newest checkpoint's, and how many rounds it has behind it."""
+def begin(
+    exp: Experiment, manager: CheckpointManager, tell: Callable[[str], None]
+) -> tuple[State, Records, int]:
+    """The state before the first round, or the newest whole checkpoint's, and how many rounds it has behind
+    it."""
     server = jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
     key = jax.random.fold_in(exp.key, CLIENTS)
     clients = init_clients(exp.method, server, exp.setting.clients, key)
     state = State(server, clients, jax.random.key_data(exp.key))
-    snapshot = checkpoint.latest(manager, state) if resume else None
+    snapshot = checkpoint.latest(manager, state, tell)
     if snapshot is None:
         return state, Records(), 0
     return snapshot.state, Records(**snapshot.records), snapshot.step
 
 
 def _loop(
-    exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, manager: CheckpointManager,
-    clock: Clock, out: Path, console: Console,
+    exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
+    manager: CheckpointManager, clock: Clock, out: Path, console: Console, stop: Callable[[], int | None],
 ) -> State:  # fmt: skip
     """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
@@ -154,7 +268,7 @@ def _loop(
     # again.
     write_text(log, "".join(json_line(line) for line in records.rounds))
     play = make_play(exp, cfg, records, clock)
-    past = _past(exp, state, out / KEPT, done // cfg.rounds)
+    past = _past(exp, state, out / KEPT, records.kept)
     with progress_bar(console) as progress:
         bar = progress.add_task("", total=steps, completed=done, **shown(records))
         for step in range(done, steps):
@@ -163,7 +277,7 @@ def _loop(
             state, kept, done_round = play(state, past, t, r, last)
             if kept is not None:
                 past += (kept,)
-                archive.save_task(out / KEPT, t, kept)
+                records.kept.append(archive.save_task(out / KEPT, t, kept))
                 records.add(kept_rows=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
@@ -171,21 +285,26 @@ def _loop(
                 if last:
                     records.keep(*row)
             line = record(records, t, r, done_round, *row)
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json_line(line))
-            if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1:
-                checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, dataclasses.asdict(records)))
+            warned = stop()
+            with postponed():
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json_line(line))
+                if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1 or warned:
+                    host = dataclasses.asdict(records)
+                    checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, host, facts))
             progress.update(bar, advance=1, **shown(records))
+            if warned and step < steps - 1:
+                raise Stopped(warned)
     return state
 
 
-def _past(exp: Experiment, state: State, folder: Path, tasks: int) -> tuple[Kept, ...]:
-    """What the server has kept of the first tasks, of a run that goes on."""
+def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[Kept, ...]:
+    """What the server has kept of the first tasks, in files of these checksums, of a run that goes on."""
     if exp.method.rehearsal is None:
         return ()
     turn = Turn.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
     template = jax.eval_shape(exp.method.rehearsal.kept, turn, state.server)
-    return archive.load_tasks(folder, tasks, template)
+    return archive.load_tasks(folder, sha256, template)
 
 
 def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -> Callable:

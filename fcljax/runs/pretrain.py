@@ -61,7 +61,7 @@ class PretrainConfig:
     # how many characters of the alphabet to learn
     classes: int = option(len(PRETRAIN), least=2, most=len(PRETRAIN))
     validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
-    seed: int = option(0, least=0)  # of initial weights and images
+    seed: int = option(0, least=0, most=2**32 - 1)  # of initial weights and images
 
 
 class State(NamedTuple):

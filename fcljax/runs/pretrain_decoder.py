@@ -73,7 +73,7 @@ _EVERY = 20  # steps between updates of the progress bar
 _POINTS = 50  # of the loss curve, at most
 _PANEL = 8  # images in the figure
 # what does not change what is trained
-_ELSEWHERE = ("out", "resume", "checkpoint_every", "data_dir")
+_ELSEWHERE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Records:
     where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
     `uploads` counts the clients that took part in each of the method's rounds. `clients`: after each task,
     every client's accuracies per task, where clients are evaluated as themselves. `told`, `clients_told`: the
-    same where the task of each row is told."""
+    same where the task of each row is told. `kept`: sha256 of the file of each finished task, where the
+    server keeps something of it."""
 
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
@@ -41,6 +42,7 @@ class Records:
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
     told: list[list[float]] = dataclasses.field(default_factory=list)
     clients_told: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    kept: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""

@@ -6,6 +6,7 @@ a temporary name in its folder and then renamed, so a reader never meets half a 
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 
-from fcljax.errors import InputError
+from fcljax.errors import InputError, one_line
 from fcljax.files import atomic, write_text
 
 # Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too faint on white
@@ -27,6 +28,7 @@ MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
 INK = "#333333"
 MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
+MOST_OF_NAME = 80  # characters of a run's name in a legend
 MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
 
 SUMMARY_FIELDS = {
@@ -73,7 +75,7 @@ def load_summary(run_dir: str | Path) -> dict[str, Any]:
         raise InputError(f"run: {str(run_dir)!r} has no summary.json; has the run finished?")
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     missing = _missing(summary)
     if missing:
@@ -101,7 +103,7 @@ def accuracy_curve(path: str | Path, runs: Series, spread: Series | None = None)
         color = PALETTE[i % len(PALETTE)]
         style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]}
         edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
-        axes.plot(tasks, percent, label=name, color=color, linewidth=1.8, **style, **edge)
+        axes.plot(tasks, percent, label=_words(name), color=color, linewidth=1.8, **style, **edge)
         if spread and name in spread:
             half = 100 * np.asarray(spread[name], float)
             axes.fill_between(tasks, percent - half, percent + half, color=color, alpha=0.18, linewidth=0)
@@ -218,7 +220,8 @@ def contact_sheet(
             axes.set_axis_off()
         for image, axes in zip(row, cells, strict=False):
             axes.imshow(image, interpolation="nearest")
-        cells[0].set_title(name if len(name) <= 24 else f"{name[:23]}\u2026", loc="left", fontsize=8)
+        short = name if len(name) <= 24 else f"{name[:23]}\u2026"
+        cells[0].set_title(_words(short), loc="left", fontsize=8)
     return _save(path, figure)
 
 
@@ -301,6 +304,14 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _words(text: str) -> str:
+    """A user's text for a figure: a dollar is no formula, and a name that begins with _ not hidden from the
+    legend."""
+    line = one_line(text)
+    line = line if len(line) <= MOST_OF_NAME else f"{line[: MOST_OF_NAME // 2]} ... {line[-20:]}"
+    return f"{' ' if line.startswith('_') else ''}{line}".replace("$", r"\$")
+
+
 def _open_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -313,7 +324,8 @@ def _ticks(tasks: int) -> list[int]:
 def _save(path: str | Path, figure: Figure) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path) as temporary:
+    with atomic(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font has not
         # so the same data give the same bytes
         figure.savefig(temporary, format="png", metadata={"Software": None})
     return path

@@ -1,7 +1,7 @@
 """One method over several seeds: a run directory for each in one folder, and what they say together."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from rich.console import Console
 from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
-from fcljax.files import write_text
-from fcljax.runs import loop, metrics, report
+from fcljax.files import check_folder, write_text
+from fcljax.runs import loop, metrics, origin, report
+from fcljax.terminal import say
 
 LIST = "seeds.yaml"
 MOST = 100  # more at once is rather a seed that was taken for a number of seeds
@@ -25,7 +26,7 @@ def parse_seeds(text: str, first: int) -> list[int]:
       InputError: for what is neither, for a seed that comes twice, or for no or too many seeds.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() for part in parts):
+    if not parts or not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
         raise InputError(f"seeds: {text!r} is no number of seeds and no list of them, such as 3 or 1,2,3")
     if "," in text:
         seeds = [int(part) for part in parts]
@@ -55,8 +56,9 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 
 def run_seeds(
-    method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console
-) -> list[dict[str, Any]]:
+    method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console,
+    stop: Callable[[], int | None] = lambda: None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
 
     Writes seeds.json: mean and deviation over the seeds, and the values.
@@ -68,6 +70,7 @@ def run_seeds(
       out: the folder; a new one, unless `resume`.
       resume: go on with what is in `out`.
       console: where progress bars and warnings go.
+      stop: as of `loop.run`.
 
     Returns:
       The runs' summaries.
@@ -76,17 +79,29 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out = Path(out)
-    if not resume:
+    if resume:
+        origin.check_file(out, method, cfg)
+    else:
         loop.check_new(out)
-    out.mkdir(parents=True, exist_ok=True)
+        check_folder(out)
+        out.mkdir(parents=True, exist_ok=True)
+    with loop.alone(out):
+        return _run_all(method, cfg, seeds, out, console, stop)
+
+
+def _run_all(
+    method: str, cfg: RunConfig, seeds: Sequence[int], out: Path, console: Console,
+    stop: Callable[[], int | None],
+) -> list[dict[str, Any]]:  # fmt: skip
     write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
     write_text(out / "config.yaml", config.to_yaml(method, cfg))
     summaries = []
     for place, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        console.print(f"seed {seed}, {place + 1} of {len(seeds)}", highlight=False)
+        say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
         begun = (folder / "config.yaml").exists()
-        summaries.append(loop.run(method, dataclasses.replace(cfg, seed=seed), folder, begun, console))
+        own = dataclasses.replace(cfg, seed=seed)
+        summaries.append(loop.run(method, own, folder, begun, console, stop))
     report.write_json(out / "seeds.json", over_seeds(summaries))
     return summaries
 

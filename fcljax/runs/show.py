@@ -10,6 +10,7 @@ from fcljax.config import DealConfig
 from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
+from fcljax.files import check_folder
 from fcljax.runs import report
 from fcljax.runs.inputs import load_split
 from fcljax.scenario import deal
@@ -39,6 +40,7 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
     for file in files:
         if file.exists():
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
+    check_folder(out)
     dataset = load_split(cfg, cfg.image_size or 224)
     classes = len(dataset.class_names)
     dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)

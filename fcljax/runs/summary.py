@@ -1,6 +1,7 @@
 """The results of a run: what summary.json says, what a user must be told, and the run's figures."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,13 +218,20 @@ def _rate(amount: float | int, seconds: float) -> float:
     return amount / seconds if seconds > 0 else float("nan")
 
 
-def draw(exp: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    """The run's figures: accuracy curve, accuracy matrix, reliability, who holds which class (of a redrawn
-    population: in the mean round)."""
+FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
+
+
+def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
+    """File name -> draw(path), of FIGURES: accuracy curve, accuracy matrix, reliability, who holds which
+    class (of a redrawn population: in the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
     redrawn, held = summary["config"]["population"] != "static", exp.scenario.holdings
-    report.accuracy_curve(folder / "accuracy.png", {name: summary["A"]})
-    report.accuracy_matrix(folder / "matrix.png", summary["accuracy"])
-    report.reliability(folder / "reliability.png", summary["calibration"])
     holdings = held / exp.setting.rounds if redrawn else held
-    report.class_holdings(folder / "classes.png", holdings, [task.classes for task in exp.scenario.tasks])
+    classes = [task.classes for task in exp.scenario.tasks]
+    pictures = (
+        lambda path: report.accuracy_curve(path, {name: summary["A"]}),
+        lambda path: report.accuracy_matrix(path, summary["accuracy"]),
+        lambda path: report.reliability(path, summary["calibration"]),
+        lambda path: report.class_holdings(path, holdings, classes),
+    )
+    return dict(zip(FIGURES, pictures, strict=True))

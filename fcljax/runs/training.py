@@ -14,6 +14,7 @@ from rich.progress import (
 
 from fcljax.data.glyphs import Fields, Style, sample_glyphs
 from fcljax.errors import InputError
+from fcljax.files import check_folder
 from fcljax.options import fields_of
 
 # apart from the seeds that experiments use, so that choices made here leave their data sets unseen
@@ -24,7 +25,7 @@ def check_weights_file(out: Path) -> None:
     """Check, before anything slow, that weights can go there.
 
     Raises:
-      InputError: for another suffix or a missing folder.
+      InputError: for another suffix, or a folder that is not there or cannot be written.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
@@ -33,6 +34,7 @@ def check_weights_file(out: Path) -> None:
         )
     if not out.absolute().parent.is_dir():
         raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
+    check_folder(out.absolute().parent)
 
 
 def fresh_letters(

@@ -41,6 +41,8 @@ import fcljax
 from fcljax.data.files import prepared
 from fcljax.data.files.images import one_line
 from fcljax.errors import InputError
+from fcljax.files import temporary_folder
+from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
 # how many times its own size an archive may grow; the official ones hold compressed images and hardly do
@@ -215,7 +217,7 @@ def fetch(
     root = folder / archives[0].place.parts[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with prepared.alone(root, console), prepared.temporary_folder(root) as stage:
+        with prepared.alone(root, console), temporary_folder(root) as stage:
             if not all((folder / archive.place).exists() for archive in archives):
                 _fetch(name, archives, folder, stage, console, timeout)
     except _Failed as error:
@@ -243,7 +245,7 @@ def _fetch(
 ) -> None:
     parts = [_part(folder, archive) for archive in archives]
     _check_space(name, archives, parts, folder)
-    prepared.say(console, f"downloading {name}, {volume(archives)}, to {folder}")
+    say(console, f"downloading {name}, {volume(archives)}, to {folder}")
     with _progress(console) as progress:
         for archive, part in zip(archives, parts, strict=True):
             _get(archive, part, progress, timeout)
@@ -313,6 +315,8 @@ def _move(source: Path, target: Path) -> None:
 
 def _get(archive: Archive, part: Path, progress: Progress, timeout: float) -> None:
     """The whole archive, checked, at `part`."""
+    if part.is_symlink():
+        raise _Failed(f"{str(part)!r} is a link, which is not followed; remove it")
     task = progress.add_task(archive.file, total=archive.bytes)
     try:
         if _size(part) < archive.bytes:
@@ -334,7 +338,7 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
     try:
         with _answer(archive, done, timeout) as response:
             done = done if response.status == 206 else 0
-            with part.open("ab" if done else "wb") as stream:
+            with open(part, "ab" if done else "wb", opener=_no_link) as stream:
                 while block := _read(archive, response, done):
                     done += len(block)
                     if done > archive.bytes:
@@ -346,6 +350,10 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
             part.unlink()
     if done < archive.bytes:
         raise _Failed(_broken_off(archive, done, "the connection was closed"))
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _read(archive: Archive, response: Any, done: int) -> bytes:

@@ -19,6 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from fcljax.data.augment import Geometry
 from fcljax.errors import InputError
+from fcljax.files import open_regular
 
 Picture = Path | bytes | UInt8[np.ndarray, "H W C"]  # a file, its content, or its pixels: grey (C = 1) or RGB
 Fit = Callable[[Image.Image], Image.Image]
@@ -90,7 +91,7 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
 
     Raises:
       InputError: for what is no image or not to be decoded, naming `name`.
-      OSError: for a file that cannot be opened.
+      OSError: for a file that cannot be opened, or is no regular one.
     """
     if isinstance(picture, np.ndarray):
         return picture.shape[0], picture.shape[1]
@@ -121,7 +122,7 @@ def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
 
 
 def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:
-    with io.BytesIO(picture) if isinstance(picture, bytes) else picture.open("rb") as stream:
+    with io.BytesIO(picture) if isinstance(picture, bytes) else open_regular(picture) as stream:
         try:
             with Image.open(stream, formats=_FORMATS) as image:
                 _check_header(image, name)

@@ -34,6 +34,7 @@ from fcljax.data.files.download import OFFICIAL, volume
 from fcljax.data.files.images import one_line
 from fcljax.data.files.prepared import Listing, Split
 from fcljax.errors import InputError
+from fcljax.files import in_home, read_text
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 
@@ -51,6 +52,7 @@ _FASHION = (
     "Bag",
     "Ankle boot",
 )
+_LIST_BYTES = 1 << 24  # most of a list of classes
 _DRAWINGS = 5  # of each Omniglot character that are for testing
 _SUBSET_SEED = 1993  # of the ImageNet subsets
 
@@ -146,7 +148,7 @@ def class_list(path: str | Path) -> tuple[str, ...]:
       InputError: for a file that cannot be read, names no class or names one twice.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_text(in_home(path, "class_list"), _LIST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"class_list: {str(path)!r} cannot be read ({one_line(error)}); "

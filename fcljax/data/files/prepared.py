@@ -7,17 +7,15 @@ a hash of whatever decides the pixels: change a source file or the geometry and 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
@@ -29,7 +27,8 @@ import fcljax
 from fcljax.data.augment import Geometry
 from fcljax.data.files.images import Decoded, Fit, Picture, decode, fits, quiet, size_of
 from fcljax.errors import InputError
-from fcljax.files import write_text
+from fcljax.files import leftovers, owned, temporary_folder, write_text
+from fcljax.terminal import say
 
 FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the key
 
@@ -129,7 +128,8 @@ def build(
 
 
 def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
-    """The prepared data set in `target`. Sizes of files and shapes are checked, with `full` every byte.
+    """The prepared data set in `target`. Labels and sizes are compared with their checksums; images are too
+    if their file's size or time is not the one that was noted, and always with `full`.
 
     Raises:
       InputError: for a damaged one, with the command that rebuilds it (of the data set `name`).
@@ -137,6 +137,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
     try:
         manifest = read_manifest(target)
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
+        _note_times(target, manifest)
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
         if any(
@@ -169,7 +170,10 @@ def read_manifest(target: Path) -> dict[str, Any]:
     Raises:
       OSError, ValueError: if there is none or it is damaged.
     """
-    manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+    try:
+        manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError("manifest.json is not of this version")
     return manifest
@@ -185,11 +189,6 @@ def info(prepared: Prepared) -> PreparedInfo:
 def digest(arrays: dict[str, np.ndarray]) -> str:
     """sha256 over the arrays, their names, types and shapes."""
     return _digest({key: _sha256(array) for key, array in arrays.items()})
-
-
-def say(console: Console, line: str) -> None:
-    """Print a note as it is: paths may look like markup."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _digest(sums: dict[str, str]) -> str:
@@ -219,36 +218,16 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 @contextlib.contextmanager
 def alone(target: Path, console: Console) -> Iterator[None]:
     """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
-    with open(target.parent / f".{target.name}.lock", "w") as handle:
-        _lock(handle, target, console)
+    wait = lambda: say(console, f"waiting for another process that prepares {target.name}")
+    with owned(target.parent / f".{target.name}.lock", wait) as locked:
+        # Where files cannot be locked all processes decode, the first to finish wins, and each removes what
+        # is its own.
+        for left in leftovers(target) if locked else ():
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
-def _lock(handle: IO, target: Path, console: Console) -> None:
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(console, f"waiting for another process that prepares {target.name}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:
-        return  # where files cannot be locked all processes decode, and the first to finish wins
-    for left in target.parent.glob(f".{target.name}.tmp-*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def temporary_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.tmp-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _move(folder: Path, target: Path, force: bool) -> None:
-    folder.chmod(0o755)
     if force and target.exists():
         with temporary_folder(target) as old:
             target.rename(old / "old")  # whoever has it mapped keeps it
@@ -458,6 +437,7 @@ def _facts(path: Path, sha256: str) -> dict:
         "shape": list(array.shape),
         "dtype": array.dtype.str,
         "bytes": path.stat().st_size,
+        "time": path.stat().st_mtime_ns,
         "sha256": sha256,
     }
 
@@ -468,6 +448,17 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    if full and _sha256(array) != facts["sha256"]:
+    touched = path.stat().st_mtime_ns != facts.get("time")
+    if (full or touched or not path.name.startswith("x")) and _sha256(array) != facts["sha256"]:
         raise ValueError(f"{path.name} does not match its checksum")
     return array
+
+
+def _note_times(target: Path, manifest: dict[str, Any]) -> None:
+    """Files that were copied have other times; once they are known to be whole, these are noted."""
+    times = {key: (target / f"{key}.npy").stat().st_mtime_ns for key in manifest["arrays"]}
+    if times == {key: facts.get("time") for key, facts in manifest["arrays"].items()}:
+        return
+    arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
+    with contextlib.suppress(OSError):  # of somebody else: then they are compared every time
+        write_text(target / "manifest.json", json.dumps({**manifest, "arrays": arrays}, indent=1))

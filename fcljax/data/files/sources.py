@@ -26,6 +26,8 @@ from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
+from fcljax.files import check_folder, in_home, machine_memory
+from fcljax.terminal import say
 
 _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
@@ -89,6 +91,7 @@ def load_dataset(
     glyph_train: int = 200,
     glyph_test: int = 50,
     seed: int = 0,
+    verify: bool = False,
     console: Console | None = None,
 ) -> Dataset:
     """The data set of that name, one of `DATASETS`. Nothing is downloaded.
@@ -102,6 +105,7 @@ def load_dataset(
       glyph_train: training images per class of `glyphs`.
       glyph_test: test images per class of `glyphs`.
       seed: of `glyphs`. All other splits are fixed.
+      verify: compare prepared images with their checksums even if their files have not been touched.
       console: for the progress of decoding and for notes; standard error when None.
 
     Raises:
@@ -112,7 +116,7 @@ def load_dataset(
     options = _Options(
         geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
     )
-    return _loaded(name, options)
+    return _loaded(name, options, verify)
 
 
 def prepare(
@@ -146,12 +150,17 @@ def prepare(
         arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
         counts = len(dataset.y_train), len(dataset.y_test)
         return PreparedInfo(None, counts, sum(array.nbytes for array in arrays), dataset.digest, ())
+    check_folder(options.data, "data_dir")
     return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax."""
-    return Path(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax").expanduser()
+    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax.
+
+    Raises:
+      InputError: for a home folder that does not exist.
+    """
+    return in_home(data_dir or os.environ.get("FCLJAX_DATA") or "~/.cache/fcljax", "data_dir")
 
 
 def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
@@ -195,22 +204,24 @@ def _kind(name: str, options: _Options) -> str:
     return kind
 
 
-def _loaded(name: str, options: _Options) -> Dataset:
-    kept = _kind(name, options) in _KEPT
-    return _in_memory(name, options) if kept else _dataset(name, _from_cache(name, options))
+def _loaded(name: str, options: _Options, full: bool = False) -> Dataset:
+    if _kind(name, options) in _KEPT:
+        return _in_memory(name, options, full)
+    return _dataset(name, _from_cache(name, options, full=full))
 
 
 def _path(name: str) -> Path:
-    return Path(name.partition(":")[2]).expanduser()
+    return in_home(name.partition(":")[2], "dataset")
 
 
-def _in_memory(name: str, options: _Options) -> Dataset:
+def _in_memory(name: str, options: _Options, full: bool = False) -> Dataset:
     if name == "digits":
         dataset = _digits()
     elif name == "glyphs":
         dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
     elif name.startswith("mix:"):
-        return mixed(name, [_loaded(source, options) for source in name.removeprefix("mix:").split("+")])
+        sources = name.removeprefix("mix:").split("+")
+        return mixed(name, [_loaded(source, options, full) for source in sources])
     else:
         dataset = _npz(name, _path(name))
     arrays = {key: getattr(dataset, key) for key in ("x_train", "y_train", "x_test", "y_test")}
@@ -277,14 +288,14 @@ def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, forc
     target = prepared.place(options.data / "prepared", label, kind, scan.fingerprint, options.geometry)
     fresh = force or not target.exists()
     if fresh:
-        prepared.say(options.console, f"preparing {name} from {raw.where}, once")
+        say(options.console, f"preparing {name} from {raw.where}, once")
         listing = scan.listing()
         count, official = (
             len(listing.train.names) + len(listing.test.names),
             NAMED[name].images if name in NAMED else None,
         )
         if official and count != official:
-            prepared.say(
+            say(
                 options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}"
             )
         facts = {
@@ -409,6 +420,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                         f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; "
                         "save it again"
                     )
+            size = sum(info.file_size for info in archive.infolist())
+            if size > machine_memory() // 2:
+                raise InputError(
+                    f"dataset: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is half of "
+                    f"the machine's memory, {machine_memory() / 2**31:.1f} GiB"
+                )
             present = {member.removesuffix(".npy") for member in archive.namelist()}
         missing = [key for key in keys if key not in present]
         if missing:

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
-from fcljax.files import atomic
+from fcljax.files import atomic, check_folder
 from fcljax.models.convnet import Stem
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import CONVNETS, Colour, ConvNetConfig, NetworkConfig, make_network
@@ -644,6 +644,7 @@ def _target(source: str, target: str | None) -> Path:
         raise InputError(f"target: {str(path)!r} exists; give another name")
     if not path.parent.is_dir():
         raise InputError(f"target: there is no folder {str(path.parent)!r}")
+    check_folder(path.parent, "target")
     return path
 
 

@@ -1,0 +1,625 @@
+"""What is promised of runs: nothing that a user, another process or a machine does loses one or falsifies its
+numbers. docs/trust.md names these tests."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import small_runs
+import yaml
+from PIL import Image
+from rich.console import Console
+from small_runs import COMMON, assert_same_run
+
+from fcljax import cli
+from fcljax.data.files import download, prepared, sources
+from fcljax.errors import InputError, one_line
+from fcljax.files import owned, write_text
+from fcljax.runs import build, checkpoint, loop, origin, report, signals
+
+ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]
+
+
+@pytest.fixture
+def linear():
+    return small_runs.finished("linear")
+
+
+@pytest.fixture
+def cut(linear, tmp_path):
+    """A copy of a finished run whose summary and figures were not written yet."""
+    out = shutil.copytree(linear, tmp_path / "cut")
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "figures")
+    return out
+
+
+def resume(out, *options, method="linear"):
+    return cli.main(["run", method, "--resume", str(out), *options])
+
+
+def content(folder):
+    return {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != loop.LOCK
+    }
+
+
+def refused(capsys, out, *options):
+    """The one line with which the run in `out` is not gone on with; nothing in it has changed."""
+    before = content(out)
+    assert resume(out, *options) == 2
+    assert content(out) == before
+    err = capsys.readouterr().err
+    assert err.startswith("fcljax: ") and err.count("\n") == 1
+    return err
+
+
+# ---- a finished run is never lost --------------------------------------------------------------------------
+
+
+def test_a_figure_that_cannot_be_drawn_costs_a_warning_and_is_drawn_when_it_can_be(
+    cut, linear, monkeypatch, capsys
+):
+    def broken(*args):
+        raise RuntimeError("no [/ink] left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "accuracy_curve", broken)
+        assert resume(cut) == 0
+    assert "accuracy.png could not be drawn: RuntimeError: no [/ink] left" in capsys.readouterr().err
+    assert_same_run(cut, linear, but=("traces",))  # this process has played no round
+    assert {path.name for path in (cut / "figures").iterdir()} == {
+        "matrix.png", "reliability.png", "classes.png"
+    }  # fmt: skip
+    before = (cut / "summary.json").read_bytes()
+    assert resume(cut) == 0
+    assert (cut / "figures" / "accuracy.png").exists() and (cut / "summary.json").read_bytes() == before
+
+
+NAMES = [
+    "a$x_$b",
+    "$\\frac{",
+    "o[/x]",
+    "[bold]",
+    "_hidden",
+    "\udcff\udc80",
+    "\u6f22\u5b57",
+    "a\nb\x00c",
+    "x" * 10**5,
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_figures_take_any_name(name, tmp_path):
+    path = report.accuracy_curve(tmp_path / "a.png", {name: [0.5, 0.25], f"{name} 2": [0.5, 0.5]})
+    report.contact_sheet(tmp_path / "b.png", [np.zeros((1, 2, 2, 3), np.uint8)], [name])
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["o[/x]", "a$x_$b", "\udcff"])
+def test_a_run_directory_may_have_any_name(name, linear, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(linear, name)
+    assert resume(name) == 0
+    assert f"run directory: {one_line(name)}" in capsys.readouterr().out
+    assert cli.main(["compare", name, "--out", f"{name}.png"]) == 0
+
+
+@pytest.mark.parametrize("field", ["--dataset", "--config", "--resume", "--checkpoint", "--adapter", "--lr"])
+def test_a_message_cuts_long_values(field, capsys):
+    assert cli.main(["run", "linear", field, "[/x]" * 25_000]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and len(err) < 4200 and "[/x]" in err and " ... " in err
+
+
+# ---- resume is the same run, or it is refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("field", "value"), [("lr", 0.5), ("seed", 7), ("rounds", 4), ("clients", 4)])
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_edited_config_is_refused_by_name(field, value, finished, linear, cut, tmp_path, capsys):
+    out = shutil.copytree(linear, tmp_path / "whole") if finished else cut
+    settings = yaml.safe_load((out / "config.yaml").read_text())
+    (out / "config.yaml").write_text(yaml.safe_dump(settings | {field: value}))
+    line = refused(capsys, out)
+    assert field in line and str(value) in line and str(settings[field]) in line
+
+
+def test_another_data_set_of_the_same_shape_is_refused(cut, monkeypatch, capsys):
+    digits = sources._digits()
+    image = digits.x_train.copy()
+    image[0, 0, 0] ^= 1
+    monkeypatch.setattr(sources, "_digits", lambda: digits._replace(x_train=image))
+    assert "resume: the images are not what the run" in refused(capsys, cut)
+
+
+def test_other_weights_of_the_same_shape_are_refused(cut, monkeypatch, capsys):
+    load = build.load_inputs
+    other = lambda cfg: (lambda found: found._replace(backbone=found.backbone._replace(digest="0")))(
+        load(cfg)
+    )
+    monkeypatch.setattr(build, "load_inputs", other)
+    assert "resume: the weights are not what the run" in refused(capsys, cut)
+
+
+@pytest.mark.parametrize(
+    ("had", "now", "method", "found"),
+    [
+        (3, 5, "linear", 2),
+        (3, 2, "linear", 1),
+        (9, 3, "linear", 2),
+        (3, 5, "./mine.py", None),
+        (2, 9, "linear", 1),
+    ],
+)
+def test_the_number_of_rounds_may_change_before_the_first_task_is_over(had, now, method, found, tmp_path):
+    """Of checkpoints after 1 to 6 rounds: those that both numbers have in common. What a method of one's own
+    makes of the number is not known."""
+    settings = lambda rounds: cli.settings("linear", {"rounds": rounds}, cli.Paths())
+    before = {"settings": origin.plain_settings(method, settings(had)), "digests": {}}
+    check = lambda steps: origin.check_settings(before, method, settings(now), steps, tmp_path)
+    if found:
+        assert check([6, 5, 4, 3, 2, 1]) == found
+    with pytest.raises(InputError, match="^rounds: "):
+        check([6, 5, 4, 3, 2, 1] if found is None else [9])
+
+
+@pytest.mark.long
+def test_a_run_of_one_task_may_get_more_rounds_and_then_equals_one_that_had_them(tmp_path, capsys):
+    longer, out = tmp_path / "longer", tmp_path / "out"
+    for rounds, folder in ((3, longer), (2, out)):
+        assert cli.main(["run", "linear", *ONE_TASK, "--rounds", str(rounds), "--out", str(folder)]) == 0
+    assert resume(out, "--rounds", "3") == 0
+    assert_same_run(out, longer)
+    assert yaml.safe_load((out / "config.yaml").read_text())["rounds"] == 3
+    kept = {path.name.partition("-")[0] for path in (out / checkpoint.ASIDE).iterdir()}
+    assert kept == {"checkpoint", "summary"}  # nothing is lost
+    before = content(out)
+    assert resume(out) == 0 and content(out) == before
+
+
+@pytest.mark.parametrize("rounds", ["2", "5"])
+def test_a_run_whose_first_task_is_over_gets_no_other_number_of_rounds(rounds, linear, cut, tmp_path, capsys):
+    for out in (cut, shutil.copytree(linear, tmp_path / "whole")):
+        line = refused(capsys, out, "--rounds", rounds)
+        assert line.startswith("fcljax: rounds: ") and line.endswith("nearest: 3\n")
+
+
+def test_other_tasks_are_another_run(linear, tmp_path, capsys):
+    out = shutil.copytree(linear, tmp_path / "whole")
+    assert "tasks (10, not 5)" in refused(capsys, out, "--tasks", "10")
+
+
+# ---- one owner ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_gets_one_line_and_changes_nothing(cut, capsys):
+    with owned(cut / loop.LOCK):
+        assert "another process is at work" in refused(capsys, cut)
+
+
+def test_of_two_that_make_the_same_folder_one_does(tmp_path, capsys):
+    settings = cli.settings("linear", {}, cli.Paths())
+    with loop.claimed(tmp_path / "out", "linear", settings):
+        before = content(tmp_path)
+        loop_check = pytest.raises(InputError, match="another process is at work")
+        with loop_check, loop.claimed(tmp_path / "out", "linear", settings):
+            pytest.fail("claimed twice")
+        assert content(tmp_path) == before and (tmp_path / "out" / "figures").is_dir()
+
+
+def test_where_files_cannot_be_locked_nobody_cleans_up_after_others(tmp_path, monkeypatch):
+    target, other = tmp_path / "digits", tmp_path / ".digits.tmp-of-another-process"
+    other.mkdir()
+
+    def unsupported(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", unsupported)
+        with prepared.alone(target, Console()):
+            assert other.exists()
+    with prepared.alone(target, Console()):
+        assert not other.exists()
+
+
+# ---- checkpoints that cannot lie ---------------------------------------------------------------------------
+
+
+def flip(path):
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def flip_arrays(folder):
+    flip(max((folder / "state").rglob("d/*"), key=lambda path: path.stat().st_size))
+
+
+def change_records(folder):
+    file = folder / "records" / "metadata"
+    host = json.loads(file.read_text())
+    host["records"]["accuracy"][0][0] += 0.25
+    file.write_text(json.dumps(host))
+
+
+def take_state_of_before(folder):
+    shutil.rmtree(folder / "state")
+    shutil.copytree(folder.parent / "14" / "state", folder / "state")
+
+
+def rename_the_one_before(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "14", folder)
+
+
+def half(folder):
+    (folder / "_CHECKPOINT_METADATA").unlink()
+
+
+DAMAGES = [flip_arrays, change_records, take_state_of_before, rename_the_one_before, half]
+
+
+# TensorStore's threads may say of a damaged file what the exception has said
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp_path):
+    folder, told = tmp_path / "checkpoints", []
+    state = lambda number: checkpoint.State(
+        {"w": np.full(5000, number, np.float32)}, (), np.zeros(2, np.uint32)
+    )
+    records = lambda number: {"accuracy": [[number / 100]], "counts": {}}
+    with checkpoint.open_checkpoints(folder, 2) as manager:
+        for step in (14, 15):
+            checkpoint.save(manager, checkpoint.Snapshot(step, state(step), records(step), {"settings": {}}))
+        checkpoint.finish(manager)
+    damage(folder / "15")
+    with checkpoint.open_checkpoints(folder, 2) as manager:
+        found = checkpoint.latest(manager, state(0), told.append)
+    assert found.step == 14 and found.records == records(14)
+    np.testing.assert_array_equal(found.state.server["w"], state(14).server["w"])
+    (line,) = told
+    assert line.startswith("resume: checkpoint 15 is damaged (") and line.endswith(" and 14 is used")
+    assert (tmp_path / checkpoint.ASIDE / "checkpoint-15").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_goes_on_before_a_damaged_checkpoint_and_past_strange_folders(cut, linear, capsys):
+    flip_arrays(cut / "checkpoints" / "15")
+    (cut / "checkpoints" / "99").mkdir()
+    (cut / "checkpoints" / "15 (copy)").mkdir()
+    assert resume(cut) == 0
+    err = capsys.readouterr().err
+    assert "checkpoint 99 is damaged (it is no checkpoint)" in err and "checkpoint 15 is damaged" in err
+    assert_same_run(cut, linear)
+    assert (cut / "checkpoints" / "15 (copy)").is_dir() and (
+        cut / checkpoint.ASIDE / "checkpoint-99"
+    ).is_dir()
+
+
+# ---- what is prepared --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    """A folder of images, and load(**options) -> its data set, from what is prepared once it is."""
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in ("a", "b"):
+            folder = tmp_path / "raw" / split / label
+            folder.mkdir(parents=True)
+            for i in range(3):
+                Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8)).save(folder / f"{i}.png")
+    name = f"folder:{tmp_path / 'raw'}"
+    return lambda **options: sources.load_dataset(name, data_dir=tmp_path / "data", **options)
+
+
+def images_file(tmp_path):
+    (file,) = (tmp_path / "data" / "prepared").glob("*/x_train.npy")
+    return file
+
+
+def test_images_that_were_touched_are_compared_with_their_checksum(shelf, tmp_path):
+    whole, file = shelf(), images_file(tmp_path)
+    content = file.read_bytes()
+    flip(file)
+    with pytest.raises(InputError, match="x_train.npy does not match its checksum.*prepare folder:.*--force"):
+        shelf()
+    file.write_bytes(content)
+    assert (shelf().x_train == whole.x_train).all()
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    assert manifest["arrays"]["x_train"]["time"] == file.stat().st_mtime_ns  # and not compared again
+
+
+def test_rot_that_leaves_size_and_time_is_found_by_verify(shelf, tmp_path, capsys):
+    shelf()
+    file = images_file(tmp_path)
+    before = file.stat()
+    flip(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    shelf()  # nobody has looked
+    with pytest.raises(InputError, match="x_train.npy does not match its checksum"):
+        shelf(verify=True)
+    arguments = ["--dataset", f"folder:{tmp_path / 'raw'}", "--data-dir", str(tmp_path / "data")]
+    run = ["run", "linear", *arguments, "--tasks", "2", "--image-size", "8", "--verify"]
+    assert cli.main([*run, "--out", str(tmp_path / "run")]) == 2
+    assert "does not match its checksum" in capsys.readouterr().err
+
+
+def test_labels_are_compared_with_their_checksum_always(shelf, tmp_path):
+    shelf()
+    file = images_file(tmp_path).with_name("y_train.npy")
+    before, content = file.stat(), np.load(file)
+    np.save(file, content[::-1])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(InputError, match="y_train.npy does not match its checksum"):
+        shelf()
+
+
+# ---- every input -------------------------------------------------------------------------------------------
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (ALIASES, "aliases are not read"),
+        ("tasks: &n 3\nclients: *n\n", "aliases are not read"),
+        ("[" * 50_000, "nested more than 20 deep"),
+        ("{a: " * 50_000, "nested more than 20 deep"),
+        ("lr: 1\n" * 200_000, "more than 1,048,576 bytes"),
+        ("tasks: 0x_\n", "not valid YAML"),
+        ("dataset: 2001-99-99\n", "not valid YAML"),
+        ("tasks: !!int foo\n", "not valid YAML"),
+        ("tasks: !!python/object:os.system x\n", "not valid YAML"),
+        ("? [1]\n: 2\n", "not valid YAML"),
+        (f"tasks: {'9' * 5000}\n", "not valid YAML"),
+        (f"tasks: {'9' * 400}\n", "tasks: a number of 1329 bits is too large"),
+        (f"lr: {'9' * 400}\n", "lr: 999"),
+        ("lr: 1.0e+300\n", "lr: 1e+300 is too large; nearest valid value: 3.4e+38"),
+        ('dataset: "npz:a\\0b"\n', "dataset: 'npz:a\\x00b' holds a NUL character"),
+        ("dataset: npz:~nosuchuser/x\n", "dataset: '~nosuchuser/x': no such home folder"),
+        ("data_dir: ~nosuchuser/x\n", "data_dir: '~nosuchuser/x': no such home folder"),
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_a_file_of_settings_is_refused_in_one_line_and_little_memory(text, word, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(text)
+    out = str(tmp_path / "run")
+    tracemalloc.start()
+    try:
+        assert cli.main(["run", "linear", "--config", str(tmp_path / "a.yaml"), "--out", out]) == 2
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+    err = capsys.readouterr().err
+    assert word in err and err.count("\n") == 1 and len(err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--image-size", "100000000"], "image_size: 100000000 is too large; nearest valid value: 6324"),
+        (["--rounds", "2000000000"], "rounds: 2000000000 is too large; nearest valid value: 100000"),
+        (["--clients", "2000000000"], "clients: 2000000000 is too large; nearest valid value: 1000000"),
+        (["--lanes", "9" * 30], f"lanes: {'9' * 30} is too large; nearest valid value: 2147483647"),
+        (["--image-size", "6000"], "an evaluation step; the device has "),
+        (["--batch-size", "2000000000"], "a training step; the device has "),
+        (["--adapter", "lora", "--lora-rank", "1000000000"], "what the server has; the device has "),
+    ],
+)
+def test_what_no_device_can_hold_is_refused_before_anything_is_compiled(options, words, tmp_path, capsys):
+    assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert "the device has" not in err or "GiB at the least" in err
+
+
+def test_pretrain_checks_its_options_as_run_does(tmp_path, capsys):
+    for option, value in (("--steps", "9" * 30), ("--seed", "9" * 30), ("--lr", "1e400")):
+        assert cli.main(["pretrain", option, value, "--out", str(tmp_path / "a.safetensors")]) == 2
+        assert capsys.readouterr().err.startswith(f"fcljax: {option[2:]}: ")
+
+
+def test_a_pipe_among_images_and_as_a_file_of_settings_is_refused(shelf, tmp_path, capsys):
+    pipe = tmp_path / "raw" / "train" / "a" / "9.png"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="9.png' cannot be read .no regular file"):
+        shelf(skip_corrupt=True)
+    assert cli.main(["run", "linear", "--config", str(pipe)]) == 2
+    assert cli.main(["run", "linear", "--config", "/dev/zero"]) == 2
+    assert capsys.readouterr().err.count("no regular file") == 2
+
+
+def test_without_a_home_folder_one_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("FCLJAX_DATA")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    with pytest.raises(InputError, match="^data_dir: .*no such home folder"):
+        sources.data_folder()
+    assert sources.data_folder(tmp_path) == tmp_path
+
+
+WRITERS = {
+    "run": ["run", "linear", "--dataset", "npz:absent.npz", "--out"],
+    "run --seeds": ["run", "linear", "--dataset", "npz:absent.npz", "--seeds", "2", "--out"],
+    "compare": ["compare", "absent", "--out"],
+    "data show": ["data", "show", "cifar100", "--out"],
+    "data prepare": ["data", "prepare", "cifar100", "--data-dir"],
+    "embed": ["embed", "--dataset", "npz:absent.npz", "--out"],
+    "convert": ["convert", "absent.safetensors"],
+    "pretrain": ["pretrain", "--out"],
+    "pretrain-decoder": ["pretrain-decoder", "--dataset", "npz:absent.npz", "--out"],
+}
+FILES = {"compare": "a.png", "embed": "a.npz"} | dict.fromkeys(
+    ("convert", "pretrain", "pretrain-decoder"), "a.safetensors"
+)
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_where_nothing_can_be_written_is_found_before_the_work(command, tmp_path, monkeypatch, capsys):
+    """The inputs are not there either, and it is not they that are named."""
+    target = Path("/proc") / FILES.get(command, "new")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*WRITERS[command], str(target)]) == 2
+    err = capsys.readouterr().err
+    assert "cannot write to '/proc" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# ---- signals -----------------------------------------------------------------------------------------------
+
+
+class Signalled(NamedTuple):
+    code: int
+    err: str
+    out: Path
+    lines: int
+
+
+def signalled(tmp_path, number, *options, moment=1):
+    """What a run of the program did that got a signal when it had logged some rounds."""
+    out = tmp_path / "run [/x]"
+    arguments = ["run", "linear", *small_runs.OPTIONS["linear"], *options, "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fcljax", *arguments], env=small_runs.environment(tmp_path),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log, end = out / "metrics.jsonl", time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < end:
+        if log.exists() and log.read_bytes().count(b"\n") >= moment:
+            process.send_signal(number)
+            break
+        time.sleep(0.005)
+    err = process.communicate(timeout=200)[1]
+    return Signalled(process.returncode, err, out, log.read_bytes().count(b"\n"))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "options"),
+    [
+        pytest.param(signal.SIGTERM, 143, [], marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, 130, [], marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, 138, ["--stop-signal", "USR1"], marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 143, ["--stop-signal", "TERM"], marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_leaves_a_whole_checkpoint_and_says_how_to_go_on(number, code, options, linear, tmp_path):
+    found = signalled(tmp_path, number, *options, "--checkpoint-every", "2" if options else "1", moment=3)
+    assert found.code == code and "Traceback" not in found.err
+    last = found.err.splitlines()[-1]
+    name = signal.Signals(number).name
+    assert last == f"fcljax: stopped by {name}; go on with: fcljax run linear --resume '{found.out}'"
+    assert not (found.out / "summary.json").exists() and found.lines < 15
+    steps = checkpoint.steps(found.out / "checkpoints")
+    assert steps[0] == found.lines if options else steps[0] >= found.lines - 1
+    assert resume(found.out, "--checkpoint-every", "1") == 0
+    assert_same_run(found.out, linear, but=("config",))
+
+
+def test_a_warning_is_asked_for_after_every_round_and_ends_it_with_a_checkpoint(cut):
+    """Of a run that has no checkpoint yet."""
+    shutil.rmtree(cut / "checkpoints")
+    settings = cli.settings("linear", {"checkpoint_every": 2}, cli.Paths(resume=str(cut)))
+    with pytest.raises(signals.Stopped) as caught:
+        loop.run("linear", settings, cut, True, stop=lambda: 10)
+    assert caught.value.number == 10 and checkpoint.steps(cut / "checkpoints") == [1]
+    assert (cut / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(cut, monkeypatch, capsys):
+    shutil.rmtree(cut / "checkpoints" / "15")
+    save = checkpoint.save
+
+    def signalled_save(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", signalled_save)
+    assert resume(cut) == 143
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"fcljax: stopped by SIGTERM; go on with: fcljax run linear --resume {cut}"
+    assert checkpoint.steps(cut / "checkpoints")[0] == 15 and not (cut / "summary.json").exists()
+
+
+def test_signals_inside_a_block_that_is_not_to_be_broken_take_effect_after_it():
+    done = []
+    with pytest.raises(signals.Stopped) as caught, signals.terminable():
+        with signals.postponed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("written")
+        done.append("never")
+    assert done == ["written"] and caught.value.number == signal.SIGTERM
+
+
+def test_what_is_said_of_an_interrupted_command_is_true_for_it(tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fcljax.runs.embed.embed", interrupted)
+    monkeypatch.setattr("fcljax.runs.loop.run", interrupted)
+    assert cli.main(["embed", "--out", str(tmp_path / "a.npz")]) == 130
+    assert "--resume" not in capsys.readouterr().err
+    assert cli.main(["run", "linear", "--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err == (
+        "fcljax: stopped by SIGINT; the run had not begun, and nothing was written\n"
+    )
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_files_and_folders_have_the_user_s_umask(umask, shelf, tmp_path):
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "a.txt", "a")
+        shelf()
+        with loop.claimed(tmp_path / "run", "linear", cli.settings("linear", {}, cli.Paths())):
+            pass
+    finally:
+        os.umask(before)
+    mode = lambda path: stat.S_IMODE(path.stat().st_mode)
+    folder = images_file(tmp_path).parent
+    files = [tmp_path / "a.txt", tmp_path / "run" / "config.yaml", *folder.iterdir()]
+    assert {mode(path) for path in files} == {0o666 & ~umask}
+    assert {mode(path) for path in (folder, tmp_path / "run" / "checkpoints")} == {0o777 & ~umask}
+
+
+def test_a_partial_download_that_is_a_link_is_not_followed(tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    archive = download.OFFICIAL["cifar10"][0]
+    part = download._part(tmp_path, archive)
+    part.symlink_to(mine)
+    with pytest.raises(InputError, match="is a link, which is not followed"):
+        download.fetch("cifar10", [archive], tmp_path, instead="no", console=Console(quiet=True))
+    with pytest.raises(OSError), open(part, "wb", opener=download._no_link):
+        pass
+    assert mine.read_text() == "mine" and part.is_symlink()
+
+
+def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    blank = np.zeros((2, 64, 64, 3), np.uint8)
+    np.savez_compressed(tmp_path / "a.npz", x_train=blank, y_train=[0, 1], x_test=blank, y_test=[0, 1])
+    name = f"npz:{tmp_path / 'a.npz'}"
+    assert len(sources.load_dataset(name).y_train) == 2
+    monkeypatch.setattr(sources, "machine_memory", lambda: 2 * blank.nbytes)
+    with pytest.raises(InputError, match="would unpack to .* GiB; the limit is half"):
+        sources.load_dataset(name)
