@@ -127,8 +127,9 @@ def run(arguments: list[str]) -> int:
 
     from fcljax.runs import loop
     from fcljax.runs.comparison import compare, results_table
+    from fcljax.runs.summary import learned_nothing
 
-    console, resume = Console(), paths.resume is not None
+    console, resume, failed = Console(), paths.resume is not None, False
     seeds = _seeds(resolved, paths)
     try:
         with signals.warned_by(paths.stop_signal) as stop:
@@ -138,15 +139,19 @@ def run(arguments: list[str]) -> int:
                 run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop)
                 tables, figure = compare([out], Path(out) / "accuracy.png")
             else:
-                tables = [results_table([loop.run(method, resolved, out, resume, stop=stop)])]
+                summary = loop.run(method, resolved, out, resume, stop=stop)
+                tables = [results_table([summary])]
                 figure = Path(out) / "figures" / "accuracy.png"
+                failed = learned_nothing(summary)
     except KeyboardInterrupt as error:
         raise signals.Stopped(signals.number_of(error), _go_on(method, out)) from None
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")
     say(console, f"accuracy curve: {figure}")
-    return 0
+    if failed:
+        say(Console(stderr=True), "fcljax: no upload was valid in any round: the model is as it began")
+    return int(failed)
 
 
 def _go_on(method: str, out: str) -> str:

@@ -21,7 +21,7 @@ from fcljax.adapters import ADAPTERS
 from fcljax.data.streams import Pool
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.federated.aggregation import AggregationOptions
-from fcljax.federated.faults import FaultOptions
+from fcljax.federated.faults import FaultOptions, parse_faults
 from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method
 from fcljax.models.convnet import Stem
@@ -316,6 +316,7 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         )
     if config.attack is not None and not config.hostile:
         raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: hostile 1")
+    parse_faults(config.faults)
     if config.dp_delta is not None and config.noise_multiplier is None:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"

@@ -1,10 +1,14 @@
 """Hostile clients against what a toy method of three numbers sends."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_runs import COMMON
 
+from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
 from fcljax.types import Batch, Broadcast, ClientInfo, Ctx, Method, Phase, Program, Round, Task, Upload, View
@@ -118,3 +122,130 @@ def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():
         faults.corrupt(METHOD, "flip", hostile=1)
     with pytest.raises(InputError, match="hostile: must be at least 0, got -1"):
         faults.corrupt(METHOD, "nan", hostile=-1)
+
+
+# ---- faults drawn in every round ---------------------------------------------------------------------------
+
+
+def uploads_of(method):
+    """Shapes of what a client sends in each round."""
+    return tuple(jax.tree.map(lambda x: x[0], sent(method, which=i)[0]) for i in range(len(method.rounds)))
+
+
+def played(method, rounds=40, clients=5, task=1):
+    """What client `c` sends in its round `r`, [clients][rounds], with the state that it keeps."""
+    program = method.rounds[0].program
+    batch = Batch(jnp.zeros((5, 1, 1, 3)), jnp.array([3, 4, 5, 1, 3]), MASK, jnp.arange(5))
+
+    @jax.jit
+    def play(id, round_, state):
+        info = ClientInfo(id, jnp.array(5), jnp.zeros(CLASSES, jnp.int32), round_)
+        ctx = Ctx((), (), (), TASK._replace(index=jnp.array(task)), info)
+        local, _ = program.phases[0].step(ctx, program.start(ctx, state, KEY), batch, KEY)
+        upload, state = program.finish(ctx, local, state)
+        return upload._replace(mean=upload.mean + 0.0 * round_), state
+
+    found = []
+    for client in range(clients):
+        state, mine = method.init_client(KEY, ()), []
+        for round_ in range(rounds):
+            upload, state = play(jnp.array(client), jnp.array(round_), state)
+            mine.append(upload)
+        found.append(mine)
+    return found
+
+
+KEY = jax.random.key(0)
+STATEFUL = METHOD._replace(init_client=lambda key, server: jnp.array(6))
+
+
+def faulty(text, seed=0, method=STATEFUL):
+    return faults.with_faults(method, faults.parse_faults(text), seed, uploads_of(METHOD))
+
+
+@pytest.mark.parametrize(
+    "name, factor", [("sign_flip", -1.0), ("scale", 1e6), ("nan", np.nan), ("inf", np.inf), ("late", np.nan)]
+)
+def test_as_many_uploads_are_spoiled_as_the_share_says_and_the_others_stay(name, factor):
+    sent_ = np.array([[u.mean for u in mine] for mine in played(faulty(f"{name}=0.3"))])
+    honest = np.isclose(sent_, [1.0, -2.0]).all(-1)
+    spoiled = np.isclose(sent_, np.array([1.0, -2.0]) * factor, equal_nan=True)
+    spoiled = spoiled.all(-1) if name != "inf" else np.isinf(sent_).all(-1)
+    assert (honest ^ spoiled).all() and 0.2 < spoiled.mean() < 0.4
+    assert len({tuple(mine) for mine in spoiled}) == 5  # each client has luck of its own
+
+
+def test_faults_depend_on_seed_task_round_and_client_and_exclude_each_other():
+    shares = faults.parse_faults("noise=0.25, drop=0.25,nan=0.5")
+    draw = lambda seed, task: np.array(
+        [
+            [
+                int(faults.drawn_fault(shares, seed, jnp.int32(task), jnp.int32(r), jnp.int32(c)))
+                for r in range(8)
+            ]
+            for c in range(4)
+        ]
+    )
+    first = draw(0, 0)
+    assert (first == draw(0, 0)).all() and (first != draw(1, 0)).any() and (first != draw(0, 1)).any()
+    assert set(np.unique(first)) == {0, 1, 2}
+    ids = np.array([0, 2, 3])
+    there = faults.reached(shares, 0, 0, 5, ids)
+    assert list(there) == [client for client in ids if first[client, 5] != 1]
+    assert faults.reached({"nan": 1.0}, 0, 0, 5, ids) is ids
+
+
+def test_noise_is_as_large_as_what_it_is_added_to():
+    sent_ = np.array([[u.mean for u in mine] for mine in played(faulty("noise=1"), rounds=100)])
+    assert np.allclose(sent_.std(axis=(0, 1)), np.sqrt(2.5), rtol=0.2) and len(np.unique(sent_)) == sent_.size
+
+
+def counting(ctx, local, state):
+    """What a client sends says how often it has played."""
+    del ctx, local
+    return Upload(
+        jnp.array([1.0, -2.0]) * state, {"s": jnp.array(3.0), "n": jnp.array(4)}, (), 30.0
+    ), state + 1
+
+
+def test_stale_clients_send_again_what_they_made_last_and_keep_their_own_state():
+    each = METHOD.rounds[0]._replace(program=PROGRAM._replace(finish=counting))
+    method = STATEFUL._replace(rounds=(each,), predict_client=lambda turn, server, state, batch: state)
+    upload = jax.eval_shape(lambda: counting(None, None, jnp.array(6))[0])
+    always = faults.with_faults(method, {"stale": 1.0}, 0, (upload,))
+    numbers = [float(u.mean[0]) for u in played(always, rounds=4, clients=1)[0]]
+    assert numbers == [6, 6, 7, 8]  # there is nothing to repeat the first time
+    state = always.init_client(KEY, ())
+    assert always.predict_client(None, None, state, None) == 6
+    never = faults.with_faults(method, {"stale": 0.0}, 0, (upload,))
+    assert [float(u.mean[0]) for u in played(never, rounds=4, clients=1)[0]] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("sing_flip=0.1", "faults: unknown value 'sing_flip'.*sign_flip"),
+        ("nan=1.5", "faults: nan='1.5' is no share"),
+        ("nan", "faults: nan='' is no share"),
+        ("nan=0.6,inf=0.6", "faults: shares of 1.2 together; nearest: 1"),
+        ("nan=0.1,nan=0.1", "faults: 'nan' comes twice"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused(text, line):
+    with pytest.raises(InputError, match=line):
+        faults.parse_faults(text)
+    assert faults.parse_faults(None) == {}
+
+
+def test_a_run_with_faults_says_so_and_one_without_a_valid_upload_is_no_success(tmp_path, capsys):
+    options = [*COMMON, "--rounds", "2", "--clients", "3"]
+    mixed = "stale=0.2,drop=0.2,late=0.2"
+    assert cli.main(["run", "linear", *options, "--faults", mixed, "--out", str(tmp_path / "mixed")]) == 0
+    summary = json.loads((tmp_path / "mixed" / "summary.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    assert summary["rejected_uploads"] > 0 and min(line["participants"] for line in lines) < 3
+    assert "uploads were left out" in capsys.readouterr().err
+    assert cli.main(["run", "linear", *options, "--faults", "nan=1", "--out", str(tmp_path / "none")]) == 1
+    assert "no upload was valid in any round" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "none" / "summary.json").read_text())
+    assert len(summary["rounds_without_upload"]) == 10 and summary["rounds_without_upload"][0] == [1, 1]

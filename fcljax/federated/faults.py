@@ -1,18 +1,24 @@
-"""Hostile clients for simulations: a method some of whose clients misbehave. Everything else of the method,
-its server included, stays as it is, so any method can be tried under any attack.
+"""Clients that fail or misbehave, for simulations: a method some of whose clients do not do what they
+should. Everything else of the method, its server included, stays as it is, so any method can be tried under
+any fault.
+
+Two ways to say who: the same clients always (`corrupt`), or whoever is drawn, in every round anew, by (seed,
+task, round, client) (`with_faults`). Whether a client is at fault is data, so one compiled program serves
+all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError, choose, nearest
 from fcljax.options import option
-from fcljax.types import Batch, Ctx, Method, Phase, Program, PyTree, Task, Upload
+from fcljax.types import Batch, ClientState, Ctx, Method, Phase, Program, PyTree, Round, Task, Upload
 
 HUGE = 1e6
 ATTACKS = {
@@ -21,11 +27,29 @@ ATTACKS = {
     "label_flip": "labels are mirrored within the client's task: class a of n becomes class n - 1 - a",
     "nan": "all floating numbers of an upload are NaN",
 }
+FAULTS = ATTACKS | {
+    "inf": "all floating numbers of an upload are infinite",
+    "noise": "normal noise is added to each array of an upload, as large as its root mean square",
+    "stale": "what the client sent the last time is sent again; nothing is wrong the first time",
+    "late": "the client trains, but its upload misses the round: it is left out, as one that is not finite",
+    "drop": "the client is not reached: it does not train, and its state stays as it is",
+}
+_DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
+
+
+def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
+    size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
+    return leaf + (size * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+
 # what becomes of one floating leaf of an upload
-_ON_LEAF: dict[str, Callable[[Array], Array]] = {
-    "sign_flip": jnp.negative,
-    "scale": lambda leaf: leaf * HUGE,
-    "nan": lambda leaf: jnp.full_like(leaf, jnp.nan),
+_ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
+    "sign_flip": lambda leaf, key: -leaf,
+    "scale": lambda leaf, key: leaf * HUGE,
+    "nan": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
+    "inf": lambda leaf, key: jnp.full_like(leaf, jnp.inf),
+    "late": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
+    "noise": _noisy,
 }
 
 
@@ -36,14 +60,86 @@ class FaultOptions:
     hostile: int = option(0, least=0)  # clients that misbehave: those with the lowest ids
     # what they do; default: sign_flip
     attack: Literal["sign_flip", "scale", "label_flip", "nan"] | None = None
+    # faults of clients drawn anew in every round, each with its share of the clients, such as
+    # drop=0.1,noise=0.2: sign_flip, scale, label_flip, nan, inf, noise, stale, late or drop; default: none
+    faults: str | None = None
+
+
+def parse_faults(text: str | None) -> dict[str, float]:
+    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE'.
+
+    Raises:
+      InputError: for an unknown fault, one that comes twice, a share that is not in [0, 1], or shares of more
+        than 1 together.
+    """
+    shares: dict[str, float] = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, value = part.strip().partition("=")
+        if name not in FAULTS:
+            raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")
+        if name in shares:
+            raise InputError(f"faults: {name!r} comes twice; give it one share")
+        shares[name] = _share(name, value)
+    if sum(shares.values()) > 1 + 1e-9:
+        raise InputError(f"faults: shares of {sum(shares.values()):g} together; nearest: 1")
+    return shares
+
+
+def _share(name: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = float("nan")
+    if not 0 <= share <= 1:
+        raise InputError(f"faults: {name}={value[:40]!r} is no share of the clients; choose 0 to 1")
+    return share
+
+
+# ---- who is at fault ---------------------------------------------------------------------------------------
+
+
+def drawn_fault(
+    shares: Mapping[str, float],
+    seed: int,
+    task: Int[Array, ""],
+    round_: Int[Array, ""],
+    client: Int[Array, ""],
+) -> Int[Array, ""]:
+    """The number of a client's fault in a round, in the order of the shares; -1: none. At most one."""
+    key = jax.random.key(seed)
+    for number in (task, round_, client):
+        key = jax.random.fold_in(key, number)
+    edges = np.cumsum(list(shares.values()), dtype=np.float32)
+    place = jnp.searchsorted(jnp.asarray(edges), jax.random.uniform(key), side="right")
+    return jnp.where(place < len(edges), place, -1)
+
+
+def reached(
+    shares: Mapping[str, float], seed: int, task: int, round_: int, ids: Int[np.ndarray, " n"]
+) -> Int[np.ndarray, " m"]:
+    """Those of some clients that do not drop out of a round."""
+    if not shares.get(_DROP) or not len(ids):
+        return ids
+    one = lambda client: drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
+    faults = jax.vmap(one)(jnp.asarray(ids, jnp.int32))
+    return ids[np.asarray(faults) != list(shares).index(_DROP)]
+
+
+class _Fault(NamedTuple):
+    """Names of faults, and which of them a client has: fault(ctx) -> its number, or -1."""
+
+    names: tuple[str, ...]
+    fault: Callable[[Ctx], Int[Array, ""]]
+
+    def has(self, ctx: Ctx, name: str) -> Bool[Array, ""]:
+        return self.fault(ctx) == self.names.index(name)
 
 
 def corrupt(method: Method, attack: str, hostile: int) -> Method:
     """The method with clients 0 .. hostile - 1 misbehaving in every round that it plays.
 
-    Whether a client is hostile is data, its id, so one compiled program serves all clients. Uploads are
-    attacked in `mean`, `sum` and `gather`, floating leaves only; their weight stays. The client's own state
-    and the metrics of its steps are what the honest program makes of its (mirrored) data.
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only; their weight stays. The client's
+    own state and the metrics of its steps are what the honest program makes of its (mirrored) data.
 
     Args:
       method: any method.
@@ -58,9 +154,64 @@ def corrupt(method: Method, attack: str, hostile: int) -> Method:
         raise InputError(f"hostile: must be at least 0, got {hostile}; 0 is an honest run")
     if hostile == 0:
         return method
-    change = _mirrored if attack == "label_flip" else _attacked(_ON_LEAF[attack])
-    rounds = tuple(each._replace(program=change(each.program, hostile)) for each in method.rounds)
-    return method._replace(rounds=rounds)
+    fault = _Fault((attack,), lambda ctx: jnp.where(ctx.info.id < hostile, 0, -1))
+    return method._replace(rounds=tuple(_faulty(each, fault) for each in method.rounds))
+
+
+def with_faults(
+    method: Method, shares: Mapping[str, float], seed: int, uploads: tuple[Upload, ...]
+) -> Method:
+    """The method some of whose clients are at fault in each round: who and how depends on (seed, task, round,
+    client) alone. Clients that drop out are left to whoever calls the rounds (`reached`).
+
+    Args:
+      method: any method.
+      shares: of `parse_faults`; empty returns the method itself.
+      seed: of the draw.
+      uploads: shapes of what one client sends in each of the method's rounds, which clients that send stale
+        uploads keep.
+    """
+    if not shares:
+        return method
+    draw = lambda ctx: drawn_fault(shares, seed, ctx.task.index, ctx.info.round, ctx.info.id)
+    fault = _Fault(tuple(shares), draw)
+    rounds = tuple(_faulty(each, fault) for each in method.rounds)
+    method = method._replace(rounds=rounds)
+    return _repeating(method, fault, uploads) if _STALE in shares else method
+
+
+# ---- what they do ------------------------------------------------------------------------------------------
+
+
+def _faulty(each: Round, fault: _Fault) -> Round:
+    """A round whose clients mirror labels and send other numbers, if that is their fault."""
+    program = each.program
+    if _LABELS in fault.names:
+        program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
+    names = [name for name in fault.names if name in _ON_LEAF]
+
+    def finish(ctx: Ctx, local: PyTree, state: ClientState) -> tuple[Upload, ClientState]:
+        upload, state = program.finish(ctx, local, state)
+        for name in names:
+            upload = _changed(upload, fault.has(ctx, name), _ON_LEAF[name], ctx)
+        return upload, state
+
+    return each._replace(program=program._replace(finish=finish) if names else program)
+
+
+def _changed(upload: Upload, at_fault: Array, on_leaf: Callable, ctx: Ctx) -> Upload:
+    """The upload with other floating numbers, if a client is at fault."""
+    leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), ctx.info.id), ctx.info.round)
+
+    def tell(i: int, leaf: Array) -> Array:
+        leaf = jnp.asarray(leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(at_fault, on_leaf(leaf, jax.random.fold_in(key, i)), leaf)
+
+    mean, sum_, gather = jax.tree.unflatten(tree, [tell(i, leaf) for i, leaf in enumerate(leaves)])
+    return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
@@ -72,33 +223,62 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
     return jnp.where((label >= first) & (label <= last), first + last - label, label)
 
 
-def _mirrored(program: Program, hostile: int) -> Program:
-    def phase(honest: Phase) -> Phase:
-        def step(ctx: Ctx, local, batch: Batch, key):
-            flips = (ctx.info.id < hostile) & batch.mask
-            label = jnp.where(flips, mirror_labels(batch.label, ctx.task), batch.label)
-            return honest.step(ctx, local, batch._replace(label=label), key)
+def _mirrored(honest: Phase, fault: _Fault) -> Phase:
+    def step(ctx: Ctx, local: PyTree, batch: Batch, key: PRNGKeyArray):
+        flips = fault.has(ctx, _LABELS) & batch.mask
+        label = jnp.where(flips, mirror_labels(batch.label, ctx.task), batch.label)
+        return honest.step(ctx, local, batch._replace(label=label), key)
 
-        return honest._replace(step=step)
-
-    return program._replace(phases=tuple(phase(each) for each in program.phases))
+    return honest._replace(step=step)
 
 
-def _attacked(on_leaf: Callable[[Array], Array]) -> Callable[[Program, int], Program]:
-    """A program whose hostile clients send other numbers."""
-
-    def change(program: Program, hostile: int) -> Program:
-        def finish(ctx: Ctx, local, state) -> tuple[Upload, PyTree]:
-            upload, state = program.finish(ctx, local, state)
-            tell = lambda leaf: _if_float(ctx.info.id < hostile, on_leaf, leaf)
-            mean, sum_, gather = jax.tree.map(tell, (upload.mean, upload.sum, upload.gather))
-            return upload._replace(mean=mean, sum=sum_, gather=gather), state
-
-        return program._replace(finish=finish)
-
-    return change
+# ---- uploads that are sent again ---------------------------------------------------------------------------
 
 
-def _if_float(hostile: Array, on_leaf: Callable[[Array], Array], leaf: Array) -> Array:
-    leaf = jnp.asarray(leaf)
-    return jnp.where(hostile, on_leaf(leaf), leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+class Sent(NamedTuple):
+    """A client's own state, and what it made last in each of the method's rounds, if anything."""
+
+    own: ClientState
+    last: tuple[Upload, ...]
+    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]
+
+
+def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:
+    """The method whose clients keep what they make, to send it again."""
+
+    def init_client(key: PRNGKeyArray, server: PyTree) -> Sent:
+        nothing = tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), each) for each in uploads)
+        return Sent(method.init_client(key, server), nothing, (jnp.bool_(False),) * len(uploads))
+
+    def with_own(function: Callable | None) -> Callable | None:
+        """Of a method's function of (turn, server, state, batch)."""
+        return function and (lambda turn, server, state, batch: function(turn, server, state.own, batch))
+
+    rounds = tuple(_repeated(each, i, fault) for i, each in enumerate(method.rounds))
+    return method._replace(
+        init_client=init_client, rounds=rounds, predict_client=with_own(method.predict_client),
+        predict_drawn=with_own(method.predict_drawn),
+    )  # fmt: skip
+
+
+def _repeated(each: Round, index: int, fault: _Fault) -> Round:
+    program = each.program
+
+    def finish(ctx: Ctx, local: PyTree, state: Sent) -> tuple[Upload, Sent]:
+        made, own = program.finish(ctx, local, state.own)
+        made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
+        again = fault.has(ctx, _STALE) & state.there[index]
+        sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
+        put = lambda all_, one: (*all_[:index], one, *all_[index + 1 :])
+        return sent, Sent(own, put(state.last, made), put(state.there, jnp.bool_(True)))
+
+    memory = program.memory
+    return each._replace(
+        program=Program(
+            start=lambda ctx, state, key: program.start(ctx, state.own, key),
+            phases=program.phases,
+            finish=finish,
+            receive=program.receive,
+            memory=memory and (lambda state: memory(state.own)),
+        )
+    )

@@ -20,9 +20,9 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federate import Kit, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.federated.check import Example
+from fcljax.federated.check import Example, check_method
 from fcljax.federated.engine import Engine, Lanes, default_lanes, make_engine
-from fcljax.federated.faults import corrupt
+from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
@@ -88,7 +88,9 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
             f"data_budget"
         )
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
-    engine = _engine(method, cfg, inputs, scenario, Example(frozen, train, tasks[0]))
+    example = Example(frozen, train, tasks[0])
+    method = _with_faults(method, cfg, inputs, example)
+    engine = _engine(method, cfg, inputs, scenario, example)
     return Experiment(
         method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
     )
@@ -125,6 +127,17 @@ def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Net
             f"{method.aggregation!r}"
         )
     return corrupt(method, cfg.attack or "sign_flip", cfg.hostile) if cfg.hostile else method
+
+
+def _with_faults(method: Method, cfg: RunConfig, inputs: Inputs, example: Example) -> Method:
+    """The method whose clients fail as the settings say."""
+    shares = parse_faults(cfg.faults)
+    if not shares:
+        return method
+    if isinstance(example.data, Host):
+        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
+    shapes = check_method(method, partial(fetch, inputs.preprocess, inputs.augments), example)
+    return with_faults(method, shares, cfg.seed, tuple(each.upload for each in shapes))
 
 
 def make_train(cfg: TrainConfig) -> Train:

@@ -22,6 +22,7 @@ from fcljax.config import RunConfig
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
 from fcljax.runs import archive, checkpoint, memory, origin, report
@@ -312,11 +313,15 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
     first and after the last one of a task. `past`: what the server keeps of the tasks before; `kept`: of this
     one, when it is over."""
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
+    shares = parse_faults(cfg.faults)
 
     def stage(server, clients, past, t: int, r: int, last: bool, when: When):
         roster, key = exp.scenario.rosters[t][r], jax.random.fold_in(exp.key, _PURPOSE[when])
         everyone = np.flatnonzero(roster.count)
-        ids = participants(cfg.seed, t, r, everyone, cfg.participation) if when == "round" else everyone
+        ids = everyone
+        if when == "round":
+            ids = participants(cfg.seed, t, r, everyone, cfg.participation)
+            ids = reached(shares, cfg.seed, t, r, ids)
         number = r if when == "round" else 0
         return run_round(
             exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number,

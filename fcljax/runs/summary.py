@@ -107,6 +107,7 @@ def summarize(
         "lanes": exp.engine.lanes._asdict(),
         "rejected_uploads": int(counts["rejected"]),
         "refused_results": int(counts["refused"]),
+        "rounds_without_upload": _without_upload(records),
         "privacy": _privacy(cfg, len(exp.scenario.tasks) * cfg.rounds),
         "traces": max(exp.engine.traces.values(), default=0),
         "config": dataclasses.asdict(cfg),
@@ -194,6 +195,18 @@ def _privacy(cfg: RunConfig, rounds: int) -> dict[str, float] | None:
     return {"epsilon": spent, "delta": cfg.dp_delta, "noise_multiplier": cfg.noise_multiplier}
 
 
+def _without_upload(records: Records) -> list[list[int]]:
+    """Task and round, from 1 on, of the rounds in which no upload was valid, so that nothing was learned."""
+    empty = (line for line in records.rounds if line["rejected"] >= line["participants"] > 0)
+    return [[line["task"] + 1, line["round"] + 1] for line in empty]
+
+
+def learned_nothing(summary: dict[str, Any]) -> bool:
+    """Was there no valid upload in any round of a run?"""
+    rounds = summary["config"]["rounds"] * len(summary["A"])
+    return len(summary["rounds_without_upload"]) >= rounds > 0
+
+
 def warnings_of(records: Records) -> list[str]:
     """What a user must know of a finished run, in lines: uploads that were left out, and rounds whose result
     was not kept."""
@@ -203,6 +216,12 @@ def warnings_of(records: Records) -> list[str]:
         lines.append(
             f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
             f"rounds: NaN, infinite or of negative weight"
+        )
+    empty = _without_upload(records)
+    if empty:
+        lines.append(
+            f"warning: no upload was valid in {len(empty)} of {len(records.rounds)} rounds, first in task "
+            f"{empty[0][0]}, round {empty[0][1]}"
         )
     if counts["refused"]:
         first = next((line for line in records.rounds if line["refused"]), None)
