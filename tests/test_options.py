@@ -205,6 +205,12 @@ SOURCES = {
         student_steps=50, student_lr=2e-3, student_temperature=20.0, generator_lr=2e-3, meta="fomaml",
         lr=5e-5, full_lr=5e-5,
     ),
+    "glfc": dict(
+        prototype_steps=50, prototype_lr=0.2, prototype_decay=1e-5, aggregator="uniform", memory_size=200,
+        memory_repeats=False, entropy_unit="share", rate_schedule="constant", reset_best="arrival",
+        monitor_images=4, gradient_side=32,
+    ),
+    "lga": dict(loss_weight=1.0, quiet_share=0.6, aggregator="uniform", reset_best="arrival"),
     "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
 }  # fmt: skip
 
