@@ -167,11 +167,14 @@ def herded(budget: Budget, setting: Setting, width: int, batch_size: int) -> Ter
     def recall(ctx: Ctx, memory: Herded, key: PRNGKeyArray) -> Int[Array, " recalls"]:
         return draw_union(memory.exemplars, ctx.task.old, batch_size, ctx.info.rows, key)
 
+    init = lambda key, part: no_memory(budget, setting)
+    view = View(1, batch_size, shuffle=False, augment=False)
+    choosing = Term(
+        "herded", open=gathering(setting, width), look=gather, keep=keep, view=view, at_end=True
+    )  # fmt: skip
     return Term(
-        "herded", init=lambda key, part: no_memory(budget, setting), open=lambda ctx, state, key: state,
-        open_end=gathering(setting, width), look=gather, keep=keep, recall=recall,
-        rows=lambda state: state.exemplars.row, recalls=batch_size,
-        view=View(1, batch_size, shuffle=False, augment=False), at_end=True,
+        "herded", init=init, open=lambda ctx, state, key: state, recall=recall,
+        rows=lambda state: state.exemplars.row, recalls=batch_size, closing=choosing,
     )  # fmt: skip
 
 

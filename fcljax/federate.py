@@ -100,7 +100,10 @@ class Term(NamedTuple):
     recall(ctx, memory, key) -> places [recalls] in `rows(state)` [M] of past rows that join a batch; -1: none
     slots: parameters of its own
     reads: what it must find in the broadcast, by the name of the server step that sends it
-    open_end(ctx, state, key) -> memory of the pass at the end of a task; None: as `open`
+    first: as `look`, in a pass under `view` before training
+    again: as `look`, in a second pass under `view` after the first one
+    report(ctx, memory, part) -> what goes up besides the part, gathered under the term's name
+    closing: an `at_end` term that takes over this one's state in the pass at the end of a task
     """
 
     name: str
@@ -117,7 +120,10 @@ class Term(NamedTuple):
     at_end: bool = False
     slots: Slots | None = None
     reads: tuple[str, ...] = ()
-    open_end: Callable[[Ctx, PyTree, PRNGKeyArray], PyTree] | None = None
+    first: Look | None = None
+    again: Look | None = None
+    report: Callable[[Ctx, PyTree, Model], PyTree] | None = None
+    closing: "Term | None" = None
 
 
 class Collect(NamedTuple):
@@ -146,6 +152,7 @@ class ServerStep(NamedTuple):
     init(params, part) -> its state, from the first parameters and the first task's part of them
     sends(task, state) -> what goes down with the parameters, under its name; None: nothing
     collects: what clients must report
+    hears: terms whose reports it reads, by their names
     takes: "adapter" or "classifier", parts that are gathered and not averaged: the step merges them
     sees_parts: do clients' parts reach the step one by one, as aggregate.gather["part"], besides their mean?
     follows_rule: does it merge what it gathers by the run's aggregation rule?
@@ -158,6 +165,7 @@ class ServerStep(NamedTuple):
     sends: Callable[[Task, PyTree], PyTree] | None = None
     collects: tuple[Collect, ...] = ()
     takes: tuple[str, ...] = ()
+    hears: tuple[str, ...] = ()
     sees_parts: bool = False
     follows_rule: bool = False
     changes: bool = False
@@ -165,7 +173,7 @@ class ServerStep(NamedTuple):
     @property
     def gathers(self) -> bool:
         """Does it read clients' reports one by one, or sums of them?"""
-        return bool(self.collects or self.takes or self.sees_parts)
+        return bool(self.collects or self.takes or self.hears or self.sees_parts)
 
 
 class Survey(NamedTuple):
@@ -398,7 +406,7 @@ def check_parts(
         for name in term.reads:
             if name not in sent:
                 raise InputError(f"terms: {term.name} reads {name!r}, which no server step sends")
-        if term.look and term.view is None:
+        if (term.look or term.first or term.again) and term.view is None:
             raise InputError(f"terms: {term.name} looks at rows, but has no view of them")
         if term.recall and term.rows is None:
             raise InputError(f"terms: {term.name} recalls past rows, but does not say which there are")
@@ -535,13 +543,16 @@ def _program(parts: _Parts, train: Train) -> Program:
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
         kept = _keep(terms, ctx, local, state, at_end=False)
+        pairs = zip(terms, local.memory, strict=True)
+        sent |= {own.name: own.report(ctx, memory, local.part) for own, memory in pairs if own.report}
         return _upload(parts, ctx, local.part, sent), (*kept, *_kept(parts, local.part))
 
     recall, memory, recalls = _recall(terms)
     view = View(train.epochs, train.batch_size, recall=recalls)
-    first = Phase(view, functools.partial(train_step, parts, train), recall)
+    main = Phase(view, functools.partial(train_step, parts, train), recall)
     after = _look_phases(parts, parts.collects, at_end=False)
-    return Program(start, (first, *after), finish, _receive(parts), memory)
+    passes = (*_term_phases(parts, "first"), main, *after, *_term_phases(parts, "again"))
+    return Program(start, passes, finish, _receive(parts), memory)
 
 
 def _whole_part(parts: _Parts, ctx: Ctx, state: tuple) -> Model:
@@ -565,13 +576,13 @@ def _keep(terms: tuple[Term, ...], ctx: Ctx, local: Local, state: tuple, at_end:
 def _end_round(parts: _Parts) -> tuple[Round, ...]:
     """After a task's last round: terms look at its rows under the model that it ended with. Nothing goes
     up."""
-    terms = parts.terms
+    terms = tuple(term.closing or term for term in parts.terms)
     if not any(term.at_end for term in terms):
         return ()
-    gathering = tuple(term._replace(open=term.open_end or term.open) for term in terms)
+    parts = parts._replace(terms=terms)
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        memory = _open(gathering, ctx, state, key)
+        memory = _open(terms, ctx, state, key)
         return Local(_whole_part(parts, ctx, state), (), memory, {}, jnp.int32(0))
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
@@ -655,9 +666,20 @@ def _descend(
 
 
 def _look_phases(parts: _Parts, collects: tuple[Collect, ...], at_end: bool) -> tuple[Phase, ...]:
-    """Passes without training, one for all terms and collects that look at rows in the same way."""
+    """Passes after training, one for all terms and collects that look at rows in the same way."""
     now = [(i, term) for i, term in enumerate(parts.terms) if term.at_end == at_end]
     looks = [(term.view, i, term.look) for i, term in now if term.view and term.look]
+    return _passes(parts, looks, collects)
+
+
+def _term_phases(parts: _Parts, when: Literal["first", "again"]) -> tuple[Phase, ...]:
+    """Passes of terms alone: before training, or after those that all look at."""
+    looks = [(term.view, i, getattr(term, when)) for i, term in enumerate(parts.terms)]
+    return _passes(parts, [each for each in looks if each[0] and each[2]], ())
+
+
+def _passes(parts: _Parts, looks: list, collects: tuple[Collect, ...]) -> tuple[Phase, ...]:
+    """A pass for each view: of terms, as (view, place, what they do), and of collects."""
     reports = [(c.view, c) for c in collects if c.view]
     views = dict.fromkeys([view for view, _, _ in looks] + [view for view, _ in reports])
 
@@ -685,7 +707,8 @@ def _look(
 def _upload(parts: _Parts, ctx: Ctx, part: Model, sent: dict[str, PyTree]) -> Upload:
     """Up: the part, as a whole or divided into what is averaged and what is gathered, and the reports."""
     channel = lambda name: {c.name: sent[c.name] for c in parts.collects if c.channel == name}
-    gather, rows = channel("gather"), ctx.info.rows
+    reports = {term.name: sent[term.name] for term in parts.terms if term.report}
+    gather, rows = channel("gather") | reports, ctx.info.rows
     if parts.whole:
         return Upload((), channel("sum"), gather | {"part": part}, rows)
     mean = _averaged(parts, part)

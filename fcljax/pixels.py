@@ -1,7 +1,9 @@
-"""The pixel ranges that networks are trained with, which files of weights and pipelines share."""
+"""The pixel ranges that networks are trained with, which files of weights and pipelines share; and random
+views of images that servers make."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.types import Autoencoder, Network
 
@@ -31,3 +33,23 @@ def between(
     if (source.mean, source.std) == (target.mean, target.std):
         return image
     return from_unit(target, to_unit(source, image))
+
+
+def jitter(
+    key: PRNGKeyArray, image: Float[Array, "batch h w 3"], padding: float
+) -> Float[Array, "batch h w 3"]:
+    """Images with a border of zeros, cut back to their size at random, and half of them mirrored.
+
+    Args:
+      padding: width of the border over the image's side.
+    """
+    count, h, w, _ = image.shape
+    rows, cols = round(padding * h), round(padding * w)
+    padded = jnp.pad(image, ((0, 0), (rows, rows), (cols, cols), (0, 0)))
+    top, left, flip = jax.random.split(key, 3)
+    places = (
+        jax.random.randint(top, (count,), 0, 2 * rows + 1),
+        jax.random.randint(left, (count,), 0, 2 * cols + 1),
+    )
+    cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, *places)
+    return jnp.where(jax.random.bernoulli(flip, 0.5, (count, 1, 1, 1)), cut[:, :, ::-1], cut)

@@ -38,6 +38,7 @@ LORA = {"lora_lr": RATE, "lora_blocks": 2}
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 PMAE = {"restore_images": 2, "recon_length": 2, "tune_epochs": 1, "tune_batch": 8}
 SGD = {"lr": 0.05, "lora_lr": 0.05}  # their own optimiser, whose steps are smaller than the rate
+REHEARSED = {"memory_size": 6, "match_steps": 2, "prototype_steps": 2, "monitor_images": 2, "full_lr": RATE}
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2},
     "fedavg": PROMPTS,
@@ -60,6 +61,8 @@ OPTIONS = {
         "synthesis_rounds": 2, "synthesis_batch": 4, "synthesis_warmup": 1, "generator_steps": 2,
         "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
     },
+    "glfc": REHEARSED,
+    "lga": REHEARSED,
     "centralized-prompt": POOL | {"clients": 4},
     "vfcl": {"lr": 0.01, "full_lr": 0.01, "sigma": 0.1, "rounds": 2, "exemplars": 2, "test_samples": 2},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
@@ -70,7 +73,7 @@ OPTIONS = {
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
-STATEFUL = {"lwf", "icarl", "vfcl"}  # those whose clients' states change in a round
+STATEFUL = {"lwf", "icarl", "vfcl", "glfc", "lga"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2
 
 

@@ -168,7 +168,7 @@ def test_the_report_counts_rows_and_steps(hand):
     assert (
         report.participants,
         report.rows,
-        report.first_phase_rows,
+        report.training_rows,
         report.useful_steps,
         report.paid_steps,
     ) == (2, 3, 3, 2, 2)

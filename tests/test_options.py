@@ -209,6 +209,12 @@ SOURCES = {
         prior_weight=1.0, global_share=0.5, samples=1, sigma=0.02, kl_scale="per_sample", exemplars=20,
         full_lr=0.01, lr=0.01, optimiser="sgd", momentum=None, rounds=10, epochs=5, batch_size=32,
     ),
+    "glfc": dict(
+        prototype_steps=50, prototype_lr=0.2, prototype_decay=1e-5, aggregator="uniform", memory_size=200,
+        memory_repeats=False, entropy_unit="share", rate_schedule="constant", reset_best="arrival",
+        monitor_images=4, gradient_side=32,
+    ),
+    "lga": dict(loss_weight=1.0, quiet_share=0.6, aggregator="uniform", reset_best="arrival"),
     "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
 }  # fmt: skip
 

@@ -291,7 +291,7 @@ def test_metrics_of_one_name_add_up_over_passes_and_are_told_apart_over_rounds(d
     engine = toys.build(method, [roster], Lanes(2, "vmap"))
     _, _, report = play(engine, jnp.zeros(3), (), data, roster, [0, 1])
     assert report.metrics == {"level": 15, "refresh_1_level": 5}
-    assert (report.participants, report.first_phase_rows, report.rows) == (2, 3, 3 + 3 + 3)
+    assert (report.participants, report.training_rows, report.rows) == (2, 3, 3 + 3 + 3)
 
 
 def test_python_numbers_in_states_do_not_have_anything_traced_twice(data):

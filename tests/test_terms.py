@@ -150,8 +150,8 @@ def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
     assert norm_of(ctx, local) == 0
 
 
-# CFeD, TARGET and pMAE need networks of images
-IMAGES = {"cfed", "target", *(name for name in METHODS if name.endswith("pmae"))}
+# CFeD, TARGET, GLFC, LGA and pMAE need networks of images
+IMAGES = {"cfed", "target", "glfc", "lga", *(name for name in METHODS if name.endswith("pmae"))}
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"fedncm"} - IMAGES))

@@ -75,14 +75,14 @@ def default_lanes(backend: str, clients: int) -> Lanes:
 
 class RoundReport(NamedTuple):
     """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all
-    phases."""
+    phases, `training_rows` those of the longest."""
 
     metrics: dict[str, float]
     participants: int  # of the first exchange
     rejected: int  # uploads that were left out: not finite, or of negative weight
     refused: int  # exchanges whose result was not finite, so that the server kept its state
     rows: int
-    first_phase_rows: int
+    training_rows: int
     useful_steps: int
     paid_steps: int  # lanes times ticks: what the useful steps would have been without waiting
     uploads: tuple[int, ...]  # clients that took part in each of the method's rounds
@@ -341,7 +341,7 @@ class _Exchange(NamedTuple):
     rejected: int
     refused: int
     rows: int
-    first_phase_rows: int
+    training_rows: int
     useful_steps: int
     paid_steps: int
 
@@ -445,14 +445,14 @@ def _reported(
     epochs = [phase.view.epochs for phase in each.program.phases]
     named = {name: _mean_value(value) for name, value in _added((*client_metrics, metrics)).items()}
     participants = int((roster.count[ids] > 0).sum())
-    counts = (participants, int(rejected), int(refused), rows * sum(epochs), rows * epochs[0])
+    counts = (participants, int(rejected), int(refused), rows * sum(epochs), rows * max(epochs))
     return _Exchange(named, *counts, *steps)
 
 
 def _together(
     method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehearsed | None
 ) -> RoundReport:
-    """A round's report: participants and the rows of the first phase are those of its first exchange, the
+    """A round's report: participants and the rows of the longest phase are those of its first exchange, the
     rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
     its own in front, "refresh_1_loss"; those of the server's training have "rehearsal_" in front."""
     found = list(exchanges.values()) or [_Exchange({}, 0, 0, 0, 0, 0, 0, 0)]
@@ -468,7 +468,7 @@ def _together(
     return RoundReport(
         metrics=metrics, participants=found[0].participants, rejected=total("rejected"),
         refused=total("refused") + int(rehearsed is not None and rehearsed.refused),
-        rows=total("rows"), first_phase_rows=found[0].first_phase_rows, useful_steps=total("useful_steps"),
+        rows=total("rows"), training_rows=found[0].training_rows, useful_steps=total("useful_steps"),
         paid_steps=total("paid_steps"), uploads=tuple(sent),
     )  # fmt: skip
 

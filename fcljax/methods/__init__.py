@@ -23,8 +23,10 @@ from fcljax.methods import (
     fedlwf_mc,
     fedncm,
     fppl,
+    glfc,
     hepco,
     icarl,
+    lga,
     lwf,
     pilora,
     pmae,
@@ -78,6 +80,9 @@ _ALONE = {
     for preset, fields in hepco.CLIENT.items()
 }
 _WHOLE = {"full_lr": 5e-5, "lr": 5e-5}  # of methods that train the whole network (HePCo, section 5)
+
+# GLFC's and LGA's clients are averaged whatever they have
+_COMPENSATED = _ONE_PAIR | {"aggregator": "uniform", "full_lr": 3e-4, "lr": 1e-3}
 
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
@@ -155,6 +160,14 @@ METHODS: dict[str, MethodEntry] = {
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
         target.TargetOptions, target.target, "full", target.FIDELITY, _SAMPLED | _WHOLE,
+    ),
+    "glfc": MethodEntry(
+        "clients find task changes, weigh rows and rehearse; a proxy chooses what they distil (GLFC)",
+        glfc.GLFCOptions, glfc.glfc, "full", glfc.FIDELITY, _COMPENSATED,
+    ),
+    "lga": MethodEntry(
+        "GLFC with weights balanced over all tasks and a proxy that looks around its images (LGA)",
+        lga.LGAOptions, lga.lga, "full", lga.FIDELITY, _COMPENSATED,
     ),
     "centralized-prompt": MethodEntry(
         "one client that has everything: HePCo's upper bound", hepco.PromptedOptions,

@@ -28,6 +28,7 @@ from fcljax.methods.hepco import CLIENT, PromptedOptions, scheduled
 from fcljax.models.heads import kl, mask_logits
 from fcljax.models.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.options import option, resolved
+from fcljax.pixels import jitter
 from fcljax.steps import distil_start, start_of_task, unlabelled
 from fcljax.types import Aggregate, Frozen, Method, Task, Turn, Weighted
 
@@ -103,26 +104,6 @@ def replay(options: TargetOptions) -> Term:
         return jax.lax.cond(seen.ctx.task.index > 0, lambda: of(learner, seen), lambda: jnp.zeros(()))
 
     return Term("target", loss, reads=("start", "synthesis"))
-
-
-def jitter(
-    key: PRNGKeyArray, image: Float[Array, "batch h w 3"], padding: float
-) -> Float[Array, "batch h w 3"]:
-    """Images with a border of zeros, cut back to their size at random, and half of them mirrored.
-
-    Args:
-      padding: width of the border over the image's side.
-    """
-    count, h, w, _ = image.shape
-    rows, cols = round(padding * h), round(padding * w)
-    padded = jnp.pad(image, ((0, 0), (rows, rows), (cols, cols), (0, 0)))
-    top, left, flip = jax.random.split(key, 3)
-    places = (
-        jax.random.randint(top, (count,), 0, 2 * rows + 1),
-        jax.random.randint(left, (count,), 0, 2 * cols + 1),
-    )
-    cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, *places)
-    return jnp.where(jax.random.bernoulli(flip, 0.5, (count, 1, 1, 1)), cut[:, :, ::-1], cut)
 
 
 # ---- server: image synthesis -------------------------------------------------------------------------------

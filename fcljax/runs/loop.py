@@ -337,11 +337,11 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
         if r == 0:
             server = begin_task(turn, server, purpose(BEGIN))
             server, clients, extra = stage(server, clients, past, t, r, last, "opening")
-            records.count(extra._replace(first_phase_rows=0))
+            records.count(extra._replace(training_rows=0))
         server, clients, done = stage(server, clients, past, t, r, last, "round")
         if last:
             server, clients, extra = stage(server, clients, past, t, r, last, "closing")
-            records.count(extra._replace(first_phase_rows=0))
+            records.count(extra._replace(training_rows=0))
             kept = keep_task(exp.engine, exp.frozen, server, exp.scenario.tasks[t], r)
             server = end_task(turn, server, purpose(END))
         return State(server, clients, key), kept, done

@@ -64,7 +64,7 @@ class Records:
         ]
         self.add(
             rejected=done.rejected, refused=done.refused, client_images=done.rows,
-            trained_images=done.first_phase_rows, useful_steps=done.useful_steps, paid_steps=done.paid_steps,
+            trained_images=done.training_rows, useful_steps=done.useful_steps, paid_steps=done.paid_steps,
         )  # fmt: skip
 
 
