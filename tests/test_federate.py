@@ -241,7 +241,7 @@ def cannot(kit, part):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
 def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
-    kit, survey = kit_of(**rule), Survey(class_mean_step(class_sums(3, WIDTH)), "closing", 4)
+    kit, survey = kit_of(**rule), Survey(class_mean_step(3, WIDTH), "closing", 4)
     refused(cannot(kit, "reweight"), kit, (), (reweight_step(PILORA, kit),), prototypes)
     refused(cannot(kit, "class_means"), kit, surveys=(survey,))
     compose(kit, steps=(prototype_step(FPPL, kit),))  # what this one gathers is not what is averaged

@@ -33,9 +33,8 @@ from micro import (
 from fcljax.adapters.full import FullOptions, full
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.federate import Kit, Train
-from fcljax.methods.fedavg import NoOptions
 from fcljax.methods.fedncm import FedNCMOptions, fedncm
-from fcljax.methods.fedrecon import episode_loss, fedrecon
+from fcljax.methods.fedrecon import FedReconOptions, episode_loss, fedrecon
 from fcljax.types import Aggregate, Batch, Frozen, Network, Turn
 
 RATE = 0.05
@@ -60,7 +59,7 @@ PIXELS = Network(FORMULA.init, pixels, WIDTH, 2, (8, 8, 3))
 @functools.cache
 def played(trains):
     """Server states after every round of both tasks on the micro federation."""
-    method = fedrecon(NoOptions(), kit_of(trains, PIXELS))
+    method = fedrecon(FedReconOptions(), kit_of(trains, PIXELS))
     server, states = begin(method, SCALE)
     return method, [step[0] for step in play(engine_of(method, frozen=SCALE), server, states, frozen=SCALE)]
 
@@ -97,7 +96,7 @@ def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
 
 def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
     """The same two classes in a task of other clients: a running mean, by numbers of rows."""
-    method = fedrecon(NoOptions(), kit_of(False))
+    method = fedrecon(FedReconOptions(), kit_of(False))
     (survey,) = method.rounds
     server = compiled(method.init)(KEY, SCALE)
     met = [[rows_of([0, 1, 0], seed=1), rows_of([1], seed=2)], [rows_of([0, 0], seed=3)]]
@@ -134,6 +133,16 @@ def test_with_a_frozen_embedding_it_is_fedncm_with_the_nearest_mean():
     assert np.any(np.argmax(ours, 1) != np.argmax(logits("linear"), 1))
 
 
+def test_clients_can_be_tested_each_on_the_classes_that_it_has_learned():
+    server, kit = played(False)[1][-1], kit_of(False, PIXELS)
+    asked, usual = (fedrecon(FedReconOptions(who), kit) for who in ("clients", "server"))
+    assert asked.personal and not usual.personal and usual.predict_client is None
+    learned = jnp.array([True, False, False, True, False])
+    turn = turn_of(TASKS[1]._replace(seen=learned), frozen=SCALE)
+    found = np.argmax(asked.predict_client(turn, server, (), batch_of(np.arange(20))), axis=1)
+    assert set(found.tolist()) == {0, 3}
+
+
 # ---- the embedding -----------------------------------------------------------------------------------------
 
 
@@ -150,7 +159,7 @@ def test_the_loss_of_an_episode_by_hand():
 
 
 def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
-    method = fedrecon(NoOptions(), kit_of(True, optimiser=optax.add_decayed_weights(0.1)))
+    method = fedrecon(FedReconOptions(), kit_of(True, optimiser=optax.add_decayed_weights(0.1)))
     server = compiled(method.init)(KEY, SCALE)
     batch = rows_of([0, 0, 1, 1])
     upload, _ = client_round(method, server, TASKS[0], [batch])
@@ -184,9 +193,9 @@ def test_prototypes_are_embedded_as_in_evaluation():
         return features._replace(cls=features.cls + 100.0 * train), params
 
     network = FORMULA._replace(apply=apply)
-    method = fedrecon(NoOptions(), kit_of(True, network))
+    method = fedrecon(FedReconOptions(), kit_of(True, network))
     (survey,) = [each for each in method.rounds if each.when == "closing"]
     server = compiled(method.init)(KEY, Frozen(SCALE.network))
     found = sums_of(survey.program, method, server, [rows_of([0, 1, 0])])
     image = rows_of([0, 1, 0]).image
-    np.testing.assert_allclose(found.sum["class_sums"].feature[0], image[0] + image[2], rtol=1e-5)
+    np.testing.assert_allclose(found.sum["embeddings"].feature[0], image[0] + image[2], rtol=1e-5)

@@ -65,7 +65,13 @@ def kit_of(optimiser=GRADIENT.optimiser, rate=RATE, **aggregation):
 
 
 def weit(kit=None, **options):
-    return fedweit(FedWeITOptions(**USUAL | options), kit or kit_of())
+    return usual(**options) if kit is None else fedweit(FedWeITOptions(**USUAL | options), kit)
+
+
+@functools.cache
+def usual(**options):
+    """One trace of each function for all tests that ask for the same."""
+    return weit(kit_of(), **options)
 
 
 def fresh(method):
@@ -514,9 +520,8 @@ def micro_resnet():
     return network, example
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_it_keeps_to_the_protocol_on_a_vit(adapter):
-    method = method_of("fedweit", adapter=adapter, network=NETWORK)
+def test_it_keeps_to_the_protocol_on_lora():
+    method = method_of("fedweit", adapter="lora", network=NETWORK)
     check_method(method, read, Example(Frozen(jax.eval_shape(NETWORK.init, KEY)), DATA, TASKS[0]))
 
 

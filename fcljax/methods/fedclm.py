@@ -10,7 +10,6 @@ whose accuracy depends on who holds what, as it does there; `fedncm` itself trai
 import dataclasses
 from typing import Literal
 
-from fcljax.collects import class_sums
 from fcljax.federate import Kit, Survey, federate
 from fcljax.learner import learner
 from fcljax.methods.fedncm import class_mean_step
@@ -30,8 +29,7 @@ def fedclm(options: FedCLMOptions, kit: Kit) -> Method:
     """FedCLM as a method."""
     width, setting = kit.network.width, kit.setting
     means = nearest_mean(width, setting.classes, options.classifier, inner=linear(width, setting.classes))
-    step = class_mean_step(class_sums(setting.task_classes, width))
-    survey = Survey(step, "closing", kit.train.batch_size)
+    survey = Survey(class_mean_step(setting.task_classes, width), "closing", kit.train.batch_size)
     return federate(
         learner(kit.network, kit.adapter, means), setting, kit.train, kit.terms, surveys=(survey,),
         aggregation=kit.aggregation,

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxtyping import Array
 
 from fcljax.collects import class_sums
-from fcljax.federate import Collect, Kit, ServerStep, Survey, federate
+from fcljax.federate import Kit, ServerStep, Survey, federate
 from fcljax.learner import Learner, Model, learner
 from fcljax.models.classifiers import add_classes, nearest_mean
 from fcljax.types import Aggregate, Method, Turn
@@ -28,18 +28,17 @@ def fedncm(options: FedNCMOptions, kit: Kit) -> Method:
     """FedNCM as a method; nothing trains."""
     width, setting = kit.network.width, kit.setting
     model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes, options.classifier))
-    step = class_mean_step(class_sums(setting.task_classes, width))
-    survey = Survey(step, "opening", kit.train.batch_size)
+    survey = Survey(class_mean_step(setting.task_classes, width), "opening", kit.train.batch_size)
     return federate(model, setting, None, kit.terms, surveys=(survey,), aggregation=kit.aggregation)
 
 
-def class_mean_step(sums: Collect) -> ServerStep:
-    """Sums of the task's classes [Ct], reported as "class_sums", are added to a `nearest_mean` classifier's:
-    its means are those of all rows that were ever sent, whoever held them and in whichever task."""
+def class_mean_step(classes: int, width: int) -> ServerStep:
+    """Sums of the task's classes [Ct] go up and are added to a `nearest_mean` classifier's; each class is of
+    one task, which is surveyed once."""
 
     def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
         del learner, key
-        total = add_classes(params.classifier.sums, aggregate.sum["class_sums"], turn.task)
-        return params._replace(classifier=params.classifier._replace(sums=total)), state, {}
+        sums = add_classes(params.classifier.sums, aggregate.sum["class_sums"], turn.task)
+        return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
 
-    return ServerStep("class_means", step, collects=(sums,))
+    return ServerStep("class_means", step, collects=(class_sums(classes, width),))

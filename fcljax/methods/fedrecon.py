@@ -6,53 +6,77 @@ met again, by whomever and in whichever task, is refined. The nearest prototype 
 Nothing iterates in the stream.
 
 With a frozen embedding (the adapter `linear`, the default) this is FedNCM with `classifier` nearest, whose
-running sums are the paper's online averages: the two papers have the same method there, and the same numbers.
-What FedRecon has besides is how its embedding comes to be: by training on base classes, in episodes
-(prototypical networks, Snell et al. 2017). The paper does that beforehand and centrally. Here the adapter
-`full` does it in the first task, in whose rounds clients train by episodes and the server averages; then the
-embedding is frozen for good. Later tasks still play their rounds, in which nothing changes.
+sums are the paper's online averages: the two papers have the same method there, and the same numbers. What
+FedRecon has besides is how its embedding comes to be: by training on base classes, in episodes (prototypical
+networks, Snell et al. 2017). The paper does that beforehand and centrally. Here the adapter `full` does it in
+the first task, in whose rounds clients train by episodes and the server averages; then the embedding is
+frozen for good. Later tasks still play their rounds, in which nothing changes but by the rounding of means.
 """
+
+import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federate import Collect, Kit, Seen, Survey, Term, federate
+from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
 from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.methods.fedavg import NoOptions
-from fcljax.methods.fedncm import class_mean_step
-from fcljax.models.classifiers import Sums, add_batch, empty_sums, nearest_mean
+from fcljax.models.classifiers import Sums, empty_sums, nearest_mean
 from fcljax.models.heads import class_sums
 from fcljax.models.prototypes import class_means, dce_loss, distances
-from fcljax.types import Ctx, Method, Setting
+from fcljax.types import Aggregate, Ctx, Method, Setting, Turn
 
 
-def fedrecon(options: NoOptions, kit: Kit) -> Method:
+@dataclasses.dataclass(frozen=True)
+class FedReconOptions:
+    """Options of FedRecon."""
+
+    # server: the prototypes are tested on all classes so far; clients: once for each client, on the classes
+    # that it has learned and among these alone, as VFCL's tables have it
+    evaluated: Literal["server", "clients"] = "server"
+
+
+def fedrecon(options: FedReconOptions, kit: Kit) -> Method:
     """FedRecon as a method; with an adapter that trains, it does so in the first task."""
-    del options
     width, setting, trains = kit.network.width, kit.setting, not kit.adapter.plain
     model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes))
-    step = class_mean_step(embedded_sums(setting, width))
     # the first task's prototypes are those of the embedding that it ends with
-    survey = Survey(step, "closing" if trains else "opening", kit.train.batch_size)
+    survey = Survey(merging(setting, width), "closing" if trains else "opening", kit.train.batch_size)
     terms = (episodes(),) if trains else ()
-    return federate(
+    method = federate(
         model, setting, kit.train if trains else None, (*terms, *kit.terms), surveys=(survey,),
         objective=Objective(weight=0.0), aggregation=kit.aggregation,
     )  # fmt: skip
+    if options.evaluated == "server":
+        return method
+    everybodys = lambda turn, server, state, batch: method.predict(turn, server, batch)
+    return method._replace(predict_client=everybodys, personal=True)
 
 
-def embedded_sums(setting: Setting, width: int) -> Collect:
-    """Sums of the embeddings of the task's classes, as evaluation computes them: batch normalisation by the
-    running statistics."""
+# ---- prototypes --------------------------------------------------------------------------------------------
+
+
+def merging(setting: Setting, width: int) -> ServerStep:
+    """Sums of embeddings of all classes go up, since clients' tasks may have different ones, and are added to
+    those of all tasks before: the running means of what anybody ever sent.
+
+    Embeddings are those of evaluation: batch normalisation by the running statistics.
+    """
 
     def look(model: Learner, seen: Seen, total: Sums) -> Sums:
-        ctx, batch = seen.ctx, seen.batch
+        ctx, batch, classes = seen.ctx, seen.batch, jnp.arange(setting.classes)
         output = model.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, False)
-        return add_batch(total, output.feature, batch, ctx.task)
+        more, rows = class_sums(output.feature, batch.label, classes, batch.mask)
+        return Sums(total.feature + more, total.rows + rows)
 
-    empty = lambda ctx: empty_sums(setting.task_classes, width)
-    return Collect("class_sums", empty, look, channel="sum")
+    def step(turn: Turn, model: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+        del turn, model, key
+        sums = jax.tree.map(jnp.add, params.classifier.sums, aggregate.sum["embeddings"])
+        return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
+
+    empty = lambda ctx: empty_sums(setting.classes, width)
+    return ServerStep("prototypes", step, collects=(Collect("embeddings", empty, look, channel="sum"),))
 
 
 # ---- training of the embedding -----------------------------------------------------------------------------
