@@ -80,7 +80,10 @@ def descend(head, batches, more=lambda w: 0.0, project=lambda w: w):
 
 
 def norm_of(ctx, local):
-    return float(optax.tree.norm(jax.tree.map(jnp.subtract, local.part, ctx.wire.part)))
+    """How far a client is from what it was sent; what it keeps to itself was not."""
+    sent = {name: part for name, part in ctx.wire.part._asdict().items() if jax.tree.leaves(part)}
+    mine = {name: getattr(local.part, name) for name in sent}
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, mine, sent)))
 
 
 def close(left, right, atol=1e-6):
