@@ -61,6 +61,8 @@ OPTIONS = {
         "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
     },
     "centralized-prompt": POOL | {"clients": 4},
+    "fedweit": {"rounds": 2, "received": 2, "full_lr": RATE},
+    "fedrecon": {"adapter": "full", "full_lr": RATE},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
     "dualprompt": {
         "dual_shared_length": 2, "dual_length": 3, "dual_shared_blocks": 1, "dual_blocks": 1,
@@ -69,7 +71,7 @@ OPTIONS = {
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
-STATEFUL = {"lwf", "icarl"}  # those whose clients' states change in a round
+STATEFUL = {"lwf", "icarl", "fedweit"}  # those whose clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2
 
 
