@@ -284,9 +284,9 @@ def federate(
       predicts: "seen", classes not seen yet never win; "all": they compete.
       rehearse: how the server trains on rows that it keeps; None: it does not.
       restores(turn, params, image, key) -> what the server could rebuild of images; None: nothing.
-      personal: what of the model every client keeps to itself: it is part of the client's state, never sent,
-        and `Method.predict_client` reads it. The server's own stays at its first values. Terms find () in
-        its place in the broadcast part.
+      personal: what of the model every client keeps to itself, that of all tasks: it is part of the client's
+        state, never sent, and `Method.predict_client` reads it. The server's own stays at its first values.
+        Terms find () in its place in the broadcast part.
       draws: of a Bayesian personal model's parameters in `Method.predict_drawn`; 0: there is none.
 
     Raises:
@@ -470,9 +470,15 @@ def _stays(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
     return state[-1] if parts.personal else {}
 
 
-def _kept(parts: _Parts, part: Model) -> tuple[dict[Personal, PyTree], ...]:
-    """The same of a part, as it lies there."""
-    return ({name: getattr(part, name) for name in parts.personal},) if parts.personal else ()
+def _kept(parts: _Parts, task: Task, part: Model, state: tuple) -> tuple[dict[Personal, PyTree], ...]:
+    """The same with a task's part in its place, as it lies there."""
+    if not parts.personal:
+        return ()
+    kept = {name: getattr(part, name) for name in parts.personal}
+    if "classifier" in kept:
+        put = parts.learner.classifier.put
+        kept["classifier"] = put(_stays(parts, state)["classifier"], task, kept["classifier"])
+    return (kept,)
 
 
 def _check_personal(personal: tuple[Personal, ...], steps: tuple[ServerStep, ...]) -> None:
@@ -495,7 +501,8 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
 
 def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
     part = _part(parts, server.params, _first_task(parts.setting))
-    return (*(term.init(key, part) for term in parts.terms), *_kept(parts, part))
+    kept = {name: getattr(server.params, name) for name in parts.personal}
+    return (*(term.init(key, part) for term in parts.terms), *([kept] if kept else ()))
 
 
 def _begin_task(parts: _Parts, turn: Turn, server: ServerState) -> ServerState:
@@ -533,7 +540,7 @@ def _handover(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTre
 
 def _program(parts: _Parts, train: Train) -> Program:
     """What participants do in a round: train, look again, send."""
-    terms = parts.terms
+    terms, learner = parts.terms, parts.learner
 
     def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
         part, collected = _whole_part(parts, ctx, state), {c.name: c.init(ctx) for c in parts.collects}
@@ -545,7 +552,8 @@ def _program(parts: _Parts, train: Train) -> Program:
         kept = _keep(terms, ctx, local, state, at_end=False)
         pairs = zip(terms, local.memory, strict=True)
         sent |= {own.name: own.report(ctx, memory, local.part) for own, memory in pairs if own.report}
-        return _upload(parts, ctx, local.part, sent), (*kept, *_kept(parts, local.part))
+        up = learner.sends(local.part, ctx.task) if learner.sends else local.part
+        return _upload(parts, ctx, up, sent), (*kept, *_kept(parts, ctx.task, local.part, state))
 
     recall, memory, recalls = _recall(terms)
     view = View(train.epochs, train.batch_size, recall=recalls)
@@ -556,8 +564,11 @@ def _program(parts: _Parts, train: Train) -> Program:
 
 
 def _whole_part(parts: _Parts, ctx: Ctx, state: tuple) -> Model:
-    """What was broadcast, with what the client keeps to itself."""
-    return ctx.wire.part._replace(**_stays(parts, state))
+    """What was broadcast, with what trains now of what the client keeps to itself."""
+    stays = dict(_stays(parts, state))
+    if "classifier" in stays:
+        stays["classifier"] = parts.learner.classifier.part(stays["classifier"], ctx.task)
+    return ctx.wire.part._replace(**stays)
 
 
 def _open(terms: tuple[Term, ...], ctx: Ctx, state: tuple, key: PRNGKeyArray) -> tuple[PyTree, ...]:
@@ -587,7 +598,7 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
 
     def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
         kept = _keep(terms, ctx, local, state, at_end=True)
-        return Upload(weight=ctx.info.rows), (*kept, *_kept(parts, local.part))
+        return Upload(weight=ctx.info.rows), (*kept, *_kept(parts, ctx.task, local.part, state))
 
     program = Program(start, _look_phases(parts, (), at_end=True), finish)
     return (Round(program, None, "everyone", "closing"),)

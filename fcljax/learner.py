@@ -133,6 +133,8 @@ class Learner(NamedTuple):
     forward(frozen, held or params, part, batch, task, train) -> Output
     predict(frozen, params, batch, task) -> logits of evaluation, unmasked
     sample(key, part) -> what a training step computes with in the place of the part; None: the part itself
+    sends(part, task) -> what a client sends in the place of its part, which is merged number by number and
+      which `put` understands; None: the part itself
     """
 
     network: Network
@@ -147,6 +149,7 @@ class Learner(NamedTuple):
     predict: Callable[..., Float[Array, "batch classes"]]
     queries: bool
     sample: Callable[[PRNGKeyArray, Model], Model] | None = None
+    sends: Callable[[Model, Task], Model] | None = None
 
 
 Keys = Callable[[PRNGKeyArray], tuple[PRNGKeyArray, PRNGKeyArray]]

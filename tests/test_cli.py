@@ -348,10 +348,12 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
         for adapter in ADAPTERS:
             assert works(name, adapter=adapter) == (adapter not in entry.excludes), (name, adapter)
         for rule in ("uniform", "median", "krum", "centred_clipping"):
-            beside = name == "hepco" and rule == "uniform"  # which is how its server averages
+            # which is how their servers average
+            beside = name in ("hepco", "fedweit") and rule == "uniform"
             assert works(name, aggregator=rule) == (beside or not entry.merges), (name, rule)
         assert works(name, server_optimiser="adam") == (not entry.merges), name
     assert works("pilora", aggregator="median", wo_reweight=True)
+    assert works("fedweit", aggregator="median", unsent=0.0)
     assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 
 

@@ -65,6 +65,8 @@ OPTIONS = {
     "lga": REHEARSED,
     "centralized-prompt": POOL | {"clients": 4},
     "vfcl": {"lr": 0.01, "full_lr": 0.01, "sigma": 0.1, "rounds": 2, "exemplars": 2, "test_samples": 2},
+    "fedweit": {"rounds": 2, "received": 2, "full_lr": RATE},
+    "fedrecon": {"adapter": "full", "full_lr": RATE},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
     "dualprompt": {
         "dual_shared_length": 2, "dual_length": 3, "dual_shared_blocks": 1, "dual_blocks": 1,
@@ -73,7 +75,7 @@ OPTIONS = {
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
-STATEFUL = {"lwf", "icarl", "vfcl", "glfc", "lga"}  # those whose clients' states change in a round
+STATEFUL = {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit"}  # clients' states change in a round
 SIZES = ((9, 0, 4, 7),) * 2
 
 

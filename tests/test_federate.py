@@ -455,6 +455,18 @@ def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_
     assert plain.predict_client is None
 
 
+def test_clients_keep_what_is_personal_of_all_tasks_and_train_that_of_the_task():
+    """Prototypes, of which those of the task's classes train: each task's stay when the next one comes."""
+    method = compose(kit_of("full"), classifier=prototypes, personal=("classifier",))
+    server = fresh(method)
+    _, first = client_round(method, server, TASKS[0], [rows_of([0, 1, 2])])
+    _, second = client_round(method, server, TASKS[1], BATCHES, first)
+    start, early, late = server.params.classifier, first[-1]["classifier"], second[-1]["classifier"]
+    same(late[:3], early[:3])
+    same(early[3:], start[3:])
+    assert differ(early[:3], start[:3]) > 1e-4 and differ(late[3:], early[3:]) > 1e-4
+
+
 def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change():
     kit, batches = kit_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
     start = fresh(compose(kit, personal=("classifier",)))

@@ -215,6 +215,10 @@ SOURCES = {
         monitor_images=4, gradient_side=32,
     ),
     "lga": dict(loss_weight=1.0, quiet_share=0.6, aggregator="uniform", reset_best="arrival"),
+    "fedweit": dict(
+        sparse_weight=1e-3, mask_weight=0.0, keep_weight=100.0, prune=1e-3, unsent=0.3, received=5,
+        remembered=1, retroactive=True, aggregator="uniform", full_lr=1e-3 / 3,
+    ),
     "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
 }  # fmt: skip
 
@@ -232,6 +236,13 @@ def test_target_as_released_never_ends_its_warm_up():
         assert [getattr(run(fidelity), name) for name in fields] == [256, 10, 64, 400, 0.2]
         assert run(fidelity).synthesis_rounds == rounds
     assert run("released").synthesis_warmup > run("released").synthesis_rounds
+
+
+def test_fedweits_release_does_not_train_what_earlier_tasks_have_and_starts_elsewhere():
+    run = lambda fidelity: config.resolve("fedweit", config.run_class("fedweit")(fidelity=fidelity))
+    of = lambda fidelity: [getattr(run(fidelity), x) for x in ("retroactive", "mask_start", "adaptive_start")]
+    assert of("intended") == of("improved") == [True, 0.9, 0.0]
+    assert (of("paper"), of("released")) == ([True, 0.5, 1 / 3], [False, 0.5, 1 / 3])
 
 
 def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():

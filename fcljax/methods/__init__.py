@@ -22,6 +22,8 @@ from fcljax.methods import (
     fedclm,
     fedlwf_mc,
     fedncm,
+    fedrecon,
+    fedweit,
     fppl,
     glfc,
     hepco,
@@ -111,6 +113,15 @@ METHODS: dict[str, MethodEntry] = {
         ),
         merges="it sends sums over rows, which are added up",
     ),
+    "fedrecon": MethodEntry(
+        "merged class prototypes of an embedding that is frozen, or trained in the first task (FedRecon)",
+        fedrecon.FedReconOptions, fedrecon.fedrecon, "linear",
+        excludes=dict.fromkeys(
+            ("lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda"),
+            "its embedding is a whole network",
+        ),
+        merges="it sends sums over rows, which are added up",
+    ),
     "fedclm": MethodEntry(
         "FedAvg of LoRA and a classifier, class means at inference",
         fedclm.FedCLMOptions, fedclm.fedclm, "lora", defaults=_ONE_PAIR,
@@ -156,6 +167,16 @@ METHODS: dict[str, MethodEntry] = {
     "cfed": MethodEntry(
         "FedAvg of the whole network, some clients distil on images of another data set (CFeD)",
         cfed.CFeDOptions, cfed.cfed, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+    ),
+    "fedweit": MethodEntry(
+        "a base that travels, and for each task a mask and sparse parameters of a client's own (FedWeIT)",
+        fedweit.FedWeITOptions, fedweit.fedweit, "full", fedweit.FIDELITY,
+        _ONE_PAIR | {"aggregator": "uniform", "lr": 0.01, "full_lr": 1e-3 / 3, "lora_lr": 1e-3},
+        excludes=dict.fromkeys(
+            ("linear", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda"),
+            "it composes a network's own weights, or LoRA's",
+        ),
+        merges="clients send parts of a base; `uniform` works too, and with --unsent 0 any rule",
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",

@@ -1,0 +1,121 @@
+"""FedRecon: federated reconnaissance by a prototypical network (Hendryx et al. 2021).
+
+Clients embed the rows of their new classes and send, for each class, the sum of the embeddings and how many
+there are; the server merges these into prototypes, the means over all rows ever sent, so that a class that is
+met again, by whomever and in whichever task, is refined. The nearest prototype by Euclidean distance wins.
+Nothing iterates in the stream.
+
+With a frozen embedding (the adapter `linear`, the default) this is FedNCM with `classifier` nearest, whose
+sums are the paper's online averages: the two papers have the same method there, and the same numbers. What
+FedRecon has besides is how its embedding comes to be: by training on base classes, in episodes (prototypical
+networks, Snell et al. 2017). The paper does that beforehand and centrally. Here the adapter `full` does it in
+the first task, in whose rounds clients train by episodes and the server averages; then the embedding is
+frozen for good. Later tasks still play their rounds, in which nothing changes but by the rounding of means.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
+from fcljax.learner import Learner, Model, Objective, learner
+from fcljax.models.classifiers import Sums, empty_sums, nearest_mean
+from fcljax.models.heads import class_sums
+from fcljax.models.prototypes import class_means, dce_loss, distances
+from fcljax.types import Aggregate, Ctx, Method, Setting, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class FedReconOptions:
+    """Options of FedRecon."""
+
+    # server: the prototypes are tested on all classes so far; clients: once for each client, on the classes
+    # that it has learned and among these alone, as VFCL's tables have it
+    evaluated: Literal["server", "clients"] = "server"
+
+
+def fedrecon(options: FedReconOptions, kit: Kit) -> Method:
+    """FedRecon as a method; with an adapter that trains, it does so in the first task."""
+    width, setting, trains = kit.network.width, kit.setting, not kit.adapter.plain
+    model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes))
+    # the first task's prototypes are those of the embedding that it ends with
+    survey = Survey(merging(setting, width), "closing" if trains else "opening", kit.train.batch_size)
+    terms = (episodes(),) if trains else ()
+    method = federate(
+        model, setting, kit.train if trains else None, (*terms, *kit.terms), surveys=(survey,),
+        objective=Objective(weight=0.0), aggregation=kit.aggregation,
+    )  # fmt: skip
+    if options.evaluated == "server":
+        return method
+    everybodys = lambda turn, server, state, batch: method.predict(turn, server, batch)
+    return method._replace(predict_client=everybodys, personal=True)
+
+
+# ---- prototypes --------------------------------------------------------------------------------------------
+
+
+def merging(setting: Setting, width: int) -> ServerStep:
+    """Sums of embeddings of all classes go up, since clients' tasks may have different ones, and are added to
+    those of all tasks before: the running means of what anybody ever sent.
+
+    Embeddings are those of evaluation: batch normalisation by the running statistics.
+    """
+
+    def look(model: Learner, seen: Seen, total: Sums) -> Sums:
+        ctx, batch, classes = seen.ctx, seen.batch, jnp.arange(setting.classes)
+        output = model.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, False)
+        more, rows = class_sums(output.feature, batch.label, classes, batch.mask)
+        return Sums(total.feature + more, total.rows + rows)
+
+    def step(turn: Turn, model: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+        del turn, model, key
+        sums = jax.tree.map(jnp.add, params.classifier.sums, aggregate.sum["embeddings"])
+        return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
+
+    empty = lambda ctx: empty_sums(setting.classes, width)
+    return ServerStep("prototypes", step, collects=(Collect("embeddings", empty, look, channel="sum"),))
+
+
+# ---- training of the embedding -----------------------------------------------------------------------------
+
+
+def episodes() -> Term:
+    """In the first task every batch is an episode (`episode_loss`); later nothing changes."""
+
+    def loss(model: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
+        del model, memory
+        batch, task = seen.batch, seen.ctx.task
+        value = episode_loss(seen.output.feature, batch.label, task.classes, batch.mask)
+        return jnp.where(task.index == 0, value, 0.0)
+
+    def limit(ctx: Ctx, part: Model) -> Model:
+        """Weight decay and running statistics stop too."""
+        first = ctx.task.index == 0
+        frozen = ctx.wire.part
+        pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(first, a, b), new, old)
+        return part._replace(adapter=pick(part.adapter, frozen.adapter), stats=pick(part.stats, frozen.stats))
+
+    return Term("episodes", loss, limit=limit)
+
+
+def episode_loss(
+    feature: Float[Array, "batch width"],
+    label: Int[Array, " batch"],
+    classes: Int[Array, " Ct"],
+    mask: Bool[Array, " batch"],
+) -> Float[Array, ""]:
+    """Prototypical networks' loss (Snell et al. 2017, algorithm 1) on one batch: every other row supports its
+    class's prototype, the rest are queries, and their negative squared distances to the prototypes are the
+    logits. Queries of classes without support do not count.
+
+    Batches come in a new order in every epoch, so that an episode's halves are random; its classes and the
+    rows of each are those of the batch, where the paper draws a fixed number of both.
+    """
+    support = jnp.arange(len(label)) % 2 == 0
+    prototypes, held = class_means(*class_sums(feature, label, classes, mask & support))
+    place = jnp.argmax(label[:, None] == classes, axis=1)
+    queries = mask & ~support & held[place]
+    return dce_loss(distances(feature, prototypes, "squared"), place, held, queries)
