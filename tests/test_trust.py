@@ -28,7 +28,8 @@ from fcljax import cli
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
-from fcljax.runs import build, checkpoint, loop, origin, report, signals
+from fcljax.runs import archive, build, checkpoint, loop, origin, report, signals
+from fcljax.types import Kept
 
 ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]
 
@@ -295,6 +296,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp
     (line,) = told
     assert line.startswith("resume: checkpoint 15 is damaged (") and line.endswith(" and 14 is used")
     assert (tmp_path / checkpoint.ASIDE / "checkpoint-15").is_dir()
+
+
+def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_noted(tmp_path):
+    kept = lambda number: Kept(np.full((2, 3), number, np.float32), np.arange(2), np.ones(2, bool))
+    noted = [archive.save_task(tmp_path / "kept", task, kept(task)) for task in range(2)]
+    found = archive.load_tasks(tmp_path / "kept", noted, kept(0))
+    assert [each.rows[0, 0] for each in found] == [0, 1]
+    shutil.copy(tmp_path / "kept" / "task-000.npz", tmp_path / "kept" / "task-001.npz")
+    with pytest.raises(InputError, match="task-001.npz' cannot be read: it does not have the checksum"):
+        archive.load_tasks(tmp_path / "kept", noted, kept(0))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
