@@ -36,7 +36,7 @@ def main(run_dir: str) -> None:
     cfg = config.resolve(method, config.from_mapping(method, values, run_dir))
     exp = build(method, cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
-        server = loop.begin(exp, manager, True)[0].server
+        server = loop.begin(exp, manager, print)[0].server
     network, classes, task = network_of(exp.inputs.backbone), exp.setting.classes, exp.scenario.tasks[-1]
     adapter = ADAPTERS[cfg.adapter]
     built = adapter.build(config.part(adapter.options, cfg), exp.setting, network)

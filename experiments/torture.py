@@ -145,7 +145,7 @@ def damage(rng: random.Random, out: Path, reference: Path) -> Outcome:
     file = rng.choice(sorted(path for path in last.rglob("*") if path.is_file()))
     DAMAGES[name](rng, file, last, steps[0])
     what = f"{name} {file.relative_to(last)}"
-    code, out_, err = called("run", "linear", "--resume", str(out))
+    code, err = ended(start("run", "linear", "--resume", str(out)))
     if code == 2 and one_line(err):
         return Outcome("survived", what)
     if code or "Traceback" in err:

@@ -1,6 +1,7 @@
 """What commands start from: which pixels the backbone gets, where images lie, what features are kept."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -298,8 +299,18 @@ def test_features_are_kept_under_all_that_decides_them(inputs, features, tmp_pat
     )
 
 
+def other_number(content):
+    """A whole file of features of which one is another, with the old checksum."""
+    with np.load(io.BytesIO(content)) as file:
+        features, sha256 = file["features"].copy(), file["sha256"]
+    features[0, 0] += 1
+    stream = io.BytesIO()
+    np.savez(stream, features=features, sha256=sha256)
+    return stream.getvalue()
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"text"]
+    "damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"text", other_number]
 )
 def test_damaged_features_are_computed_again(damage, inputs, features, tmp_path):
     cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))

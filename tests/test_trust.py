@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -27,7 +28,8 @@ from fcljax import cli
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
-from fcljax.runs import build, checkpoint, loop, origin, report, signals
+from fcljax.runs import archive, build, checkpoint, loop, origin, report, signals
+from fcljax.types import Kept
 
 ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]
 
@@ -296,6 +298,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp
     assert (tmp_path / checkpoint.ASIDE / "checkpoint-15").is_dir()
 
 
+def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_noted(tmp_path):
+    kept = lambda number: Kept(np.full((2, 3), number, np.float32), np.arange(2), np.ones(2, bool))
+    noted = [archive.save_task(tmp_path / "kept", task, kept(task)) for task in range(2)]
+    found = archive.load_tasks(tmp_path / "kept", noted, kept(0))
+    assert [each.rows[0, 0] for each in found] == [0, 1]
+    shutil.copy(tmp_path / "kept" / "task-000.npz", tmp_path / "kept" / "task-001.npz")
+    with pytest.raises(InputError, match="task-001.npz' cannot be read: it does not have the checksum"):
+        archive.load_tasks(tmp_path / "kept", noted, kept(0))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_goes_on_before_a_damaged_checkpoint_and_past_strange_folders(cut, linear, capsys):
     flip_arrays(cut / "checkpoints" / "15")
@@ -345,18 +357,16 @@ def test_images_that_were_touched_are_compared_with_their_checksum(shelf, tmp_pa
 
 
 def test_rot_that_leaves_size_and_time_is_found_by_verify(shelf, tmp_path, capsys):
-    shelf()
+    options = ["--tasks", "2", "--clients", "1", "--min-rows", "0", "--data-dir", str(tmp_path / "data")]
+    show = lambda *more: cli.main(["data", "show", f"folder:{tmp_path / 'raw'}", *options, *more])
+    assert show("--out", str(tmp_path / "first")) == 0
     file = images_file(tmp_path)
     before = file.stat()
     flip(file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    shelf()  # nobody has looked
-    with pytest.raises(InputError, match="x_train.npy does not match its checksum"):
-        shelf(verify=True)
-    arguments = ["--dataset", f"folder:{tmp_path / 'raw'}", "--data-dir", str(tmp_path / "data")]
-    run = ["run", "linear", *arguments, "--tasks", "2", "--image-size", "8", "--verify"]
-    assert cli.main([*run, "--out", str(tmp_path / "run")]) == 2
-    assert "does not match its checksum" in capsys.readouterr().err
+    assert show("--out", str(tmp_path / "second")) == 0  # nobody has looked
+    assert show("--out", str(tmp_path / "third"), "--verify") == 2
+    assert "x_train.npy does not match its checksum" in capsys.readouterr().err
 
 
 def test_labels_are_compared_with_their_checksum_always(shelf, tmp_path):
@@ -623,3 +633,18 @@ def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch
     monkeypatch.setattr(sources, "machine_memory", lambda: 2 * blank.nbytes)
     with pytest.raises(InputError, match="would unpack to .* GiB; the limit is half"):
         sources.load_dataset(name)
+
+
+# ---- docs/trust.md -----------------------------------------------------------------------------------------
+
+
+def test_every_test_that_the_promises_name_is_there():
+    text = (small_runs.ROOT / "docs" / "trust.md").read_text()
+    folder = small_runs.ROOT / "tests"
+    ours = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.M)
+    for name in re.findall(r"`(?:tests/)?(test_[\w.]+)`", text):
+        if name.endswith(".py"):
+            assert (folder / name).is_file(), name
+        else:
+            start = name.removesuffix("...")
+            assert [own for own in ours if own == name or (start != name and own.startswith(start))], name
