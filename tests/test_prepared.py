@@ -278,7 +278,11 @@ def flip(content):
         ("manifest.json", lambda content: content.__setitem__(slice(None), b"[]"), "not of this version"),
         ("manifest.json", lambda content: content.__setitem__(slice(None), b'{"format": 1}'), "damaged ("),
         ("x_test.npy", lambda content: content.__setitem__(slice(0, 80), bytes(80)), "damaged ("),
-        ("y_train.npy", lambda content: content.__setitem__(-1, 1), "does not match its checksum"),
+        (
+            "y_train.npy",
+            lambda content: content.__setitem__(-1, 1),
+            "y_train.npy does not match its checksum",
+        ),
     ],
 )
 def test_damage_is_named_with_the_way_to_rebuild(raw, load, make, tmp_path, file, change, words):
