@@ -172,12 +172,19 @@ def _private(
         streams = own_streams(label[used], pool, cfg.clients, cfg.tasks, rng)
         union = [np.unique(np.concatenate(each)) for each in zip(*(s.classes for s in streams), strict=True)]
         tasks = tasks_of(union, classes)
-    widest = len(tasks[0].classes)
-    mine = [tasks_of(stream.classes, classes, widest) for stream in streams]
-    own = tuple(Task.of_numpy(*map(np.stack, zip(*each, strict=True))) for each in zip(*mine, strict=True))
+    mine = [tasks_of(stream.classes, classes) for stream in streams]
+    own = tuple(map(_stacked, tasks, zip(*mine, strict=True)))
     dealt = lambda task, round_: [used[stream.rows[task]] for stream in streams]
     rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
     return Deal(label, test_label, tasks, rows, own=own)
+
+
+def _stacked(shared: Task, mine: tuple[Task, ...]) -> Task:
+    """A task of every client, leaves [K, ...]. The places of its classes are the run's, so that what clients
+    report of them can be added up; `current` and `seen` say which of them are the client's."""
+    current, seen = (np.stack([getattr(task, name) for task in mine]) for name in ("current", "seen"))
+    everybody = lambda leaf: np.broadcast_to(leaf, (len(mine), *np.shape(leaf)))
+    return Task.of_numpy(everybody(np.asarray(shared.index)), everybody(shared.classes), current, seen)
 
 
 def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.ndarray:

@@ -334,7 +334,7 @@ def test_list_names_methods_data_sets_and_backbones(capsys):
 def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     """Adapters and aggregation rules, for every method: made, not run."""
     network = conformance.network(conformance.TINY)
-    setting = Setting(classes=5, tasks=2, task_classes=3, clients=4)
+    setting = Setting(classes=5, tasks=2, task_classes=3, clients=4, rows=9)
 
     def works(name, **options):
         try:
@@ -354,6 +354,7 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
         assert works(name, server_optimiser="adam") == (not entry.merges), name
     assert works("pilora", aggregator="median", wo_reweight=True)
     assert works("fedweit", aggregator="median", unsent=0.0)
+    assert works("vfcl", aggregator="median", merge="average")
     assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 
 

@@ -104,6 +104,8 @@ def test_a_scenario_gives_every_client_its_own_task_and_remembers_what_it_has_le
         (roster, again) = of_task
         assert roster is again and roster.task.current.shape == (4, 10)
         assert (roster.task.current.any(axis=0) == task.current).all()
+        # in the same places, so that sums are of one class
+        assert (roster.task.classes == task.classes).all()
         assert ((roster.class_rows > 0) == roster.task.current).all()
         assert (made.learned(t) == roster.task.seen).all()
         assert (made.current(t, 2) == roster.task.current[2]).all()

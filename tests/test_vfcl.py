@@ -1,5 +1,8 @@
 """VFCL's parts: a Bayesian learner, the clients' two priors, and conflation at the server."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,7 @@ from micro import (
     client_round,
     compiled,
     ctx_of,
+    end_of_task,
     info_of,
     main_of,
     rows_of,
@@ -23,7 +27,9 @@ from micro import (
     train,
     turn_of,
 )
+from small_runs import COMMON
 
+from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
 from fcljax.bayesian import bayesian, means
 from fcljax.errors import InputError
@@ -236,3 +242,53 @@ def test_another_rule_than_the_mean_is_refused_in_the_place_of_conflation():
     with pytest.raises(InputError, match="aggregator: 'median' .* nearest: 'mean', or --merge average"):
         method_of({"aggregator": "median"}.items())
     assert method_of({"aggregator": "median"}.items(), merge="average").aggregation == "median"
+
+
+# ---- clients as themselves ---------------------------------------------------------------------------------
+
+
+def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_posterior():
+    """With a narrow posterior the same as by its means; with a wide one less sure than each draw alone."""
+    for sigma, same in ((1e-6, True), (1.0, False)):
+        method = method_of(sigma=sigma, test_samples=4)
+        server, turn = fresh(method), turn_of(TASKS[1], frozen=SCALE)
+        state = method.init_client(KEY, server)
+        drawn = jax.nn.softmax(method.predict_drawn(turn, server, state, BATCHES[0]))
+        plain = jax.nn.softmax(method.predict_client(turn, server, state, BATCHES[0]))
+        np.testing.assert_allclose(drawn.sum(axis=1), 1.0, rtol=1e-5)
+        assert np.allclose(drawn, plain, atol=1e-4) == same
+    assert method_of(test_samples=0).predict_drawn is None
+
+
+def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_has_not_none():
+    method = method_of(exemplars=2)
+    program, server = main_of(method).program, fresh(method)
+    assert main_of(method_of()).program.memory is None
+    state = method.init_client(KEY, server)
+    assert (np.asarray(program.memory(state)) == -1).all()
+    _, state = client_round(method, server, TASKS[0], OF_FIRST, state, round_=SETTING.rounds - 1)
+    after = end_of_task(method, server, TASKS[0], OF_FIRST, state)
+    rows = np.asarray(program.memory(after))
+    assert set(rows[rows >= 0]) == {0, 1, 2}  # one row of each class is all that there is
+
+
+@pytest.mark.long
+def test_a_run_on_private_streams_evaluates_every_client_as_itself_and_goes_on_after_a_stop(tmp_path):
+    """[task learned][client][task], with the task untold and told; a summary of a resumed run is the same."""
+    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--pool", "order"]
+    options += ["--pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
+    out = tmp_path / "run"
+    assert cli.main(["run", "vfcl", *options, "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    found, told = summary["personal"]["accuracy"], summary["personal"]["task_il"]
+    assert [[len(own) for own in each] for each in found] == [[1] * 3, [2] * 3, [3] * 3]
+    for untold, better in zip(np.concatenate(found[2]), np.concatenate(told[2]), strict=True):
+        assert 0 <= untold <= better <= 1
+    assert summary["calibration"]["ece"] != summary["calibration_drawn"]["ece"]
+    assert summary["client_state"]["bytes"] > 0
+    steps = sorted(int(folder.name) for folder in (out / "checkpoints").iterdir())
+    shutil.rmtree(out / "checkpoints" / str(steps[-1]))
+    (out / "summary.json").unlink()
+    assert cli.main(["run", "vfcl", "--resume", str(out)]) == 0
+    again = json.loads((out / "summary.json").read_text())
+    assert again["personal"] == summary["personal"] and again["accuracy"] == summary["accuracy"]

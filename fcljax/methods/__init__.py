@@ -223,6 +223,7 @@ METHODS: dict[str, MethodEntry] = {
         "a Bayesian network, two priors, conflation; clients keep their classifiers (VFCL)",
         vfcl.VFCLOptions, vfcl.vfcl, "full", vfcl.FIDELITY,
         {"full_lr": 0.01, "lr": 0.01, "optimiser": "sgd", "rounds": 10},
+        merges="Gaussians are multiplied; with --merge average any rule merges means and rhos",
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",
