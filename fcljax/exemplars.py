@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federate import Seen, Term
@@ -193,7 +193,7 @@ def gathering(setting: Setting, width: int) -> Callable[..., Gathered]:
         raise InputError("rows: 0, where herding needs the most rows that a client holds (Setting.rows)")
     size = setting.rows
 
-    def open_(ctx: Ctx, state: Herded, key: PRNGKeyArray) -> Gathered:
+    def open_(ctx: Ctx, state: PyTree, key: PRNGKeyArray) -> Gathered:
         del ctx, state, key
         nothing = jnp.full(size, -1, jnp.int32)
         return Gathered(jnp.zeros((size, width)), jnp.zeros(size, jnp.int32), nothing, jnp.int32(0))

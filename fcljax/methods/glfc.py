@@ -57,7 +57,7 @@ class GLFCOptions(ProxyOptions):
 
 
 _INTENDED = dict(
-    memory_size=200, memory_repeats=False, entropy_rise=0.05, entropy_unit="share", rate_schedule="constant",
+    memory_size=200, memory_repeats=False, entropy_rise=0.02, entropy_unit="share", rate_schedule="constant",
     match_steps=100, match_start="grey", monitor_images=4, reset_best="arrival",
 )  # fmt: skip
 _RELEASED = dict(
