@@ -496,18 +496,17 @@ def test_noise_on_the_mean_would_not_protect_what_is_uploaded_and_is_refused():
 
 def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_path):
     kept = history_kept(0)
-    for task in range(2):
-        archive.save_task(tmp_path, task, kept)
-    for found in archive.load_tasks(tmp_path, 2, kept):
+    noted = [archive.save_task(tmp_path, task, kept) for task in range(2)]
+    for found in archive.load_tasks(tmp_path, noted, kept):
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
-        archive.load_tasks(tmp_path, 3, kept)
+        archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
     other = Kept(kept.rows._replace(order=kept.rows.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
-        archive.load_tasks(tmp_path, 1, other)
+        archive.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
     with pytest.raises(InputError, match="cannot be read"):
-        archive.load_tasks(tmp_path, 2, kept)
+        archive.load_tasks(tmp_path, noted, kept)
 
 
 # ---- what is given away ------------------------------------------------------------------------------------
