@@ -6,7 +6,7 @@ functions that close over options alone; `federate` puts them together to a `Met
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -301,47 +301,21 @@ def federate(
         learner, setting, train, terms, steps, surveys, objective, aggregation, rehearse, personal
     )
 
-    def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
-        logits = learner.predict(turn.frozen, server.params, batch, turn.task)
-        lowest = jnp.finfo(logits.dtype).min
-        return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
-
-    def predict_provisional(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
-        merged = _put(parts, server.params, turn.task, server.provisional)
-        return predict(turn, server._replace(params=merged), batch)
-
-    def predict_client(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
-        mine = server.params._replace(**_stays(parts, state))
-        return predict(turn, server._replace(params=mine), batch)
-
-    def predict_drawn(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
-        mine, sample = server.params._replace(**_stays(parts, state)), resolved(learner.sample)
-
-        def probabilities(key: PRNGKeyArray) -> Array:
-            drawn = server._replace(params=sample(key, mine))
-            return jax.nn.softmax(predict(turn, drawn, batch))
-
-        keys = jax.random.split(jax.random.key(_DRAWN), draws)  # the same for all batches
-        return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
-
     main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
         broadcast=lambda turn, server: _broadcast(parts, turn, server),
         rounds=main + _end_round(parts) + tuple(_survey_round(parts, i) for i in range(len(surveys))),
-        predict=predict,
         init_client=lambda key, server: _init_client(parts, key, server),
         begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
         queries=learner.queries,
-        predict_client=predict_client if personal else None,
-        predict_drawn=predict_drawn if draws else None,
         personal=bool(personal),
         trainable=lambda turn, server: _trainable(parts, turn, server),
         handover=lambda turn, server: _handover(parts, turn, server),
         aggregation=aggregation.name,
-        predict_provisional=predict_provisional if parts.replaces else None,
         rehearsal=_rehearsal(parts, rehearse) if rehearse else None,
         restores=_restores(restores) if restores else None,
+        **_predictions(parts, predicts, draws),
     )
 
 
@@ -390,6 +364,41 @@ class _Parts(NamedTuple):
     def collects(self) -> tuple[Collect, ...]:
         """What clients report after training; steps that ask for the same name share it."""
         return tuple({each.name: each for step in self.steps for each in step.collects}.values())
+
+
+def _predictions(parts: _Parts, predicts: str, draws: int) -> dict[str, Any]:
+    """The functions of a Method that predict, by name; arguments as of `federate`."""
+    learner = parts.learner
+
+    def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
+        logits = learner.predict(turn.frozen, server.params, batch, turn.task)
+        lowest = jnp.finfo(logits.dtype).min
+        return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
+
+    def predict_provisional(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
+        merged = _put(parts, server.params, turn.task, server.provisional)
+        return predict(turn, server._replace(params=merged), batch)
+
+    def predict_client(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+        mine = server.params._replace(**_stays(parts, state))
+        return predict(turn, server._replace(params=mine), batch)
+
+    def predict_drawn(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+        mine, sample = server.params._replace(**_stays(parts, state)), resolved(learner.sample)
+
+        def probabilities(key: PRNGKeyArray) -> Array:
+            drawn = server._replace(params=sample(key, mine))
+            return jax.nn.softmax(predict(turn, drawn, batch))
+
+        keys = jax.random.split(jax.random.key(_DRAWN), draws)  # the same for all batches
+        return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
+
+    return {
+        "predict": predict,
+        "predict_client": predict_client if parts.personal else None,
+        "predict_drawn": predict_drawn if draws else None,
+        "predict_provisional": predict_provisional if parts.replaces else None,
+    }
 
 
 def check_parts(
