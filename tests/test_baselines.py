@@ -147,6 +147,7 @@ def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_th
         assert found == pytest.approx((7, expected))
 
 
+@pytest.mark.long
 def test_fisher_information_is_positive_and_limited_and_belongs_to_who_has_rows():
     for place in (1, 3):  # after each task
         (states,) = history("ewc")[place][1]
@@ -187,6 +188,7 @@ def test_a_client_that_comes_late_takes_its_teacher_from_the_task_it_comes_in(tu
         jax.tree.map(np.testing.assert_array_equal, found.part, tuned)
 
 
+@pytest.mark.long
 def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():
     server, (states,) = history("lwf")[1][0], history("lwf")[3][1]
     pair, head = jax.tree.map(lambda x: x[0], server.params.adapter), server.params.classifier
@@ -329,6 +331,7 @@ def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there
     np.testing.assert_allclose(sums.feature / np.asarray(sums.rows)[:, None], means_of(held), atol=1e-4)
 
 
+@pytest.mark.long
 def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     first, last = (history("fedclm")[i][0].params for i in (1, 3))
     sums = last.classifier.sums

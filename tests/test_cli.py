@@ -358,6 +358,7 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 
 
+@pytest.mark.long
 def test_compare_prints_both_runs_and_draws_them(linear_run, capsys):
     fppl_run = small_runs.finished("fppl")
     capsys.readouterr()

@@ -297,6 +297,7 @@ def test_a_run_trains_it_and_moves_its_statistics_and_other_adapters_are_refused
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.long
 def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of_the_batch():
     """Whatever the optimiser and the decay of weights do, statistics are those of the forward pass."""
     network = NETWORKS["resnet"]

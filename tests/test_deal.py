@@ -228,6 +228,7 @@ def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_
     small_runs.assert_same_run(out, reference)
 
 
+@pytest.mark.long
 def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, tmp_path_factory):
     out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
     cfg = DealConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")

@@ -222,6 +222,7 @@ def test_exemplars_join_as_often_as_they_would_in_one_data_set(rows, joined):
     assert none.tolist() == [-1] * 8
 
 
+@pytest.mark.long
 def test_clients_of_a_run_remember_rows_that_they_held():
     """Through the engine, two lanes at a time, on a network of images."""
     method = remembering(NETWORK)

@@ -98,6 +98,7 @@ def differ(left, right):
 # ---- the same method from other parts ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
     own = dict(network=FORMULA, lr=RATE, batch_size=4, prompt_length=2, prompt_blocks=2)
     fused = dict(wo_fusion=False, gate_scale="learnable", prompt_upload="current")

@@ -425,6 +425,7 @@ def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
 # ---- the client --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_and_nothing_else():
     method, server = make(lr=1e-3)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))

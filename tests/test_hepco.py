@@ -298,6 +298,7 @@ def played(opts, kit, model, params, aggregate, past, task=TASKS[1]):
     )
 
 
+@pytest.mark.long
 def test_the_step_is_what_its_formulas_say():
     """Every loss and every step of Adam written out, under the release's preset, with the same draws."""
     opts, kit, model, params, aggregate, past = world(fidelity="released")
@@ -495,6 +496,7 @@ def test_the_first_task_has_no_previous_model():
     assert int(kept.start.task) == 0 and kept.rows.tolist() == (6 * np.asarray(task.current)).tolist()
 
 
+@pytest.mark.long
 def test_what_is_not_valid_teaches_nothing():
     opts, kit, model, params, aggregate, past = world()
     spoilt = jax.tree.map(lambda x: x.at[2].set(jnp.nan), aggregate.gather["part"])

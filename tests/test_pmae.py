@@ -138,6 +138,7 @@ def test_pixels_go_from_one_networks_range_to_the_others():
 
 
 @pytest.mark.parametrize("denorm", [True, False])
+@pytest.mark.long
 def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(denorm):
     options = options_of(recon_denorm=denorm)
     server = history()[1][0]
@@ -174,6 +175,7 @@ def one_client(**values):
     return server, found
 
 
+@pytest.mark.long
 def test_the_reconstructive_prompt_follows_the_error_of_hidden_patches_and_nothing_else_does():
     server, found = one_client()
     moved = jax.tree.map(lambda x: x / found.weight[0], found.mean)

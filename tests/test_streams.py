@@ -179,6 +179,7 @@ def test_settings_of_private_streams_come_with_them(options, line, tmp_path, cap
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_on_streams_of_their_own_ends_in_a_table(tmp_path):
     """Of a method whose global model counts: it is evaluated on everybody's classes, and where the task is
     told it is right at least as often."""

@@ -140,6 +140,7 @@ def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task(
     same(step.init(params, params), jnp.zeros(10, bool))
 
 
+@pytest.mark.long
 def test_a_reviewer_keeps_to_the_old_model_on_its_surrogate_images_and_a_learner_learns():
     """Specification A17: 0.1 KD_2 towards the model that the task began with, nothing of its own rows."""
     method = made("cfed")
@@ -211,6 +212,7 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
     np.testing.assert_allclose(found, np.mean(expected), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_server_distils_towards_its_clients_when_asked():
     options, own = options_of("cfed", server_steps=30, server_batch=12, server_lr=0.05), model()
     step = C.server_distillation(options)

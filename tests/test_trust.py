@@ -71,6 +71,7 @@ def refused(capsys, out, *options):
 # ---- a finished run is never lost --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_figure_that_cannot_be_drawn_costs_a_warning_and_is_drawn_when_it_can_be(
     cut, linear, monkeypatch, capsys
 ):
@@ -309,6 +310,7 @@ def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_n
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.long
 def test_a_run_goes_on_before_a_damaged_checkpoint_and_past_strange_folders(cut, linear, capsys):
     flip_arrays(cut / "checkpoints" / "15")
     (cut / "checkpoints" / "99").mkdir()
@@ -543,6 +545,7 @@ def test_a_signal_leaves_a_whole_checkpoint_and_says_how_to_go_on(number, code, 
     assert_same_run(found.out, linear, but=("config",))
 
 
+@pytest.mark.long
 def test_a_warning_is_asked_for_after_every_round_and_ends_it_with_a_checkpoint(cut):
     """Of a run that has no checkpoint yet."""
     shutil.rmtree(cut / "checkpoints")
@@ -553,6 +556,7 @@ def test_a_warning_is_asked_for_after_every_round_and_ends_it_with_a_checkpoint(
     assert (cut / "metrics.jsonl").read_text().count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(cut, monkeypatch, capsys):
     shutil.rmtree(cut / "checkpoints" / "15")
     save = checkpoint.save
