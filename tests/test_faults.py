@@ -248,6 +248,7 @@ def test_a_run_with_faults_says_how_many_uploads_were_left_out(tmp_path, capsys)
     assert "uploads were left out" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_without_a_valid_upload_is_no_success(tmp_path, capsys):
     options = [*COMMON, "--rounds", "1", "--clients", "2", "--faults", "nan=1"]
     assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "none")]) == 1
