@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fcljax import cli
+from fcljax.commands import running
 from fcljax.methods import hepco
 from fcljax.runs import loop
 from fcljax.runs.build import build
@@ -45,9 +45,9 @@ def real_latents(feature: Float[Array, "N D"], label: Int[Array, " N"], classes:
 
 def main(arguments: list[str]) -> None:
     """A run of HePCo with real latents."""
-    given = cli.parse_run("hepco", arguments, "python experiments/hepco_real_latents.py", "")
+    given = running.parse_run("hepco", arguments, "python experiments/hepco_real_latents.py", "")
     out = given.pop("out", None) or "runs/real-latents"
-    cfg = cli.settings("hepco", given, cli.Paths())
+    cfg = running.settings("hepco", given, running.Paths())
     exp = build("hepco", cfg)
     feature = frozen_features(exp.inputs, cfg.eval_batch_size)(exp.frozen, exp.train)
     label = jnp.asarray(exp.scenario.train_label)

@@ -18,6 +18,8 @@ import yaml
 
 from fcljax import __version__, cli, config
 from fcljax.adapters import ADAPTERS
+from fcljax.commands import running
+from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
@@ -372,7 +374,7 @@ def test_compare_prints_both_runs_and_draws_them(linear_run, capsys):
 
 
 def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_counts():
-    given = cli.parse(
+    given = parse(
         {"run": config.RunConfig()},
         ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"],
         "",
@@ -383,16 +385,16 @@ def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_co
 
 def test_switches_are_turned_on_and_off():
     options = METHODS["fppl"].options()
-    assert cli.parse({"fppl": options}, ["--wo-pool"], "", "") == {"wo_pool": True}
-    assert cli.parse({"fppl": options}, ["--wo-pool", "--no-wo-pool"], "", "") == {"wo_pool": False}
-    assert cli.parse({"run": config.RunConfig()}, ["--augment", "false"], "", "") == {"augment": False}
+    assert parse({"fppl": options}, ["--wo-pool"], "", "") == {"wo_pool": True}
+    assert parse({"fppl": options}, ["--wo-pool", "--no-wo-pool"], "", "") == {"wo_pool": False}
+    assert parse({"run": config.RunConfig()}, ["--augment", "false"], "", "") == {"augment": False}
 
 
 def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
     Path("settings.yaml").write_text(
         yaml.safe_dump({"method": "fppl", "tasks": 2, "lr": 0.5, "wo_pool": True})
     )
-    resolved = cli.settings("fppl", {"tasks": 4, "wo_pool": False}, cli.Paths(config="settings.yaml"))
+    resolved = running.settings("fppl", {"tasks": 4, "wo_pool": False}, running.Paths(config="settings.yaml"))
     assert (resolved.tasks, resolved.lr, resolved.wo_pool, resolved.rounds) == (
         4,
         0.5,

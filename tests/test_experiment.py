@@ -10,6 +10,7 @@ import pytest
 import small_runs
 
 from fcljax import cli, config
+from fcljax.commands import running
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
@@ -67,7 +68,7 @@ def test_the_last_checkpoints_are_kept(run):
 
 def test_config_yaml_gives_the_same_settings_back(run):
     summary = summary_of(run)
-    again = cli.settings(summary["method"], {}, cli.Paths(config=str(run / "config.yaml")))
+    again = running.settings(summary["method"], {}, running.Paths(config=str(run / "config.yaml")))
     assert dataclasses.asdict(again) == summary["config"]
     assert config.to_yaml(summary["method"], again) == (run / "config.yaml").read_text()
 

@@ -9,8 +9,8 @@ import pytest
 import small_runs
 import yaml
 
-from fcljax import cli
 from fcljax.adapters import ADAPTERS
+from fcljax.commands import running
 from fcljax.data.tasks import make_tasks
 from fcljax.federated import communication
 from fcljax.methods import METHODS
@@ -51,7 +51,7 @@ def parts(command):
     """(method, where its settings come from, other options) of a command."""
     program, verb, method, *options = shlex.split(command)
     assert (program, verb) == ("fcljax", "run")
-    given = cli.parse_run(method, options, "", "")
+    given = running.parse_run(method, options, "", "")
     paths = {name: given.pop(name) for name in ("config", "out", "resume") if name in given}
     return method, paths, given
 
@@ -59,7 +59,7 @@ def parts(command):
 def load(file):
     """(method, settings) of the command in the header."""
     method, paths, given = parts(header(file)["run"])
-    return method, cli.settings(method, given, cli.Paths(**paths | {"config": str(file)}))
+    return method, running.settings(method, given, running.Paths(**paths | {"config": str(file)}))
 
 
 # a few of them here, all in `make test-long`
@@ -101,7 +101,7 @@ def test_the_command_in_the_header_runs_this_file(file, monkeypatch):
     monkeypatch.chdir(small_runs.ROOT)
     method, paths, given = parts(header(file)["run"])
     assert Path(paths["config"]).samefile(file)
-    assert cli.settings(method, given, cli.Paths(**paths)) == load(file)[1]
+    assert running.settings(method, given, running.Paths(**paths)) == load(file)[1]
     assert yaml.safe_load(file.read_text()).get("method", method) == method
 
 
@@ -208,7 +208,7 @@ def test_the_settings_of_hepco_are_the_papers(file):
     if file.stem == "hepco_table3":  # it says what HePCo's generators see
         return
     for baseline in ("fedavg-prompt", "fedprox", "fed-cprompt", "fedavg-ft", "fedlwf-mc", "cfed", "target"):
-        assert cli.settings(baseline, {}, cli.Paths(config=str(file))).rounds == 10
+        assert running.settings(baseline, {}, running.Paths(config=str(file))).rounds == 10
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_settings_of_hepco_are_the_papers(file):
 def test_the_rows_of_hepco_s_ablation_are_options(switches):
     command = f"fcljax run hepco --config {FOLDER / 'hepco_table3.yaml'} {switches}"
     method, paths, given = parts(command)
-    assert len(given) == len(switches.split()) and cli.settings(method, given, cli.Paths(**paths))
+    assert len(given) == len(switches.split()) and running.settings(method, given, running.Paths(**paths))
 
 
 # ---- pMAE --------------------------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ def test_the_settings_of_pmae_are_the_papers(file):
     assert cfg.beta == (0.5 if "figure" in file.stem else float(file.stem.rpartition("_b")[2]))
     pairs = [f"{name}{more}" for name in ("l2p", "dualprompt", "coda-prompt") for more in ("", "-pmae")]
     for method in pairs:
-        assert cli.settings(method, {}, cli.Paths(config=str(file))).rounds == 10
+        assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 10
 
 
 @pytest.mark.parametrize("switch", ["--wo-recon-prompt", "--restore-images 1", "--wo-restore-pool"])
 def test_the_rows_of_pmae_s_ablation_are_options(switch):
     command = f"fcljax run pmae --config {FOLDER / 'pmae_table3_b0.5.yaml'} {switch}"
     method, paths, given = parts(command)
-    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
+    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))
 
 
 # ---- VFCL --------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_the_settings_of_vfcl_are_the_papers(file):
 def test_the_rows_of_vfcl_s_ablations_are_options(switch):
     command = f"fcljax run vfcl --config {FOLDER / 'vfcl_table1.yaml'} {switch}"
     method, paths, given = parts(command)
-    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
+    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))
 
 
 # ---- PILoRA ------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_the_settings_of_a_column_are_the_papers(file):
 @each_of_pilora
 @pytest.mark.parametrize("method", ["joint", "ewc", "lwf", "icarl", "fedclm", "fedncm"])
 def test_the_settings_of_a_column_serve_every_baseline(file, method):
-    assert cli.settings(method, {}, cli.Paths(config=str(file))).rounds == 30
+    assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 30
 
 
 @pytest.mark.parametrize(
@@ -340,4 +340,4 @@ def test_the_settings_of_a_column_serve_every_baseline(file, method):
 def test_the_rows_of_table_three_are_options(options):
     command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]
     method, paths, given = parts(shlex.join(command))
-    assert len(given) == 1 and cli.settings(method, given, cli.Paths(**paths))
+    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import small_runs
 
-from fcljax import cli, config
+from fcljax import config
+from fcljax.commands import running
+from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.pretrained import ConvertOptions
@@ -71,7 +73,7 @@ def test_commands_have_options_that_exist(monkeypatch):
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
-        given = cli.parse_run(call[1], call[2:], "", "")
+        given = running.parse_run(call[1], call[2:], "", "")
         files = {"out", "resume", "config"}
         own = {name: value for name, value in given.items() if name not in files}
         config.resolve(call[1], config.from_mapping(call[1], own, "README"))
@@ -81,7 +83,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used
         for call in used:
-            cli.parse({name: options()}, call[words:], "", "")
+            parse({name: options()}, call[words:], "", "")
     assert {call[1] for call in calls if call[0] == "data"} == {"list", "prepare", "show"}
     assert {call[2] for call in calls if call[0] == "data" and len(call) > 2} <= set(DATASETS)
 

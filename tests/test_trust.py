@@ -25,6 +25,7 @@ from rich.console import Console
 from small_runs import COMMON, assert_same_run
 
 from fcljax import cli
+from fcljax.commands import running
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
@@ -170,7 +171,7 @@ def test_other_weights_of_the_same_shape_are_refused(cut, monkeypatch, capsys):
 def test_the_number_of_rounds_may_change_before_the_first_task_is_over(had, now, method, found, tmp_path):
     """Of checkpoints after 1 to 6 rounds: those that both numbers have in common. What a method of one's own
     makes of the number is not known."""
-    settings = lambda rounds: cli.settings("linear", {"rounds": rounds}, cli.Paths())
+    settings = lambda rounds: running.settings("linear", {"rounds": rounds}, running.Paths())
     before = {"settings": origin.plain_settings(method, settings(had)), "digests": {}}
     check = lambda steps: origin.check_settings(before, method, settings(now), steps, tmp_path)
     if found:
@@ -214,7 +215,7 @@ def test_a_second_process_gets_one_line_and_changes_nothing(cut, capsys):
 
 
 def test_of_two_that_make_the_same_folder_one_does(tmp_path, capsys):
-    settings = cli.settings("linear", {}, cli.Paths())
+    settings = running.settings("linear", {}, running.Paths())
     with loop.claimed(tmp_path / "out", "linear", settings):
         before = content(tmp_path)
         loop_check = pytest.raises(InputError, match="another process is at work")
@@ -549,7 +550,7 @@ def test_a_signal_leaves_a_whole_checkpoint_and_says_how_to_go_on(number, code, 
 def test_a_warning_is_asked_for_after_every_round_and_ends_it_with_a_checkpoint(cut):
     """Of a run that has no checkpoint yet."""
     shutil.rmtree(cut / "checkpoints")
-    settings = cli.settings("linear", {"checkpoint_every": 2}, cli.Paths(resume=str(cut)))
+    settings = running.settings("linear", {"checkpoint_every": 2}, running.Paths(resume=str(cut)))
     with pytest.raises(signals.Stopped) as caught:
         loop.run("linear", settings, cut, True, stop=lambda: 10)
     assert caught.value.number == 10 and checkpoint.steps(cut / "checkpoints") == [1]
@@ -605,7 +606,7 @@ def test_files_and_folders_have_the_user_s_umask(umask, shelf, tmp_path):
     try:
         write_text(tmp_path / "a.txt", "a")
         shelf()
-        with loop.claimed(tmp_path / "run", "linear", cli.settings("linear", {}, cli.Paths())):
+        with loop.claimed(tmp_path / "run", "linear", running.settings("linear", {}, running.Paths())):
             pass
     finally:
         os.umask(before)

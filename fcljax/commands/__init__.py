@@ -1,0 +1,1 @@
+"""The commands of the program `fcljax`, a module for each kind."""

@@ -1,0 +1,93 @@
+"""Options as they are typed: read into values, with one line for a mistake; and a table of what was done."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from fcljax import config
+from fcljax.errors import InputError, nearest
+from fcljax.options import fields_of
+from fcljax.terminal import add_row
+
+
+def parse(groups: Mapping[str, object], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
+    """The options that were given, as values by field name.
+
+    tyro prints the help; values are read here, so that a mistake gives one line and a value means the same on
+    the command line and in YAML.
+
+    Args:
+      groups: title -> dataclass of options, with its defaults; together they are one flat namespace.
+      arguments: what the user typed.
+      prog: the command, for the help.
+      description: the first line of the help.
+
+    Raises:
+      InputError: naming the option, its value and the nearest valid one.
+    """
+    if {"-h", "--help"} & set(arguments):
+        # pyrefly: ignore[invalid-annotation]  # a type that is made while the program runs
+        unprefixed = {title: tyro.conf.OmitArgPrefixes[type(group)] for title, group in groups.items()}
+        flat = [(re.sub(r"\W", "_", title), unprefixed[title], group) for title, group in groups.items()]
+        command = dataclasses.make_dataclass("Command", flat, frozen=True)
+        tyro.cli(command, args=["--help"], prog=prog, description=description)
+    return read_arguments(_fields(groups), arguments)
+
+
+def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> dict[str, Any]:
+    """The values that `arguments` set, by field name; the last one counts.
+
+    Raises:
+      InputError: for an unknown option, a missing value or a value of the wrong type.
+    """
+    values, rest = {}, list(arguments)
+    while rest:
+        token, *rest = rest
+        flag, equals, value = token.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise InputError(f"option: unexpected argument {token!r}; options start with --")
+        switch = name if name in fields else name.removeprefix("no_")
+        if switch in fields and fields[switch].type is bool:
+            if equals:
+                raise InputError(
+                    f"{switch}: {token!r} takes no value; choose {option(switch)} or {option('no_' + switch)}"
+                )
+            values[switch] = switch == name
+            continue
+        if name not in fields:
+            raise InputError(f"option: unknown option {flag!r}; {nearest(flag, map(option, fields))}")
+        if not equals:
+            if not rest:
+                raise InputError(f"{name}: {flag} needs a value")
+            value, *rest = rest
+        values[name] = config.convert(name, fields[name].type, value)
+    return values
+
+
+def _fields(groups: Mapping[str, object]) -> dict[str, dataclasses.Field]:
+    return {field.name: field for group in groups.values() for field in fields_of(type(group))}
+
+
+def print_rows(rows: Sequence[tuple[str, object]]) -> None:
+    """A table of names and values."""
+    table = Table(show_header=False)
+    for name, value in rows:
+        add_row(table, name, value)
+    Console().print(table)
+
+
+def option(name: str) -> str:
+    """A field's name as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def slug(text: str) -> str:
+    """A data set's name as part of a folder's name."""
+    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)[:60]

@@ -1,0 +1,49 @@
+"""`fcljax list`: what can be named on the command line."""
+
+from rich.console import Console
+from rich.table import Table
+
+from fcljax.errors import InputError
+from fcljax.terminal import add_row
+
+
+def list_(arguments: list[str]) -> int:
+    """`fcljax list`: what can be named on the command line, and what does not go together."""
+    from fcljax.adapters import ADAPTERS
+    from fcljax.data.augment import PRESETS
+    from fcljax.data.files.sources import DATASETS
+    from fcljax.federated.faults import ATTACKS
+    from fcljax.methods import METHODS
+    from fcljax.models.networks import CONVNETS
+    from fcljax.models.vit import VITS
+    from fcljax.models.weights.pretrained import PACKAGED
+
+    if arguments:
+        raise InputError(f"option: unexpected argument {arguments[0]!r}; list takes none")
+    backbones = {
+        name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
+        + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
+        for name, vit in VITS.items()
+    } | {
+        name: f"features of width {each.width}, {each.image_size} px; random values without --checkpoint"
+        for name, each in CONVNETS.items()
+    }
+    methods = {name: f"{entry.summary}; adapter {entry.adapter}" for name, entry in METHODS.items()}
+    adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
+    excluded = {
+        f"{name} + {adapter}": why
+        for name, entry in METHODS.items()
+        for adapter, why in entry.excludes.items()
+    }
+    merging = {f"{name} + --aggregator": f"{e.merges}: mean alone" for name, e in METHODS.items() if e.merges}
+    listed = {
+        "method": methods, "adapter": adapters, "data set": DATASETS, "backbone": backbones,
+        "pipeline": PRESETS, "attack": ATTACKS, "cannot work": excluded | merging,
+    }  # fmt: skip
+    table = Table("kind", "name", "what it is")
+    for kind, rows in listed.items():
+        for name, text in rows.items():
+            add_row(table, kind, name, text)
+        table.add_section()
+    Console().print(table)
+    return 0

@@ -1,0 +1,80 @@
+"""`fcljax convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with them."""
+
+from pathlib import Path
+
+from fcljax import config
+from fcljax.commands.arguments import parse, print_rows, slug
+from fcljax.errors import InputError
+from fcljax.runs import signals
+
+
+def convert(arguments: list[str]) -> int:
+    """`fcljax convert SRC [DST] [options]`."""
+    from fcljax.models.weights.pretrained import ConvertOptions
+    from fcljax.models.weights.pretrained import convert as write
+
+    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    files, usage = arguments[:split], "fcljax convert SRC [DST]"
+    given = parse(
+        {"convert": ConvertOptions()},
+        arguments[split:],
+        usage,
+        "A checkpoint as .safetensors with its provenance.",
+    )
+    if not 1 <= len(files) <= 2:
+        raise InputError(f"convert: {len(files)} files given; usage: {usage} [options]")
+    options = config.fill(ConvertOptions, given, "options")
+    config.check_ranges(options)
+    print_rows(write(files[0], files[1] if len(files) == 2 else None, options))
+    return 0
+
+
+def embed(arguments: list[str]) -> int:
+    """`fcljax embed [options]`."""
+    from fcljax.runs.embed import EmbedConfig
+    from fcljax.runs.embed import embed as write
+
+    given = parse({"embed": EmbedConfig()}, arguments, "fcljax embed", "Frozen features of a data set.")
+    options = config.settle(config.fill(EmbedConfig, given, "options"))
+    config.check_ranges(options)
+    backbone = (
+        Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
+    )
+    summary = write(options, options.out or f"{slug(options.dataset)}-{slug(backbone)}.npz")
+    print_rows(list(summary.items()))
+    return 0
+
+
+def pretrain(arguments: list[str]) -> int:
+    """`fcljax pretrain [options]`."""
+    from fcljax.runs.pretrain import PretrainConfig
+    from fcljax.runs.pretrain import pretrain as train
+
+    given = parse(
+        {"pretrain": PretrainConfig()}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
+    )
+    summary = train(config.fill(PretrainConfig, given, "options"))
+    for name, value in summary.items():
+        print(f"{name}: {value}")
+    return 0
+
+
+def pretrain_decoder(arguments: list[str]) -> int:
+    """`fcljax pretrain-decoder [options]`."""
+    from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
+    from fcljax.runs.pretrain_decoder import pretrain_decoder as train
+
+    given = parse(
+        {"pretrain-decoder": PretrainDecoderConfig()},
+        arguments,
+        "fcljax pretrain-decoder",
+        "A masked autoencoder's decoder for a frozen encoder.",
+    )
+    options = config.fill(PretrainDecoderConfig, given, "options")
+    try:
+        print_rows(list(train(options).items()))
+    except KeyboardInterrupt as error:
+        begun = Path(options.out).with_suffix(".checkpoints").exists()
+        advice = "go on with the same command and --resume" if begun else ""
+        raise signals.Stopped(signals.number_of(error), advice) from None
+    return 0
