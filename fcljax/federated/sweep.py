@@ -168,9 +168,11 @@ def part_of_chunk(
     """An empty accumulator for what the chunk's clients send, and their states. It has a row per slot, not
     per participant: the loop carries it, and what it carries is cleared and copied for every chunk."""
     by_slot = lambda tree: jax.tree.map(lambda x: jnp.zeros((len(chunk.id), *x.shape[1:]), x.dtype), tree)
-    gathered = {name: by_slot(getattr(accumulator, name)) for name in _GATHERED}
-    empty = jax.tree.map(jnp.zeros_like, accumulator._replace(**dict.fromkeys(_GATHERED)))
-    return empty._replace(**gathered), states_of_chunk(states, chunk, capacity)
+    empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(
+        gather=by_slot(accumulator.gather), weight=by_slot(accumulator.weight), id=by_slot(accumulator.id),
+        valid=by_slot(accumulator.valid),
+    )  # fmt: skip
+    return empty, states_of_chunk(states, chunk, capacity)
 
 
 def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity) -> PyTree:
