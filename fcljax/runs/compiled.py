@@ -47,6 +47,7 @@ def keep(option: str | None, tell: Callable[[str], None]) -> None:
         be used.
       tell: says in a line why nothing is kept; a run is not worse for it.
     """
+    # pyrefly: ignore[missing-attribute]  # attributes of jax.config are made while jax is imported
     if option is None and jax.config.jax_compilation_cache_dir:
         return
     asked = option or os.environ.get(VARIABLE)
