@@ -198,7 +198,8 @@ def _planned(point: Point, grid: list[str]) -> Planned:
         read = config.from_mapping(point.method, given, "options")
         cfg = config.resolve(point.method, read)
     except InputError as error:
-        raise InputError(f"{_blamed(point, str(error))}: {error}") from None
+        said = str(error).removeprefix("options: ")
+        raise InputError(f"{_blamed(point, said)}: {said}") from None
     given = {option: getattr(read, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
     return Planned(name_of(point.method, point.variant, values, cfg.seed), point.method, given, cfg)
@@ -208,8 +209,10 @@ def _blamed(point: Point, message: str) -> str:
     """The place in the file that has the option of which a message speaks, with the run where none has."""
     for place, options in reversed(point.layers.items()):
         for name in options:
-            if re.search(rf"(^|options: |unknown key '){re.escape(name)}\b", message):
+            if re.search(rf"(^|unknown key '){re.escape(name)}\b", message):
                 return f"{place}.{name}"
+    if message.startswith("method: "):
+        return f"the method {point.method}"
     about = [point.method, *([point.variant] if point.variant else []), str(point.layers["grid"] or "")]
     return f"the run {' '.join(about).strip()}"
 

@@ -278,10 +278,12 @@ def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Pat
 
 
 def plan_table(runs: Sequence[Planned]) -> Table:
-    """The runs of a sweep, with what its file gives them."""
-    table = Table("run", "method", "options", title=f"{len(runs)} runs")
+    """The runs of a sweep, with the options in which they differ."""
+    table = Table("run", "method", "what differs", title=f"{len(runs)} runs")
+    table.columns[0].overflow = "fold"
+    names = dict.fromkeys(name for run in runs for name in run.given)
+    differ = [name for name in names if len({run.given.get(name) for run in runs}) > 1]
     for run in runs:
-        add_row(
-            table, run.name, run.method, ", ".join(f"{name} {value}" for name, value in run.given.items())
-        )
+        told = [f"{name} {run.given[name]}" for name in differ if name in run.given]
+        add_row(table, run.name, run.method, ", ".join(told))
     return table
