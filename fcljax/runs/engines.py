@@ -4,6 +4,7 @@ start the same command, which writes to files that all machines must see by the 
 import contextlib
 import dataclasses
 import importlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +81,9 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     ray = extra("ray", "ray")
     mine = not ray.is_initialized()
     if mine:
+        ending = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        signal.signal(signal.SIGTERM, ending)  # Ray's own ends it before it has ended the runs
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
 
     def start(job: Job) -> Task:
