@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from fcljax.errors import InputError, one_line
+from fcljax.files import write_text
 from fcljax.options import option
 from fcljax.runs import jobs
 from fcljax.runs.jobs import Job
@@ -87,6 +88,8 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
 
     def start(job: Job) -> Task:
+        told = jobs.stop_file(job)
+        told.unlink(missing_ok=True)
         running = remote.remote(job)
 
         def code() -> int | None:
@@ -94,7 +97,8 @@ def _ray(options: RayOptions) -> Iterator[Start]:
                 return None
             return _code(lambda: ray.get(running), job)
 
-        return Task(code, lambda number: ray.cancel(running))
+        # Ray's own cancel was seen to leave the run's process behind
+        return Task(code, lambda number: write_text(told, str(number)))
 
     try:
         yield start
