@@ -230,7 +230,7 @@ def test_only_what_is_missing_is_run_again_and_more_runs_may_join(here, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
-    more = TWO.replace("rounds: 1", "rounds: 40").replace("epochs: 1", "epochs: 2")
+    more = TWO.replace("rounds: 1", "rounds: 20").replace("epochs: 1", "epochs: 2")
     (here / "two.yaml").write_text(more)
     arguments = [sys.executable, "-m", "fcljax", "sweep", "two.yaml", "--jobs", "2"]
     own = dict(os.environ)
