@@ -12,6 +12,7 @@ from fcljax.commands.comparing import compare
 from fcljax.commands.data import data
 from fcljax.commands.listing import list_
 from fcljax.commands.running import check, run
+from fcljax.commands.sweeping import sweep
 from fcljax.commands.weights import convert, embed, pretrain, pretrain_decoder
 from fcljax.errors import InputError, choose, one_line
 from fcljax.runs import signals
@@ -22,7 +23,8 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax run ./FILE.py [options] the same for a method of your own; also MODULE:NAME
   fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? On tiny data
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
-  fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of run --seeds
+  fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of them
+  fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -71,7 +73,7 @@ def dispatch(arguments: list[str]) -> int:
     """
     commands = {
         "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
-        "embed": embed, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
+        "embed": embed, "sweep": sweep, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)

@@ -13,7 +13,24 @@ from rich.table import Table
 from fcljax import config
 from fcljax.errors import InputError, nearest
 from fcljax.options import fields_of
-from fcljax.terminal import add_row
+from fcljax.terminal import add_row, say
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """What all commands that compile have."""
+
+    # folder of compiled programs, which later runs need not compile again, or off; default: as
+    # JAX_COMPILATION_CACHE_DIR or FCLJAX_COMPILED say, else compiled/ in $FCLJAX_DATA or ~/.cache/fcljax
+    compile_cache: str | None = None
+
+
+def keep_compiled(option: str | None) -> None:
+    """Set up what of compiled programs is kept, as `--compile-cache` says; a line on stderr if nothing can
+    be."""
+    from fcljax.runs import compiled
+
+    compiled.keep(option, lambda line: say(Console(stderr=True), line))
 
 
 def parse(groups: Mapping[str, object], arguments: list[str], prog: str, description: str) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import option, parse, slug
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, option, parse, slug
 from fcljax.errors import InputError
 from fcljax.runs import signals
 from fcljax.terminal import add_row, say
 
 
 @dataclasses.dataclass(frozen=True)
-class Paths:
+class Paths(ProgramOptions):
     """Where a run's settings come from and where its files go."""
 
     out: str | None = None  # run directory, a new one; default: runs/METHOD-DATASET-sSEED-TIME
@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> int:
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
     resolved = settings(method, given, paths)
     out = paths.resume or paths.out or _new_folder(method, resolved)
+    keep_compiled(paths.compile_cache)
 
     from fcljax.runs import loop
     from fcljax.runs.comparison import compare, results_table
@@ -106,6 +107,7 @@ def check(arguments: list[str]) -> int:
         if getattr(paths, name):
             raise InputError(f"{name}: check makes no run directory; leave out {option(name)}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
+    keep_compiled(paths.compile_cache)
 
     from fcljax.runs import conformance
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fcljax import config
-from fcljax.commands.arguments import parse, print_rows, slug
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, print_rows, slug
 from fcljax.errors import InputError
 from fcljax.runs import signals
 
@@ -34,12 +34,15 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    given = parse({"embed": EmbedConfig()}, arguments, "fcljax embed", "Frozen features of a data set.")
+    groups = {"embed": EmbedConfig(), "files": ProgramOptions()}
+    given = parse(groups, arguments, "fcljax embed", "Frozen features of a data set.")
+    compile_cache = given.pop("compile_cache", None)
     options = config.settle(config.fill(EmbedConfig, given, "options"))
     config.check_ranges(options)
     backbone = (
         Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
     )
+    keep_compiled(compile_cache)
     summary = write(options, options.out or f"{slug(options.dataset)}-{slug(backbone)}.npz")
     print_rows(list(summary.items()))
     return 0
@@ -50,10 +53,12 @@ def pretrain(arguments: list[str]) -> int:
     from fcljax.runs.pretrain import PretrainConfig
     from fcljax.runs.pretrain import pretrain as train
 
-    given = parse(
-        {"pretrain": PretrainConfig()}, arguments, "fcljax pretrain", "Train the packaged micro ViT again."
-    )
-    summary = train(config.fill(PretrainConfig, given, "options"))
+    groups = {"pretrain": PretrainConfig(), "files": ProgramOptions()}
+    given = parse(groups, arguments, "fcljax pretrain", "Train the packaged micro ViT again.")
+    compile_cache = given.pop("compile_cache", None)
+    options = config.fill(PretrainConfig, given, "options")
+    keep_compiled(compile_cache)
+    summary = train(options)
     for name, value in summary.items():
         print(f"{name}: {value}")
     return 0
@@ -64,13 +69,12 @@ def pretrain_decoder(arguments: list[str]) -> int:
     from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
     from fcljax.runs.pretrain_decoder import pretrain_decoder as train
 
-    given = parse(
-        {"pretrain-decoder": PretrainDecoderConfig()},
-        arguments,
-        "fcljax pretrain-decoder",
-        "A masked autoencoder's decoder for a frozen encoder.",
-    )
+    groups = {"pretrain-decoder": PretrainDecoderConfig(), "files": ProgramOptions()}
+    about = "A masked autoencoder's decoder for a frozen encoder."
+    given = parse(groups, arguments, "fcljax pretrain-decoder", about)
+    compile_cache = given.pop("compile_cache", None)
     options = config.fill(PretrainDecoderConfig, given, "options")
+    keep_compiled(compile_cache)
     try:
         print_rows(list(train(options).items()))
     except KeyboardInterrupt as error:

@@ -40,7 +40,7 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
     and one curve with a band of one such deviation.
 
     Args:
-      run_dirs: run directories, or folders of `fcljax run --seeds`.
+      run_dirs: run directories, or folders of `fcljax run --seeds` and `fcljax sweep`.
 
     Returns:
       (tables, path of the figure or None).
@@ -64,8 +64,9 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
 
 
 def run_folders(folder: str | Path) -> list[Path]:
-    """The run directories in a folder of `fcljax run --seeds`; any other folder is one itself."""
-    inside = sorted(path.parent for path in Path(folder).glob("seed-*/summary.json"))
+    """The run directories in a folder of them, such as `fcljax run --seeds` and `fcljax sweep` make; any
+    other folder is one itself."""
+    inside = sorted(path.parent for path in Path(folder).glob("*/summary.json"))
     return [Path(folder)] if (Path(folder) / "summary.json").exists() or not inside else inside
 
 

@@ -1,7 +1,8 @@
 """One method over several seeds: a run directory for each in one folder, and what they say together."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,27 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out = Path(out)
-    if resume:
-        origin.check_file(out, method, cfg)
+    check = (lambda: origin.check_file(out, method, cfg)) if resume else None
+    with folder_of_runs(out, check):
+        return _run_all(method, cfg, seeds, out, console, stop)
+
+
+@contextlib.contextmanager
+def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[None]:
+    """A folder that several runs go into, which this process alone works in until the block ends: a new one,
+    or one that is there, if `resumed` does not refuse it.
+
+    Raises:
+      InputError: if it exists and should not, cannot be written, is refused, or another process has it.
+    """
+    if resumed is not None:
+        resumed()
     else:
         loop.check_new(out)
         check_folder(out)
         out.mkdir(parents=True, exist_ok=True)
     with loop.alone(out):
-        return _run_all(method, cfg, seeds, out, console, stop)
+        yield
 
 
 def _run_all(

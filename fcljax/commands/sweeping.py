@@ -1,0 +1,145 @@
+"""`fcljax sweep FILE.yaml`."""
+
+import dataclasses
+import os
+import re
+import secrets
+import shlex
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from fcljax import config
+from fcljax.commands.arguments import ProgramOptions, parse, slug
+from fcljax.errors import InputError
+from fcljax.runs import signals
+from fcljax.terminal import say
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions(ProgramOptions):
+    """Options of `fcljax sweep`."""
+
+    out: str | None = None  # folder of the sweep, a new one; default: runs/sweep-FILE-TIME
+    # folder of a sweep to go on with: what is finished is not run again, what was begun goes on, and runs
+    # that FILE has got since are made
+    resume: str | None = None
+    # runs at a time; default: one, one on each of --devices, or with Ray and Slurm all
+    jobs: int | None = None
+    # where: processes of this machine, tasks of Ray (extra `ray`), jobs of Slurm (extra `slurm`), or such
+    # jobs on this machine, to try them
+    engine: Literal["local", "ray", "slurm", "slurm-local"] = "local"
+    # GPUs of this machine, such as 0,1,2,3; each run has one of them for itself
+    devices: str | None = None
+    dry_run: bool = False  # only list the runs
+
+
+def sweep(arguments: list[str]) -> int:
+    """`fcljax sweep FILE.yaml [options]`: exit code 1 if a run failed."""
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    if not wants_help and (not arguments or arguments[0].startswith("-")):
+        raise InputError("sweep: no file given; usage: fcljax sweep FILE.yaml [options]")
+    given = parse(
+        {"sweep": SweepOptions()}, arguments if wants_help else arguments[1:], "fcljax sweep FILE.yaml",
+        "Many runs: a grid of options, variants and seeds, some at a time.",
+    )  # fmt: skip
+    options = config.fill(SweepOptions, given, "options")
+    config.check_ranges(options)
+
+    from fcljax.runs import grid, sweeps
+
+    file = arguments[0]
+    runs = grid.plan(file)
+    ways = ways_of(options, file, runs)
+    console = Console()
+    if options.dry_run:
+        console.print(sweeps.plan_table(runs))
+        return 0
+    out = Path(options.resume or options.out or _new_folder(file))
+    try:
+        outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
+    except KeyboardInterrupt as stop:
+        begun = (out / sweeps.PLAN).exists()
+        advice = f"go on with: fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}"
+        raise signals.Stopped(signals.number_of(stop), advice if begun else "") from None
+    found, figure = sweeps.tables(outcomes, out)
+    for table in found:
+        console.print(table)
+    say(console, f"folder of the sweep: {out}")
+    if figure:
+        say(console, f"accuracy curve: {figure}")
+    return int(any(outcome.state != "finished" for outcome in outcomes.values()))
+
+
+def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
+    """How a sweep's runs are made.
+
+    Raises:
+      InputError: for options that do not go together, an extra that is not installed, or a wrong mapping
+        `slurm` or `ray` in the file.
+    """
+    from fcljax.runs import engines
+    from fcljax.runs.sweeps import Ways
+
+    if options.resume and options.out:
+        raise InputError(f"resume: the sweep in {options.resume!r} has its own folder; leave out --out")
+    devices = _devices(options, runs)
+    if options.jobs and devices and options.jobs > len(devices):
+        raise InputError(
+            f"jobs: {options.jobs} runs at a time on {len(devices)} devices; nearest: {len(devices)}"
+        )
+    values = config.load_yaml(file)
+    slurm = _part(engines.SlurmOptions, values.get("slurm"), f"{file}: slurm")
+    ray = _part(engines.RayOptions, values.get("ray"), f"{file}: ray")
+    module = {"local": None, "ray": "ray"}.get(options.engine, "submitit")
+    if module and not options.dry_run:
+        engines.extra(module, "ray" if module == "ray" else "slurm")
+    usual = 1 if options.engine == "local" else len(runs)
+    slots = devices[: options.jobs] if devices else [None] * (options.jobs or usual)
+    cache = ("--compile-cache", options.compile_cache) if options.compile_cache else ()
+    return Ways(slots, options.engine, slurm, ray, cache)
+
+
+def _part(options: type, given: object, where: str) -> Any:
+    if given is not None and not isinstance(given, dict):
+        raise InputError(f"{where}: {given!r} is no mapping of options to values")
+    try:
+        part = config.fill(options, given or {}, "options")
+        config.check_ranges(part)
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).removeprefix('options: ')}") from None
+    return part
+
+
+def _devices(options: SweepOptions, runs: list) -> list[str]:
+    """The GPUs that `--devices` names, one for each run at a time.
+
+    Raises:
+      InputError: for anything else, and where runs could not see one alone.
+    """
+    if options.devices is None:
+        return []
+    names = [name.strip() for name in options.devices.split(",")]
+    if len(set(names)) < len(names) or not all(
+        re.fullmatch(r"\d{1,3}|(GPU|MIG)-[\w/-]+", name) for name in names
+    ):
+        raise InputError(f"devices: {options.devices!r} is no list of different GPUs, such as 0,1,2,3")
+    if options.engine != "local":
+        raise InputError(
+            f"devices: --engine {options.engine} gives runs their devices by itself; leave them out"
+        )
+    if os.environ.get("JAX_PLATFORMS", "").lower() in ("cpu", "tpu"):
+        raise InputError(f"devices: JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}, which uses no GPU")
+    several = next((run for run in runs if run.cfg.devices > 1), None)
+    if several:
+        raise InputError(
+            f"devices: the run {several.name} needs {several.cfg.devices}, and each would have one"
+        )
+    return names
+
+
+def _new_folder(file: str) -> str:
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return f"runs/sweep-{slug(file)}-{stamp}"

@@ -1,0 +1,165 @@
+"""Which runs a file of `fcljax sweep` asks for."""
+
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from small_runs import ROOT
+
+from fcljax import cli, config
+from fcljax.errors import InputError
+from fcljax.runs.grid import name_of, plan_of
+
+
+def plan(text):
+    return plan_of(yaml.safe_load(text), "file")
+
+
+def test_all_combinations_with_variants_methods_and_seeds():
+    runs = plan("""
+        method: [linear, fedavg]
+        base: {tasks: 2, seed: 7}
+        grid: {beta: [0.1, 1e-2], clients: [3]}
+        runs: [{name: plain}, {name: ours, method: ewc, adapter: lora, lora_rank: 2, tasks: 4}]
+        seeds: 2
+    """)
+    names = [run.name for run in runs]
+    assert names[:4] == [
+        "linear_plain_beta-0.1_clients-3_seed-7", "linear_plain_beta-0.1_clients-3_seed-8",
+        "linear_plain_beta-0.01_clients-3_seed-7", "linear_plain_beta-0.01_clients-3_seed-8",
+    ]  # fmt: skip
+    assert len(names) == len(set(names)) == 3 * 2 * 2
+    last = runs[-1]
+    assert (last.name, last.method) == ("ewc_ours_beta-0.01_clients-3_seed-8", "ewc")
+    assert last.given == {
+        "tasks": 4, "seed": 8, "adapter": "lora", "lora_rank": 2, "beta": 0.01, "clients": 3
+    }  # fmt: skip
+    asked = config.from_mapping("ewc", {**last.given, "beta": "1e-2"}, "options")
+    assert last.cfg == config.resolve("ewc", asked)
+
+
+def test_a_method_alone_is_a_run():
+    (run,) = plan("method: fppl")
+    assert run.name == "fppl_seed-2023" and run.given == {}
+
+
+WRONG = {
+    "- a": "does not hold a mapping",
+    "metod: linear": "key: unknown value 'metod'; did you mean 'method'?",
+    "base: {tasks: 2}": "method: none given",
+    "method: fpl": "the method fpl: method: unknown value 'fpl'; did you mean 'fppl'?",
+    "method: 3": "method: 3 is no name of a method",
+    "{method: linear, base: {taks: 3}}": "base.taks: unknown key 'taks'; did you mean 'tasks'?",
+    "{method: linear, base: [3]}": "base: [3] is no mapping",
+    "{method: linear, base: {method: ewc}}": "base.method: it stands beside base",
+    "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: lora_rank goes with the adapter 'lora'",
+    "{method: linear, grid: {beta: 0.1}}": "grid.beta: 0.1 is no list of values",
+    "{method: linear, grid: {beta: []}}": "grid.beta: [] is no list of values",
+    "{method: linear, grid: {beta: [0.5, -1]}}": "grid.beta: beta: -1.0 must be finite and positive",
+    "{method: linear, grid: {beta: [few]}}": "grid.beta: beta: 'few' is not a number",
+    "{method: linear, grid: {adapter: [lora, lra]}}": "grid.adapter: adapter: unknown value 'lra'",
+    "{method: linear, base: {lr: 1}, grid: {lr: [1, 2]}}": "grid.lr: base has it too",
+    "{method: linear, runs: [{name: a, lr: 1}], grid: {lr: [1]}}": "grid.lr: runs[a] has it too",
+    "{method: linear, grid: {lr: [0.1, 1e-1]}}": "are the same run",
+    "{method: linear, runs: [{name: a}, {name: b}]}": "linear_a_seed-2023 and linear_b_seed-2023 are",
+    "{method: linear, runs: [{lr: 1}]}": "runs[1].name: each of runs needs a name",
+    "{method: linear, runs: [{name: a}, {name: a}]}": "runs: 'a' is the name of two",
+    "{method: linear, runs: [{name: a, method: ewc}]}": "method: nothing reads 'linear'",
+    "{method: linear, runs: [{name: a, hostile: 9}]}": "runs[a].hostile: hostile: 9 of 5 clients",
+    "{method: linear, grid: {seed: [1, 2]}}": "grid.seed: list them as seeds",
+    "{method: linear, seeds: x}": "seeds: 'x' is no number of seeds",
+    "{method: linear, seeds: [1, 1]}": "seeds: '1,1,' must be different",
+    "{method: linear, seeds: 1000}": "seeds: 1000 runs; nearest: 100",
+    "{method: linear, base: {seed: 1}, seeds: [1, 2]}": "base.seed: nothing reads 1",
+    f"{{method: linear, seeds: 99, grid: {{lr: {list(range(200))}}}}}": "more than 10,000 runs",
+    "{method: linear, slurm: {partion: a}}": "slurm: unknown key 'partion'; did you mean 'partition'?",
+    "{method: linear, ray: {gpus: -1}}": "ray: gpus: -1",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_mistake_is_one_line_that_names_the_place_and_nothing_is_made(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert cli.main(["sweep", "sweep.yaml", "--out", "out"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and WRONG[text] in err and "sweep.yaml" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+OPTIONS = [
+    ([], "sweep: no file given"),
+    (["sweep.yaml", "--jbs", "2"], "'--jobs'"),
+    (["sweep.yaml", "--jobs", "0"], "jobs: 0 is too small"),
+    (["sweep.yaml", "--engine", "slrm"], "engine: unknown value 'slrm'; did you mean 'slurm'?"),
+    (["sweep.yaml", "--out", "a", "--resume", "b"], "leave out --out"),
+    (["sweep.yaml", "--resume", "."], "resume: '.' is no folder of a sweep"),
+    (["sweep.yaml", "--devices", "0,0"], "devices: '0,0' is no list of different GPUs"),
+    (["sweep.yaml", "--devices", "all"], "devices: 'all' is no list"),
+    (["sweep.yaml", "--devices", "0,1", "--jobs", "3"], "jobs: 3 runs at a time on 2 devices; nearest: 2"),
+    (["sweep.yaml", "--devices", "0", "--engine", "ray"], "--engine ray gives runs their devices"),
+    (["several.yaml", "--devices", "0,1"], "devices: the run linear_seed-2023 needs 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), OPTIONS)
+def test_options_that_make_no_sense_are_refused(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (tmp_path / "sweep.yaml").write_text("method: linear")
+    (tmp_path / "several.yaml").write_text("{method: linear, base: {devices: 2}}")
+    assert cli.main(["sweep", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and words in err
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_devices_are_refused_where_jax_uses_no_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    (tmp_path / "sweep.yaml").write_text("method: linear")
+    assert cli.main(["sweep", str(tmp_path / "sweep.yaml"), "--devices", "0,1"]) == 2
+    assert "JAX_PLATFORMS is 'cpu'" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_the_runs_of_the_example_and_makes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", str(ROOT / "experiments" / "sweep_digits.yaml"), "--dry-run"]) == 0
+    assert "18 runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+TEXTS = st.text(min_size=1, max_size=60) | st.sampled_from(
+    ["0.1", "a_b", "a-b", "npz:x/a.npz", "npz:y/a.npz", "."]
+)
+RUNS = st.tuples(TEXTS, TEXTS, st.lists(TEXTS, min_size=2, max_size=2), st.integers(0, 2**32 - 1))
+
+
+def named(run):
+    method, variant, values, seed = run
+    return name_of(method, variant, list(zip(("lr", "class_list"), values, strict=True)), seed)
+
+
+@given(st.lists(RUNS, min_size=2, max_size=8, unique_by=repr))
+def test_names_are_those_of_folders_and_no_two_runs_share_one(runs):
+    names = [named(run) for run in runs]
+    assert len(set(names)) == len(runs)
+    assert all(re.fullmatch(r"[A-Za-z0-9+-][A-Za-z0-9.+_-]*", name) and len(name) <= 120 for name in names)
+    assert names == [named(run) for run in runs]
+
+
+def test_further_values_and_variants_leave_names_as_they_are():
+    text = "{method: linear, grid: {lr: [0.1%s]}, runs: [{name: a}%s], seeds: [1%s]}"
+    (few,), many = plan(text % ("", "", "")), plan(text % (", 0.2", ", {name: b, epochs: 1}", ", 2"))
+    assert few == many[0] and len(many) == 8
+
+
+def test_a_value_whose_name_says_all_is_shown_as_it_is():
+    assert name_of("./mine.py", None, [("batch_size", 64), ("lr", 1e-5), ("augment", None)], 1) == (
+        "mine.py-f66860_batch-size-64_lr-1e-05_augment-None_seed-1"
+    )
+
+
+def test_two_places_for_one_option_are_named_with_the_file():
+    with pytest.raises(InputError, match=r"^my file: grid.lr: base has it too; leave it in one place$"):
+        plan_of({"method": "linear", "base": {"lr": 1}, "grid": {"lr": [1]}}, "my file")
