@@ -35,7 +35,7 @@ State = Literal["ok", "missing", "warning", "failed"]
 SIDE = 1024  # of the matrices of the self test
 SECONDS = 0.3  # that the self test repeats its product for
 LITTLE_DISK = 2**30  # bytes; a run's checkpoints are small, what is prepared of a data set is not
-MAINTAINERS = ("test", "docs")  # extras that nobody needs for a run
+MAINTAINERS = ("test", "docs", "notebook", "release")  # extras that nobody needs for a run
 
 
 class Finding(NamedTuple):

@@ -131,8 +131,8 @@ def load_backbone(
     Args:
       name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
         vit_micro if there is none.
-      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes
-        the weights that ship with the package.
+      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or `hf:OWNER/NAME[@REVISION][:FILE]`; None
+        takes the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
         embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
