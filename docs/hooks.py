@@ -1,5 +1,5 @@
-"""Of the documentation site: a comment `<!-- options: MODULE.CLASS -->` becomes a table of that dataclass, read
-from the code, so that the pages cannot fall behind it."""
+"""Of the documentation site: a comment `<!-- options: MODULE.CLASS -->` becomes a table of that dataclass,
+read from the code, so that the pages cannot fall behind it."""
 
 import ast
 import dataclasses

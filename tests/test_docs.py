@@ -100,9 +100,10 @@ def test_the_notebook_is_committed_without_outputs():
 
 
 @pytest.mark.long
-def test_the_notebook_runs(tmp_path):
+def test_the_notebook_runs(tmp_path, monkeypatch):
     nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))  # of the kernel, which is another process
     notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     client.NotebookClient(notebook, timeout=600, resources=resources).execute()
