@@ -150,17 +150,20 @@ def test_the_tab_key_completes_at_a_terminal(shell, arguments, setup, here):
 
 def _tabbed(command, setup, typed, expected):
     """What a terminal shows once `typed` and the tab key are pressed, up to what is expected."""
-    process, terminal = os.forkpty()
-    if process == 0:
-        os.execvpe(command[0], command, os.environ | {"TERM": "dumb"})
-    try:
-        os.write(terminal, f"{setup}; echo rea''dy\n".encode())
-        _until(terminal, "ready\r\n")
-        os.write(terminal, f"{typed}\t".encode())
-        return _until(terminal, expected)
-    finally:
-        os.close(terminal)
-        os.waitpid(process, 0)
+    terminal, end = os.openpty()
+    ends = {"stdin": end, "stdout": end, "stderr": end}
+    with subprocess.Popen(
+        command, **ends, env=os.environ | {"TERM": "dumb"}, start_new_session=True
+    ) as process:
+        os.close(end)
+        try:
+            os.write(terminal, f"{setup}; echo rea''dy\n".encode())
+            _until(terminal, "ready\r\n")
+            os.write(terminal, f"{typed}\t".encode())
+            return _until(terminal, expected)
+        finally:
+            process.kill()
+            os.close(terminal)
 
 
 def _until(terminal, expected):
