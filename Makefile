@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long mutants lint clean
+.PHONY: demo test test-long mutants lint docs docs-serve wheel-check clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -24,6 +24,21 @@ mutants: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments
 	$(BIN)/pyrefly check --output-format min-text
+
+# The site, into build/site; a broken link is an error.
+docs: .venv/docs
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: .venv/docs
+	$(BIN)/python -m mkdocs serve
+
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --editable '.[docs,notebook,release]'
+	touch $@
+
+# Wheel and sdist, each installed into a fresh environment and run there.
+wheel-check: .venv/docs
+	$(BIN)/python experiments/wheel_check.py
 
 # Made anew when what it installs changes; the file at the end says that the installation is complete.
 .venv/ready: requirements.txt setup.cfg pyproject.toml

@@ -9,7 +9,9 @@ import absl.logging
 
 from fcljax import __version__
 from fcljax.commands.comparing import compare
+from fcljax.commands.completion import completion
 from fcljax.commands.data import data
+from fcljax.commands.health import doctor
 from fcljax.commands.listing import list_
 from fcljax.commands.running import check, run
 from fcljax.commands.sweeping import sweep
@@ -32,8 +34,17 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
   fcljax pretrain-decoder [options]   a masked autoencoder's decoder for a frozen encoder
+  fcljax doctor [CHECKPOINT...]  can a run start here, what is missing, and the command that gets it
+  fcljax completion SHELL        a script that completes commands and options, for bash, zsh or fish
   fcljax --version
 """
+
+
+COMMANDS = {
+    "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
+    "embed": embed, "sweep": sweep, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
+    "doctor": doctor, "completion": lambda arguments: completion(arguments, COMMANDS),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,17 +82,13 @@ def dispatch(arguments: list[str]) -> int:
     Raises:
       InputError: for an unknown command or anything wrong that the command finds.
     """
-    commands = {
-        "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
-        "embed": embed, "sweep": sweep, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
-    }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    return commands[choose("command", arguments[0], commands)](arguments[1:])
+    return COMMANDS[choose("command", arguments[0], COMMANDS)](arguments[1:])
 
 
 def _quiet_threads() -> None:

@@ -26,7 +26,7 @@ from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method
 from fcljax.models.convnet import Stem
 from fcljax.models.weights.pretrained import Positions
-from fcljax.options import check_ranges, fields_of, option, resolved
+from fcljax.options import check_ranges, fields_of, flag, option, resolved
 
 # improved: what we found to be better than intended, on held-out training images
 Fidelity = Literal["intended", "paper", "released", "improved"]
@@ -307,7 +307,9 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     """
     check_ranges(config)
     if config.momentum is not None and config.optimiser != "sgd":
-        raise InputError(f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}")
+        raise InputError(
+            f"momentum: only sgd reads it, and optimiser is {config.optimiser!r}; nearest: --optimiser sgd"
+        )
     if config.clients > MOST_CLIENTS:
         raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
     if config.hostile >= config.clients:
@@ -315,11 +317,11 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
             f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
         )
     if config.attack is not None and not config.hostile:
-        raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: hostile 1")
+        raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: --hostile 1")
     parse_faults(config.faults)
     if config.dp_delta is not None and config.noise_multiplier is None:
         raise InputError(
-            f"dp_delta: {config.dp_delta} needs noise_multiplier: without noise nothing is private"
+            f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
         )
     chosen = preset(method, resolved(config.adapter), config.fidelity)
     if config.optimiser != "sgd":
@@ -429,7 +431,11 @@ def check_known(method: str, adapter: str, names: Iterable[str], where: str) -> 
     for name in names:
         other = None if name in known else _adapter_of(find_method(method), name)
         if other:
-            raise InputError(f"{where}: {name} goes with the adapter {other!r}, and this run has {adapter!r}")
+            typed = flag(name) if where == "options" else name
+            raise InputError(
+                f"{where}: {typed} goes with the adapter {other!r}, and this run has {adapter!r}; nearest: "
+                f"--adapter {other}"
+            )
 
 
 def _adapter_of(entry: MethodEntry, name: str) -> str | None:

@@ -33,6 +33,11 @@ def option(
     return dataclasses.field(default=default, metadata=limits)
 
 
+def flag(name: str) -> str:
+    """A field's name as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def resolved(value: Value | None) -> Value:
     """The value of an option whose None stands for the method's or its fidelity preset's.
 

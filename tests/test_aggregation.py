@@ -572,34 +572,43 @@ def test_the_name_says_what_is_on():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"trim": 0.2}, "trim: only trimmed_mean reads it, and aggregator is 'mean'"),
+        (
+            {"trim": 0.2},
+            "trim: only trimmed_mean reads it, and aggregator is 'mean'; "
+            "nearest: --aggregator trimmed_mean",
+        ),
         (
             {"hostile_bound": 1, "aggregator": "median"},
-            "hostile_bound: only krum and multi_krum read it, and aggregator is 'median'",
+            "hostile_bound: only krum and multi_krum read it, and aggregator is 'median'; "
+            "nearest: --aggregator krum",
         ),
         (
             {"clip_radius": 1.0, "aggregator": "krum"},
-            "clip_radius: only centred_clipping reads it, and aggregator is 'krum'",
+            "clip_radius: only centred_clipping reads it, and aggregator is 'krum'; "
+            "nearest: --aggregator centred_clipping",
         ),
         (
             {"server_step": 1.0},
-            "server_step: only momentum, adam and yogi read it, and server_optimiser is 'none'",
+            "server_step: only momentum, adam and yogi read it, and server_optimiser is 'none'; "
+            "nearest: --server-optimiser momentum",
         ),
         (
             {"server_momentum": 0.5},
-            "server_momentum: only momentum, adam and yogi read it, and server_optimiser is 'none'",
+            "server_momentum: only momentum, adam and yogi read it, and server_optimiser is 'none'; "
+            "nearest: --server-optimiser momentum",
         ),
         (
             {"server_adaptivity": 0.1, "server_optimiser": "momentum"},
-            "server_adaptivity: only adam and yogi read it, and server_optimiser is 'momentum'",
+            "server_adaptivity: only adam and yogi read it, and server_optimiser is 'momentum'; "
+            "nearest: --server-optimiser adam",
         ),
         (
             {"noise_multiplier": 1.0},
-            "noise_multiplier: 1.0 is noise in units of clip_norm; set clip_norm too",
+            "noise_multiplier: 1.0 is noise in units of --clip-norm; give --clip-norm too",
         ),
         (
             {"noise_multiplier": 1.0, "clip_norm": 1.0, "aggregator": "median"},
-            "noise_multiplier: 1.0 is noise on a mean; use aggregator 'mean', not 'median'",
+            "noise_multiplier: 1.0 is noise on a mean; use --aggregator mean, not 'median'",
         ),
         ({"clip_norm": 0.0}, "clip_norm: 0.0 must be finite and positive"),
     ],

@@ -1,9 +1,11 @@
 """The command line: what it prints, what its options mean, and one line for every mistake, with nothing left
 behind."""
 
+import ast
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,29 +81,29 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
     [
         (["rnu"], ["command", "'rnu'", "'run'"]),
         (["-v"], ["command", "'-v'"]),
-        (["run"], ["method", "fppl", "linear"]),
+        (["run"], ["method", "try: fcljax run fppl", "linear"]),
         (["run", "--tasks", "3"], ["method"]),
         (["run", "fpl"], ["method", "'fpl'", "'fppl'"]),
         (["run", "linear", "--taks", "3"], ["'--taks'", "'--tasks'"]),
         (["run", "linear", "--wo-pool"], ["'--wo-pool'"]),
         (["run", "linear", "--adapter", "lra"], ["adapter", "'lra'", "'lora'"]),
-        (["run", "linear", "--lora-rank", "2"], ["lora_rank", "'lora'", "'linear'"]),
-        (["run", "ewc", "--adapter", "prompts", "--lora-rank", "2"], ["lora_rank", "'lora'", "'prompts'"]),
-        (["run", "pilora", "--adapter", "linear", "--l1-weight", "1"], ["l1_weight", "'lora'", "'linear'"]),
+        (["run", "linear", "--lora-rank", "2"], ["--lora-rank", "'lora'", "'linear'", "--adapter lora"]),
+        (["run", "ewc", "--adapter", "prompts", "--lora-rank", "2"], ["--lora-rank", "'lora'", "'prompts'"]),
+        (["run", "pilora", "--adapter", "linear", "--l1-weight", "1"], ["--l1-weight", "'lora'", "'linear'"]),
         (["run", "fedncm", "--adapter", "lora"], ["adapter", "fedncm", "'lora'", "nothing trains"]),
         (["run", "pilora", "--aggregator", "median"], ["aggregator", "'median'", "reweight", "'mean'"]),
         (["run", "fedncm", "--aggregator", "krum"], ["aggregator", "'krum'", "'mean'"]),
         (["run", "fedclm", "--clip-norm", "1"], ["clip_norm", "class_means", "'mean'"]),
         (["run", "fppl", "--clip-norm", "1", "--noise-multiplier", "1"], ["noise_multiplier", "debias"]),
-        (["run", "linear", "--noise-multiplier", "1"], ["noise_multiplier", "clip_norm"]),
+        (["run", "linear", "--noise-multiplier", "1"], ["noise_multiplier", "--clip-norm"]),
         (["run", "linear", "--trim", "0.2"], ["trim", "trimmed_mean", "'mean'"]),
         (["run", "linear", "--server-step", "0.2"], ["server_step", "server_optimiser"]),
-        (["run", "linear", "--momentum", "0.9"], ["momentum", "sgd", "'adam'"]),
+        (["run", "linear", "--momentum", "0.9"], ["momentum", "--optimiser sgd", "'adam'"]),
         (["run", "linear", "--hostile", "5"], ["hostile", "5 clients", "nearest: 4"]),
-        (["run", "linear", "--attack", "nan"], ["attack", "'nan'", "hostile"]),
-        (["run", "linear", "--dp-delta", "1e-5"], ["dp_delta", "noise_multiplier"]),
+        (["run", "linear", "--attack", "nan"], ["attack", "'nan'", "--hostile 1"]),
+        (["run", "linear", "--dp-delta", "1e-5"], ["dp_delta", "--noise-multiplier"]),
         (["run", "fedncm", "--prox-weight", "1"], ["prox", "nothing trains"]),
-        (["check"], ["method", "fppl"]),
+        (["check"], ["method", "try: fcljax check fppl"]),
         (["check", "fpl"], ["'fpl'", "'fppl'"]),
         (["run", "linear", "--tasks"], ["tasks", "needs a value"]),
         (["run", "linear", "3"], ["'3'", "--"]),
@@ -153,6 +155,24 @@ def test_a_mistake_is_one_line_that_says_what_would_be_valid(arguments, words, c
     line = mistake(capsys, *arguments)
     for word in words:
         assert word in line
+
+
+def test_no_message_advises_an_option_in_another_spelling_than_is_typed():
+    """After the colon behind the field's name, options are written as `--batch-size`, not as batch_size."""
+    names = {field.name for method in METHODS for field in dataclasses.fields(config.run_class(method))}
+    several = "|".join(sorted(name for name in names if "_" in name))
+    spelled = re.compile(rf"(?<![\w./'-])({several})(?![\w.'(=])")
+    wrong, seen = [], 0
+    for path in (small_runs.ROOT / "fcljax").rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        for call in calls:
+            if getattr(call.func, "id", "") != "InputError" or not isinstance(call.args[0], ast.JoinedStr):
+                continue
+            parts = (part.value for part in call.args[0].values if isinstance(part, ast.Constant))
+            message = re.sub(r"^\w+: ", "", "{}".join(parts))
+            wrong += [f"{path.name}:{call.lineno}: {name}" for name in spelled.findall(message)]
+            seen += 1
+    assert seen > 100 and wrong == []
 
 
 # ---- mistakes in files -------------------------------------------------------------------------------------

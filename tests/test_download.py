@@ -568,7 +568,7 @@ def test_a_folder_without_room_is_refused_before_anything_is_asked_for(server, t
     usage = namedtuple("Usage", "total used free")(10**12, 10**12, 1000)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda folder: usage)
     message = refusal("cub200", [birds], tmp_path)
-    assert "has 1,000 bytes left" in message and "choose another with data_dir" in message
+    assert "has 1,000 bytes left" in message and "choose another with --data-dir" in message
     assert server.asked == [] and left(tmp_path) == []
 
 

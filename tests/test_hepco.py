@@ -456,7 +456,7 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
 
 
 def test_an_ablation_of_nothing_is_refused():
-    with pytest.raises(InputError, match="wo_mse: generator_mse is 'none', so that nothing is left out"):
+    with pytest.raises(InputError, match="wo_mse: --generator-mse is none, so that nothing is left out"):
         method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True)
     method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True, generator_mse="sum")
 

@@ -244,7 +244,7 @@ def test_a_part_of_imagenet_needs_a_class_list(tmp_path):
     tree(tmp_path / "imagenet" / "train", ("n1", "n2"), 1)
     assert "no such folder" in refusal("imagenet100", tmp_path)
     tree(tmp_path / "imagenet" / "val", ("n1", "n2"), 1)
-    assert "has 2 class folders, not 1000; name yours with class_list" in refusal("imagenet100", tmp_path)
+    assert "has 2 class folders, not 1000; name yours with --class-list" in refusal("imagenet100", tmp_path)
 
 
 def test_the_last_five_drawings_of_each_character_are_for_testing(tmp_path):

@@ -222,7 +222,7 @@ def test_unreadable_images_are_skipped_counted_and_listed_where_that_is_asked_fo
 def test_data_prepared_with_gaps_are_not_used_silently(with_bad, load):
     load(skip_corrupt=True)
     message = refusal(load)
-    assert "was prepared without 4 unreadable images (first: " in message and "set skip_corrupt" in message
+    assert "was prepared without 4 unreadable images (first: " in message and "give --skip-corrupt" in message
 
 
 def test_a_class_left_without_images_is_an_error(raw, load):

@@ -1,5 +1,5 @@
-"""README.md tells the truth: its Python runs, its commands parse, its links and make targets exist, and its
-keys are those of a run."""
+"""README.md and the pages in docs/ tell the truth: their Python runs, their commands parse, their links and
+make targets exist, and their keys are those of a run."""
 
 import functools
 import json
@@ -13,6 +13,7 @@ import small_runs
 from fcljax import config
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
+from fcljax.commands.health import DoctorOptions
 from fcljax.commands.sweeping import SweepOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
@@ -21,7 +22,9 @@ from fcljax.runs.embed import EmbedConfig
 from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
 from fcljax.runs.show import ShowConfig
 
-TEXT = (small_runs.ROOT / "README.md").read_text()
+README = small_runs.ROOT / "README.md"
+PAGES = [README, *sorted((small_runs.ROOT / "docs").rglob("*.md")), small_runs.ROOT / "CONTRIBUTING.md"]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def blocks(language):
@@ -42,7 +45,7 @@ def block_with(word):
 def namespace(block):
     """What a block defines; it is run once, as a script would be."""
     names = {"__name__": "__main__"}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block, "a page", "exec"), names)
     return names
 
 
@@ -70,7 +73,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_ |= {"pretrain-decoder", "sweep"}
+    commands_ |= {"pretrain-decoder", "sweep", "doctor", "completion"}
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
@@ -80,6 +83,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         config.resolve(call[1], config.from_mapping(call[1], own, "README"))
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
+    others |= {"doctor": (DoctorOptions, 2)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used
@@ -96,13 +100,29 @@ def test_make_targets_exist():
     assert all(f"\n{target}:" in makefile for (target,) in targets)
 
 
-def test_files_and_links_exist():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if not link.startswith("http")]
-    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", TEXT) + re.findall(
-        r"experiments/[\w.-]+\.yaml", TEXT
-    )
-    assert links and named
-    assert [path for path in links + named if not (small_runs.ROOT / path).exists()] == []
+def test_the_readme_is_a_landing_page_that_leads_to_every_page():
+    text = README.read_text()
+    # the rest is led to from the site's navigation
+    told_elsewhere = {"index.md", "results.md", "changelog.md", "contributing.md"}
+    docs = small_runs.ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in PAGES if docs in page.parents}
+    linked = set(re.findall(r"\]\(docs/([\w/-]+\.md)\)", text))
+    assert {page for page in pages if not page.startswith("api/")} - told_elsewhere <= linked
+    assert len(text.splitlines()) < 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_and_links_exist(page):
+    text = page.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
+    links = [link for link in links if link and not link.startswith("http")]
+    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", text)
+    named += re.findall(r"experiments/[\w.-]+\.yaml", text)
+    if page.name in ("results.md", "contributing.md", "changelog.md"):  # they include another file
+        named += re.findall(r'--8<-- "(.*)"', text)
+        assert named
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [path for path in named if not (small_runs.ROOT / path).exists()] == []
 
 
 def test_every_key_of_a_summary_is_explained():

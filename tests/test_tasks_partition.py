@@ -285,7 +285,7 @@ def test_the_first_share_takes_the_first_rows_of_every_class():
     assert len(first_share(np.zeros(100, int), 0.07)) == 7
     np.testing.assert_array_equal(first_share(CIFAR[::-1], 1.0), np.arange(50_000))
     for share in (0.0, -0.1, 1.1, float("nan")):
-        with pytest.raises(InputError, match="^train_share: .* choose 0 < train_share <= 1"):
+        with pytest.raises(InputError, match="^train_share: .* choose more than 0 and at most 1"):
             first_share(CIFAR, share)
 
 

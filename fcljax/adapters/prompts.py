@@ -41,7 +41,7 @@ def init_gate(key: PRNGKeyArray, tasks: int, width: int, learnable_scale: bool) 
 def gate_weights(
     gate: Gate, query: Float[Array, "batch width"], seen: Bool[Array, " tasks"], soft: bool = True
 ) -> Float[Array, "batch tasks"]:
-    """Fusion weights of tasks (FPPL eq. 2): softmax of sigma * cos(q, psi_t), exactly 0 for unseen tasks.
+    """Fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q, psi_t), exactly 0 for unseen tasks.
 
     With soft False (the ablation without fusion) the best task gets weight 1, and the gate no gradient.
     """
@@ -58,7 +58,7 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 1) with slot `task` taken from `current`.
+    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 2) with slot `task` taken from `current`.
 
     The other slots are constants, so only `current` gets a gradient.
     """

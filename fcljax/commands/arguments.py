@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fcljax import config
 from fcljax.errors import InputError, nearest
-from fcljax.options import fields_of
+from fcljax.options import fields_of, flag
 from fcljax.terminal import add_row, say
 
 
@@ -33,6 +33,18 @@ def keep_compiled(option: str | None) -> None:
     compiled.keep(option, lambda line: say(Console(stderr=True), line))
 
 
+# Given as an option, it asks a command which options it has. No command line can hold a NUL.
+ASK = "--which\0"
+
+
+class Asked(Exception):
+    """The answer to ASK: `fields`, the options by field name."""
+
+    def __init__(self, fields: dict[str, dataclasses.Field]):
+        super().__init__("options were asked for")
+        self.fields = fields
+
+
 def parse(groups: Mapping[str, object], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
     """The options that were given, as values by field name.
 
@@ -47,7 +59,10 @@ def parse(groups: Mapping[str, object], arguments: list[str], prog: str, descrip
 
     Raises:
       InputError: naming the option, its value and the nearest valid one.
+      Asked: if ASK is among the arguments.
     """
+    if ASK in arguments:
+        raise Asked(_fields(groups))
     if {"-h", "--help"} & set(arguments):
         # pyrefly: ignore[invalid-annotation]  # a type that is made while the program runs
         unprefixed = {title: tyro.conf.OmitArgPrefixes[type(group)] for title, group in groups.items()}
@@ -66,23 +81,23 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
     values, rest = {}, list(arguments)
     while rest:
         token, *rest = rest
-        flag, equals, value = token.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--"):
+        typed, equals, value = token.partition("=")
+        name = typed.removeprefix("--").replace("-", "_")
+        if not typed.startswith("--"):
             raise InputError(f"option: unexpected argument {token!r}; options start with --")
         switch = name if name in fields else name.removeprefix("no_")
         if switch in fields and fields[switch].type is bool:
             if equals:
                 raise InputError(
-                    f"{switch}: {token!r} takes no value; choose {option(switch)} or {option('no_' + switch)}"
+                    f"{switch}: {token!r} takes no value; choose {flag(switch)} or {flag('no_' + switch)}"
                 )
             values[switch] = switch == name
             continue
         if name not in fields:
-            raise InputError(f"option: unknown option {flag!r}; {nearest(flag, map(option, fields))}")
+            raise InputError(f"option: unknown option {typed!r}; {nearest(typed, map(flag, fields))}")
         if not equals:
             if not rest:
-                raise InputError(f"{name}: {flag} needs a value")
+                raise InputError(f"{name}: {typed} needs a value")
             value, *rest = rest
         values[name] = config.convert(name, fields[name].type, value)
     return values
@@ -98,11 +113,6 @@ def print_rows(rows: Sequence[tuple[str, object]]) -> None:
     for name, value in rows:
         add_row(table, name, value)
     Console().print(table)
-
-
-def option(name: str) -> str:
-    """A field's name as it is typed on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 def slug(text: str) -> str:

@@ -14,10 +14,9 @@ from fcljax.terminal import add_row, plain
 
 def data(arguments: list[str]) -> int:
     """`fcljax data list | prepare NAME | show NAME [options]`."""
-    commands = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"data: no command given; choose from: {', '.join(commands)}")
-    return commands[choose("data", arguments[0], commands)](arguments[1:])
+        raise InputError(f"data: no command given; choose from: {', '.join(SUBCOMMANDS)}")
+    return SUBCOMMANDS[choose("data", arguments[0], SUBCOMMANDS)](arguments[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +91,6 @@ def _named(arguments: list[str], prog: str, options: type, description: str) -> 
         raise InputError(f"dataset: no name given; usage: {prog} [options]; `fcljax data list` has the names")
     given = parse({"options": options()}, arguments if wants_help else arguments[1:], prog, description)
     return arguments[0], given
+
+
+SUBCOMMANDS = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}

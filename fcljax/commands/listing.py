@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from fcljax.errors import InputError
+from fcljax.commands.arguments import parse
 from fcljax.terminal import add_row
 
 
@@ -18,8 +18,7 @@ def list_(arguments: list[str]) -> int:
     from fcljax.models.vit import VITS
     from fcljax.models.weights.pretrained import PACKAGED
 
-    if arguments:
-        raise InputError(f"option: unexpected argument {arguments[0]!r}; list takes none")
+    parse({}, arguments, "fcljax list", "What can be named, and what does not go together.")
     backbones = {
         name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
         + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, keep_compiled, option, parse, slug
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, slug
 from fcljax.errors import InputError
+from fcljax.options import flag
 from fcljax.runs import signals
 from fcljax.terminal import add_row, say
 
@@ -36,7 +37,10 @@ def run(arguments: list[str]) -> int:
     from fcljax.methods import METHODS, find_method
 
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}; or give a file of your own")
+        raise InputError(
+            f"method: none given; try: fcljax run fppl; choose from: {', '.join(METHODS)}; or give a file of "
+            "your own"
+        )
     method, arguments = arguments[0], arguments[1:]
     entry = find_method(method)
     given = parse_run(method, arguments, f"fcljax run {method}", entry.summary)
@@ -98,14 +102,17 @@ def check(arguments: list[str]) -> int:
     from fcljax.methods import METHODS, find_method
 
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"method: none given; choose from: {', '.join(METHODS)}; or give a file of your own")
+        raise InputError(
+            f"method: none given; try: fcljax check fppl; choose from: {', '.join(METHODS)}; or give a file "
+            "of your own"
+        )
     method, arguments = arguments[0], arguments[1:]
     find_method(method)
     given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
     for name in ("out", "resume", "seeds", "stop_signal"):
         if getattr(paths, name):
-            raise InputError(f"{name}: check makes no run directory; leave out {option(name)}")
+            raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 
@@ -135,7 +142,7 @@ def parse_run(method: str, arguments: list[str], prog: str, description: str) ->
     groups: dict[str, object] = {"files": Paths()}
     for title, group in config.option_groups(method, adapter).items():
         groups[title] = config.defaults(method, adapter, group)
-    names = [flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in arguments]
+    names = [typed.partition("=")[0].removeprefix("--").replace("-", "_") for typed in arguments]
     config.check_known(method, adapter, [*names, *(name.removeprefix("no_") for name in names)], "options")
     return parse(groups, arguments, prog, description)
 
@@ -150,8 +157,8 @@ def adapter_of(method: str, arguments: list[str]) -> str:
     from fcljax.methods import find_method
 
     last = {}
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        name, equals, value = flag.partition("=")
+    for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, equals, value = typed.partition("=")
         last[name] = value if equals else following
     if "--adapter" in last:
         return last["--adapter"]

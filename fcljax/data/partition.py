@@ -50,7 +50,7 @@ def dirichlet(
             return _shuffled(parts, rng)
     raise InputError(
         f"clients: {clients} clients with beta {beta} do not all reach {min_size} rows of {len(labels)} "
-        f"in {_PASSES} draws; choose fewer clients, a larger beta or a smaller min_size"
+        f"in {_PASSES} draws; choose fewer clients, a larger --beta or a smaller --min-rows"
     )
 
 
@@ -205,7 +205,7 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
       InputError: for a share that is not in (0, 1].
     """
     if not 0 < share <= 1:
-        raise InputError(f"train_share: {share} is not a share of the rows; choose 0 < train_share <= 1")
+        raise InputError(f"train_share: {share} is not a share of the rows; choose more than 0 and at most 1")
     # without the slack 0.07 of 100 rows would be 8, since 0.07 * 100 > 7 in floating point
     return np.sort(
         np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])

@@ -70,7 +70,7 @@ def pool_of(
             "no class has a name of CIFAR-100's" if kind == "superclasses" else f"no {size} classes are there"
         )
         raise InputError(
-            f"pool: {kind!r} gives no task, since {why}; nearest: 'order' with fewer pool_classes"
+            f"pool: {kind!r} gives no task, since {why}; nearest: --pool order with fewer --pool-classes"
         )
     return [task.astype(np.int64) for task in pool]
 

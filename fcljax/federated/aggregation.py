@@ -25,7 +25,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from fcljax.errors import InputError, Value, choose
-from fcljax.options import check_ranges, check_value, option
+from fcljax.options import check_ranges, check_value, flag, option
 from fcljax.types import PyTree
 
 # keeps precisions of repeatedly conflated posteriors, and their sum over clients, far from float32's limit
@@ -446,7 +446,10 @@ def _check_options(options: AggregationOptions) -> None:
         if getattr(options, field) is not None and choice not in readers:
             verb = "reads" if len(readers) == 1 else "read"
             names = " and ".join(", ".join(readers).rsplit(", ", 1))
-            raise InputError(f"{field}: only {names} {verb} it, and {decider} is {choice!r}")
+            raise InputError(
+                f"{field}: only {names} {verb} it, and {decider} is {choice!r}; "
+                f"nearest: {flag(decider)} {tuple(readers)[0]}"
+            )
     check_ranges(options)
     _check_noise(options)
 
@@ -454,9 +457,9 @@ def _check_options(options: AggregationOptions) -> None:
 def _check_noise(options: AggregationOptions) -> None:
     noise, rule = options.noise_multiplier, options.aggregator
     if noise is not None and options.clip_norm is None:
-        raise InputError(f"noise_multiplier: {noise} is noise in units of clip_norm; set clip_norm too")
+        raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; give --clip-norm too")
     if noise is not None and rule not in ("mean", "uniform"):
-        raise InputError(f"noise_multiplier: {noise} is noise on a mean; use aggregator 'mean', not {rule!r}")
+        raise InputError(f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {rule!r}")
 
 
 def _check_range(name: str, value: float | int) -> None:

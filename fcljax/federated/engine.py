@@ -288,7 +288,7 @@ def run_round(
     if isinstance(data, Host) and engine.devices > 1:
         raise InputError(
             f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger "
-            f"data_budget"
+            f"--data-budget"
         )
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))

@@ -104,7 +104,7 @@ def hepco(options: HepcoOptions, kit: Kit) -> Method:
       InputError: for an ablation of what the generators do not see anyway.
     """
     if options.wo_mse and options.generator_mse == "none":
-        raise InputError("wo_mse: generator_mse is 'none', so that nothing is left out; nearest: wo_mse off")
+        raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
     model = learner(kit.network, kit.adapter, linear_on(kit.adapter, kit.network.width, kit.setting.classes))
     steps, train = (latent_distillation(options, kit),), scheduled(kit, options).train
     return federate(model, kit.setting, train, kit.terms, steps, aggregation=kit.aggregation)

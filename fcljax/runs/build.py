@@ -85,7 +85,7 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     if isinstance(train, Host) and cfg.devices > 1:
         raise InputError(
             f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger "
-            f"data_budget"
+            f"--data-budget"
         )
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
     example = Example(frozen, train, tasks[0])

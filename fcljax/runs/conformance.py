@@ -108,7 +108,7 @@ def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[i
 
     Args:
       vit: the network, of images of 8 pixels.
-      sizes: [tasks][clients], rows.
+      sizes: `[tasks][clients]`, rows.
     """
     label, rng = np.arange(60) % SETTING.classes, np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)

@@ -46,12 +46,12 @@ def least(exp: Experiment, cfg: RunConfig) -> dict[str, tuple[int, str]]:
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
     one, batch = _forward(exp), exp.engine.lanes.count * cfg.batch_size
     return {
-        "the network": (num_bytes(exp.frozen), "backbone"),
-        "images on the device": (sum(image.nbytes for image in resident), "data_budget"),
+        "the network": (num_bytes(exp.frozen), "--backbone"),
+        "images on the device": (sum(image.nbytes for image in resident), "--data-budget"),
         "what the server has": (num_bytes(server), "number in the options of method or adapter"),
-        "what the clients keep": (num_bytes(clients), "number of clients"),
-        "a training step": (batch * one, "batch_size, image_size or number of lanes"),
-        "an evaluation step": (cfg.eval_batch_size * one, "eval_batch_size or image_size"),
+        "what the clients keep": (num_bytes(clients), "number of --clients"),
+        "a training step": (batch * one, "--batch-size, --image-size or number of --lanes"),
+        "an evaluation step": (cfg.eval_batch_size * one, "--eval-batch-size or --image-size"),
     }
 
 

@@ -160,7 +160,7 @@ class Strips(NamedTuple):
 
 def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
     if cfg.epochs is not None:
-        raise InputError(f"epochs: {cfg.epochs} of letters, which are new in every step; give steps")
+        raise InputError(f"epochs: {cfg.epochs} of letters, which are new in every step; give --steps")
     fields = glyph_fields(PRETRAIN)
 
     def draw(seed: int, step: int, count: int) -> Shown:
@@ -428,7 +428,9 @@ def _check(cfg: PretrainDecoderConfig) -> None:
     if width % heads:
         fitting = [count for count in range(1, width + 1) if width % count == 0]
         nearest = min(fitting, key=lambda count: abs(count - heads))
-        raise InputError(f"decoder_heads: {heads} does not divide decoder_width {width}; nearest: {nearest}")
+        raise InputError(
+            f"decoder_heads: {heads} does not divide --decoder-width {width}; nearest: {nearest}"
+        )
     folder = _folder(cfg.out)
     if cfg.resume and not (folder / "config.yaml").is_file():
         raise InputError(f"resume: there is no unfinished training in {str(folder)!r}; leave out --resume")

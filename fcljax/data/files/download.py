@@ -225,7 +225,7 @@ def fetch(
     except OSError as error:
         raise InputError(
             f"data_dir: cannot write {name!r} to {str(folder)!r} ({error.strerror or error}); "
-            "choose another with data_dir or FCLJAX_DATA"
+            "choose another with --data-dir or FCLJAX_DATA"
         ) from error
 
 
@@ -282,7 +282,7 @@ def _check_space(name: str, archives: Sequence[Archive], parts: Sequence[Path], 
     if need > free:
         raise InputError(
             f"data_dir: {str(folder)!r} has {_readable(free)} left, the archives of {name!r} and what is in "
-            f"them need {_readable(need)}; choose another with data_dir or FCLJAX_DATA"
+            f"them need {_readable(need)}; choose another with --data-dir or FCLJAX_DATA"
         )
 
 

@@ -418,7 +418,7 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
         if len(wnids) != 1000:
             raise InputError(
                 f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
-                "name yours with class_list"
+                "name yours with --class-list"
             )
         choice = tuple(
             wnids[index] for index in np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
@@ -728,7 +728,7 @@ def _tfds_omniglot(versions: Sequence[Path]) -> Listing:
 
 _IMAGENET_PUT = "imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG"
 _SUBSET = (
-    "ImageNet classes: those of class_list, else numpy's RandomState(1993) picks, "
+    "ImageNet classes: those of --class-list, else numpy's RandomState(1993) picks, "
     "as code of iCaRL, PODNet and BiC does"
 )
 _R_TFDS = partial(_tfds_pooled, splits=("test",), field="file_name")

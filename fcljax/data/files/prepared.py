@@ -123,7 +123,7 @@ def build(
     except OSError as error:
         raise InputError(
             f"data_dir: cannot write prepared data to {str(target.parent)!r} ({error.strerror or error}); "
-            "choose another with data_dir or FCLJAX_DATA"
+            "choose another with --data-dir or FCLJAX_DATA"
         ) from error
 
 
@@ -319,7 +319,7 @@ def _check_space(folder: Path, listing: Listing, shapes: Sequence[tuple[int, int
     if need > free:
         raise InputError(
             f"data_dir: {str(folder.parent)!r} has {free / 1e9:.1f} GB left, "
-            f"the prepared images need {need / 1e9:.1f} GB; choose another with data_dir or FCLJAX_DATA"
+            f"the prepared images need {need / 1e9:.1f} GB; choose another with --data-dir or FCLJAX_DATA"
         )
 
 

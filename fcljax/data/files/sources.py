@@ -264,7 +264,7 @@ def _from_cache(
     if data.skipped and not options.skip_corrupt:
         raise InputError(
             f"dataset: {name!r} was prepared without {len(data.skipped)} unreadable images "
-            f"(first: {data.skipped[0]}); set skip_corrupt to use it so, or replace them"
+            f"(first: {data.skipped[0]}); give --skip-corrupt to use it so, or replace them"
         )
     return data
 

@@ -490,7 +490,7 @@ def _decoder_of(
         notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
     if heads < 1 or width % heads:
         raise InputError(
-            f"decoder_heads: {heads} does not divide the decoder's width {width}; give decoder_heads"
+            f"decoder_heads: {heads} does not divide the decoder's width {width}; give --decoder-heads"
         )
     depth, mlp = _blocks(naming, found.tensors) or 1, _mlp(naming, found.tensors, width)
     decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)

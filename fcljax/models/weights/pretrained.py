@@ -29,6 +29,11 @@ from fcljax.types import PyTree
 
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
+# sha256 of these files as they were packaged
+ASSET_DIGESTS = {
+    "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
+    "vit_micro_decoder.safetensors": "7fbfb5ddb8a8e7d782b8ea94136fd676ed7c407716fadcc0fdd5dc439bfd4f74",
+}
 FORMAT = "fcljax-1"
 
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls them
@@ -126,8 +131,8 @@ def load_backbone(
     Args:
       name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
         vit_micro if there is none.
-      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or hf:OWNER/NAME[@REVISION][:FILE]; None takes
-        the weights that ship with the package.
+      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or `hf:OWNER/NAME[@REVISION][:FILE]`; None
+        takes the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
         embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.

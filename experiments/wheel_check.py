@@ -1,0 +1,80 @@
+"""Wheel and sdist as a user gets them: built, looked into, each installed into a fresh environment, and run.
+
+    make wheel-check        # or: python experiments/wheel_check.py [--keep FOLDER]
+
+Needs the package `build`, and an index that pip can reach: all that fcljax needs is installed anew.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ("fcljax/assets/vit_micro.safetensors", "fcljax/assets/vit_micro_decoder.safetensors")
+TINY = ["--tasks", "2", "--clients", "2", "--rounds", "1", "--epochs", "1", "--image-size", "8"]
+
+
+def main() -> None:
+    """Build, look, install and run; ends with an error at the first thing that is not as it should be."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep", help="folder for the files and environments; default: one that is removed")
+    given = parser.parse_args()
+    if given.keep:
+        checked(Path(given.keep).resolve())
+        return
+    with tempfile.TemporaryDirectory(prefix="fcljax-wheel-") as folder:
+        checked(Path(folder))
+
+
+def checked(folder: Path) -> None:
+    """All checks, with files below `folder`."""
+    called(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT)
+    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    looked_into(names)
+    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files; {sdist.name}: "
+          f"{sdist.stat().st_size:,} bytes")  # fmt: skip
+    for package in (wheel, sdist):
+        installed(package, folder / f"from-{'wheel' if package is wheel else 'sdist'}")
+        print(f"{package.name}: installed, and runs")
+
+
+def looked_into(names: list[str]) -> None:
+    """What a wheel must hold, and what it must not."""
+    missing = [name for name in (*ASSETS, "fcljax/py.typed", "fcljax/cli.py") if name not in names]
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fcljax").rglob("*.py")}
+    missing += sorted(modules - set(names))
+    stray = [
+        name for name in names if name.partition("/")[0] not in ("fcljax",) and ".dist-info/" not in name
+    ]
+    if missing or stray:
+        raise SystemExit(f"the wheel lacks {missing} and should not have {stray}")
+
+
+def installed(package: Path, folder: Path) -> None:
+    """Install a file into a fresh environment, and run the program from a folder outside the checkout."""
+    called(sys.executable, "-m", "venv", folder / "env")
+    python, program = folder / "env/bin/python", folder / "env/bin/fcljax"
+    called(python, "-m", "pip", "install", "--quiet", package)
+    called(program, "doctor", where=folder)
+    called(program, "run", "linear", *TINY, "--out", "run", where=folder)
+    if not (folder / "run" / "summary.json").is_file():
+        raise SystemExit("the run left no summary")
+    called(program, "completion", "bash", where=folder, quiet=True)
+
+
+def called(*command: object, where: Path = ROOT, quiet: bool = False) -> None:
+    """Run a command without this process's PYTHONPATH; an error ends the check."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    out = subprocess.DEVNULL if quiet else None
+    subprocess.run([str(part) for part in command], check=True, cwd=where, env=environment, stdout=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`fcljax doctor`: what a run would need of this machine, and what to do about what is missing."""
+
+import dataclasses
+import json
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from fcljax.commands.arguments import parse
+from fcljax.terminal import add_row, say
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `fcljax doctor`."""
+
+    # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
+    data_dir: str | None = None
+    json: bool = False  # one JSON object in place of tables
+
+
+def doctor(arguments: list[str]) -> int:
+    """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
+    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    given = parse(
+        {"doctor": DoctorOptions()}, arguments[split:], "fcljax doctor [CHECKPOINT...]",
+        "What a run would need of this machine, and what to do about what is missing.",
+    )  # fmt: skip
+    from fcljax.runs.doctor import examine, healthy
+
+    findings = examine(arguments[:split], given.get("data_dir"))
+    well, console = healthy(findings), Console()
+    if given.get("json"):
+        print(json.dumps({"healthy": well, "findings": [each._asdict() for each in findings]}, indent=2))
+        return 0 if well else 1
+    for section, members in groupby(findings, lambda finding: finding.section):
+        table = Table("", "", "found", "to do", title=section, title_justify="left", show_header=False)
+        for each in members:
+            add_row(table, each.name, each.state, each.value, each.advice)
+        console.print(table)
+    failed = [f"{each.section}: {each.name}" for each in findings if each.state == "failed"]
+    say(console, "a run can start: fcljax run fppl" if well else f"no run can start: {', '.join(failed)}")
+    return 0 if well else 1

@@ -1,0 +1,127 @@
+"""The documentation is true: functions that it names exist, the site builds without a warning, the notebook
+runs."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import small_runs
+import yaml
+
+from fcljax import __version__, config
+from fcljax.methods import METHODS
+
+DOCS = small_runs.ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def found(dotted):
+    """What a dotted name stands for: a module, or something in one."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_functions_and_modules_that_a_page_names_exist(page):
+    text = page.read_text()
+    names = re.findall(r"`(fcljax(?:\.\w+)+)`", text) + re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    names += [".".join(each) for each in re.findall(r"<!-- options: ([\w.]+)\.(\w+) -->", text)]
+    assert all(found(name) for name in names)
+
+
+@pytest.mark.parametrize("method", ["fppl", "pilora", "hepco", "pmae", "vfcl"])
+def test_the_page_of_a_method_has_its_equations_its_options_and_its_links(method):
+    text = (DOCS / "methods" / f"{method}.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`fcljax[^|]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 4 and any(re.match(r"\d", row[0]) for row in rows)
+    assert f"fcljax/methods/{method}.py" in text and f"fcljax run {method}" in text
+    options = METHODS[method].options.__name__
+    assert options in text or f"{method.title()}LoraOptions" in text
+    assert "../results.md#" in text and "../fidelity.md" in text
+
+
+def test_every_method_has_a_page_or_a_row():
+    pages = {path.stem for path in (DOCS / "methods").iterdir()}
+    rows = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "methods" / "baselines.md").read_text(), re.MULTILINE)
+    in_pmae = re.findall(r"`([\w-]+-pmae)`", (DOCS / "methods" / "pmae.md").read_text())
+    assert len(rows) == len(set(rows)) and set(rows) | pages - {"baselines"} | set(in_pmae) == set(METHODS)
+
+
+def test_tables_of_options_have_each_field_with_its_comment():
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    out = hooks.on_page_markdown("a\n<!-- options: fcljax.methods.fppl.FPPLOptions -->\nb")
+    assert out.startswith("a\n| option |") and out.endswith("|\nb")
+    assert "| `--temperature` | `0.2` | tau of the unified-representation loss |" in out
+    for method, entry in METHODS.items():
+        rows = hooks.table(entry.options).splitlines()[2:]
+        assert len(rows) == len(dataclasses.fields(entry.options))
+        assert all(not row.endswith("|  |") for row in rows), method
+    told = hooks.comments(config.RunConfig)
+    assert told["fidelity"].startswith("which reading") and "epsilon for this delta" in told["dp_delta"]
+
+
+def test_every_page_is_in_the_navigation():
+    text = (small_runs.ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"[\w/-]+\.md", text))
+    assert named == {str(page.relative_to(DOCS)) for page in PAGES}
+
+
+def test_pictures_have_a_text_in_their_place():
+    pictures = [each for page in PAGES for each in re.findall(r"!\[([^\]]*)\]\(", page.read_text())]
+    assert pictures and all(len(text) > 80 for text in pictures)
+    drawing = ElementTree.parse(DOCS / "round.svg").getroot()
+    names = {child.tag.rpartition("}")[2]: child.text for child in drawing}
+    assert drawing.get("role") == "img" and names["title"] and names["desc"]
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((small_runs.ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert f"## [{__version__}]" in (small_runs.ROOT / "CHANGELOG.md").read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+def test_the_notebook_is_committed_without_outputs():
+    notebook = json.loads((DOCS / "quickstart.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.long
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))  # of the kernel, which is another process
+    notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    said = "".join(output.get("text", "") for output in outputs)
+    ends = {float(found) for found in re.findall(r"accuracy at the end: ([\d.]+)", said)}
+    assert len(ends) == 2 and all(0 < each <= 1 for each in ends)
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=small_runs.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = Path(tmp_path / "site" / "methods" / "fppl" / "index.html").read_text()
+    assert "--unified-weight" in page and "tau of the unified-representation loss" in page
+    api = Path(tmp_path / "site" / "api" / "engine" / "index.html").read_text()
+    assert "fcljax.federated.aggregation.conflate" in api
