@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     resolved = settings(method, given, paths)
     out = paths.resume or paths.out or _new_folder(method, resolved)
 
-    from fcljax.runs import loop
+    from fcljax.runs import loop, page
     from fcljax.runs.comparison import compare, results_table
     from fcljax.runs.summary import learned_nothing
 
@@ -68,6 +68,7 @@ def run(arguments: list[str]) -> int:
         console.print(table)
     say(console, f"run directory: {out}")
     say(console, f"accuracy curve: {figure}")
+    say(console, f"report: {Path(out) / page.NAME}")
     if failed:
         say(Console(stderr=True), "fcljax: no upload was valid in any round: the model is as it began")
     return int(failed)

@@ -1,7 +1,7 @@
 """A run from start to end: tasks x rounds, evaluation, checkpoints, logs, figures.
 
-A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/ and figures/,
-and kept/ for methods whose server keeps something of finished tasks.
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/, figures/ and
+report.html, and kept/ for methods whose server keeps something of finished tasks.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_ro
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.runs import archive, checkpoint, memory, origin, report
+from fcljax.runs import archive, checkpoint, memory, origin, page, report
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
@@ -84,6 +84,8 @@ def _resume(
     """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
     finished = finished_summary(out, method_name, cfg)
     if finished and not missing_figures(out, finished):
+        if not (out / page.NAME).exists():
+            page.try_report([out], out / page.NAME, lambda line: say(console, line))
         return finished
     with alone(out):
         folder = out / "checkpoints"
@@ -127,6 +129,7 @@ def _complete(
     report.write_json(out / "summary.json", summary)
     for name, picture in figures(exp, summary, rebuilt).items():
         _drawn(out / "figures" / name, picture, say_line)
+    page.try_report([out], out / page.NAME, say_line)
     for line in warnings_of(records):
         say_line(line)
     return summary

@@ -12,7 +12,7 @@ from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder, write_text
-from fcljax.runs import loop, metrics, origin, report
+from fcljax.runs import loop, metrics, origin, page, report
 from fcljax.terminal import say
 
 LIST = "seeds.yaml"
@@ -61,7 +61,7 @@ def run_seeds(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
 
-    Writes seeds.json: mean and deviation over the seeds, and the values.
+    Writes seeds.json, mean and deviation over the seeds, and the values; and report.html.
 
     Args:
       method: of the package, or from outside.
@@ -103,6 +103,7 @@ def _run_all(
         own = dataclasses.replace(cfg, seed=seed)
         summaries.append(loop.run(method, own, folder, begun, console, stop))
     report.write_json(out / "seeds.json", over_seeds(summaries))
+    page.try_report([out], out / page.NAME, lambda line: say(console, line))
     return summaries
 
 
