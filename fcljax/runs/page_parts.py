@@ -272,8 +272,8 @@ def _holding(run: Summary, names: list[str]) -> Table:
         [
             text(str(client)),
             *(heat(mine[c], most, "g") for c in order),
-            whole(mine.sum()),
-            whole((mine > 0).sum()),
+            whole(float(mine.sum())),
+            whole(int((mine > 0).sum())),
         ]
         for client, mine in enumerate(held)
     ]
@@ -463,29 +463,29 @@ def number(value: float | int | None) -> Cell:
     return Cell(NONE) if value is None else Cell(f"{value:,}", value)
 
 
-def whole(value: float) -> Cell:
+def whole(value: float | int) -> Cell:
     """A number as short as it is."""
     return Cell(f"{value:g}" if abs(value) < 1e6 else f"{value:.0f}")
 
 
-def fixed(value: float | None, digits: int) -> Cell:
+def fixed(value: float | int | None, digits: int) -> Cell:
     """A number with so many digits after the point."""
     return Cell(NONE) if value is None else Cell(f"{value:.{digits}f}", value)
 
 
-def share(value: float | None) -> Cell:
+def share(value: float | int | None) -> Cell:
     """A fraction in per cent."""
     return fixed(None if value is None else 100 * value, 2)
 
 
-def heat(value: float | None, most: float, form: str = ".2f") -> Cell:
+def heat(value: float | int | None, most: float | int, form: str = ".2f") -> Cell:
     """A number whose cell is the darker the nearer it comes to `most`; nothing where there is none."""
     if value is None:
         return Cell("")
     return Cell(format(value, form), None, round(SHADES * min(max(value / most, 0), 1)))
 
 
-def spread(values: Sequence[float | None], digits: int) -> Cell:
+def spread(values: Sequence[float | int | None], digits: int) -> Cell:
     """Mean and population standard deviation over seeds."""
     if any(value is None or np.isnan(value) for value in values):
         return Cell(NONE)
@@ -494,17 +494,17 @@ def spread(values: Sequence[float | None], digits: int) -> Cell:
     return Cell(said if len(values) == 1 else f"{said} ± {deviation:.{digits}f}", middle)
 
 
-def percent(group: Group, read: Callable[[Summary], float | None]) -> Cell:
+def percent(group: Group, read: Callable[[Summary], float | int | None]) -> Cell:
     """A fraction of every run of a group in per cent: mean and deviation; a dash where a run lacks it."""
     return spread([None if value is None else 100 * value for value in _read(group, read)], 2)
 
 
-def mean(group: Group, read: Callable[[Summary], float | None], digits: int) -> Cell:
+def mean(group: Group, read: Callable[[Summary], float | int | None], digits: int) -> Cell:
     """A number of every run of a group: mean and deviation; a dash where a run lacks it."""
     return spread(_read(group, read), digits)
 
 
-def _read(group: Group, read: Callable[[Summary], float | None]) -> list[float | None]:
+def _read(group: Group, read: Callable[[Summary], float | int | None]) -> list[float | int | None]:
     try:
         return [read(run) for run in group.runs]
     except (KeyError, TypeError):  # an older run lacks the key
@@ -555,7 +555,7 @@ def _deep(run: Summary, keys: Sequence[str]) -> Any:
     return found
 
 
-def _mean(values: Sequence[float | None]) -> float:
+def _mean(values: Sequence[float | int | None]) -> float | int:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
 

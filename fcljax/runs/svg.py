@@ -13,6 +13,8 @@ from markupsafe import Markup
 from fcljax.errors import one_line
 from fcljax.runs.report import PALETTE
 
+Number = float | int
+
 WIDTH, HEIGHT = 600, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 14, 44  # margins of the plotting area
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -28,19 +30,19 @@ MARKERS = (
 class Line(NamedTuple):
     """A curve's values in per cent, None where there is none, and half the width of a band around it."""
 
-    values: Sequence[float | None]
-    spread: Sequence[float] | None = None
+    values: Sequence[Number | None]
+    spread: Sequence[Number] | None = None
 
 
 class Scale(NamedTuple):
     """Values `low` to `high` onto the pixels `start` to `end`."""
 
-    low: float
-    high: float
-    start: float
-    end: float
+    low: Number
+    high: Number
+    start: Number
+    end: Number
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Number) -> Number:
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
 
@@ -64,7 +66,7 @@ def curves(lines: Mapping[str, Line], label: str, xlabel: str, ylabel: str) -> M
     return _svg(HEIGHT, label, [frame, *drawn])
 
 
-def scatter(points: Mapping[str, tuple[float, float]], label: str, xlabel: str, ylabel: str) -> Markup:
+def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str, ylabel: str) -> Markup:
     """A marker for each name; x is on a logarithmic axis, so only points with x > 0 are drawn."""
     there = {name: (math.log10(x), y) for name, (x, y) in points.items() if x > 0}
     logs = [x for x, _ in there.values()] or [0.0]
@@ -86,7 +88,7 @@ def scatter(points: Mapping[str, tuple[float, float]], label: str, xlabel: str, 
     return _svg(HEIGHT, label, [frame, *marks])
 
 
-def bars(rows: Mapping[str, Sequence[float]], parts: Sequence[str], label: str, unit: str) -> Markup:
+def bars(rows: Mapping[str, Sequence[Number]], parts: Sequence[str], label: str, unit: str) -> Markup:
     """A bar for each row, of parts one after the other."""
     most = max((sum(values) for values in rows.values()), default=0) or 1.0
     ticks = _nice(0, most)
@@ -106,7 +108,7 @@ def bars(rows: Mapping[str, Sequence[float]], parts: Sequence[str], label: str, 
     return _svg(height, label, [_hatches(), axis, *drawn])
 
 
-def dots(rows: Mapping[str, Mapping[str, float | None]], label: str, xlabel: str) -> Markup:
+def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: str) -> Markup:
     """For each row a dot at every value in per cent, with its name, and a line at their mean."""
     x = Scale(0, 100, LEFT, WIDTH - RIGHT)
     drawn = []
@@ -127,7 +129,7 @@ def dots(rows: Mapping[str, Mapping[str, float | None]], label: str, xlabel: str
     return _svg(height, label, [_axis(x, range(0, 101, 20), height - BOTTOM, TOP, xlabel), *drawn])
 
 
-def reliability(accuracy: Sequence[float | None], rows: Sequence[float], label: str) -> Markup:
+def reliability(accuracy: Sequence[Number | None], rows: Sequence[Number], label: str) -> Markup:
     """The accuracy (fractions) in bins of confidence, the diagonal where they would be equal, and a line of
     small bars below with the share of the images in each bin."""
     side, low = 260, 56
@@ -173,8 +175,8 @@ def _curve(name: str, line: Line, place: int, x: Scale, y: Scale) -> Markup:
     drawn = [_path(path, place)] if points else []
     if line.spread is not None:
         half = {t: line.spread[t - 1] for t, _ in points}
-        upper = [f"{_n(x(t))} {_n(y(v + half[t]))}" for t, v in points]
-        lower = [f"{_n(x(t))} {_n(y(v - half[t]))}" for t, v in reversed(points)]
+        upper = [f"{_n(x(t))} {_n(y(_within(v + half[t])))}" for t, v in points]
+        lower = [f"{_n(x(t))} {_n(y(_within(v - half[t])))}" for t, v in reversed(points)]
         band = Markup('<path class="band" d="M{}z" fill="{}"/>').format(
             "L".join(upper + lower), _color(place)
         )
@@ -185,10 +187,14 @@ def _curve(name: str, line: Line, place: int, x: Scale, y: Scale) -> Markup:
     return Markup('<g class="curve">{}</g>').format(Markup("").join(drawn))
 
 
-def _bounds(line: Line) -> list[float]:
+def _bounds(line: Line) -> list[Number]:
     spread = line.spread if line.spread is not None else [0.0] * len(line.values)
     pairs = [(v, s) for v, s in zip(line.values, spread, strict=True) if v is not None]
-    return [v + sign * s for v, s in pairs for sign in (-1, 1)]
+    return [_within(v + sign * s) for v, s in pairs for sign in (-1, 1)]
+
+
+def _within(percent: Number) -> Number:
+    return min(max(percent, 0.0), 100.0)
 
 
 def _frame(x, y, xticks, yticks, xlabel: str, ylabel: str, say=str) -> Markup:
@@ -208,7 +214,7 @@ def _frame(x, y, xticks, yticks, xlabel: str, ylabel: str, say=str) -> Markup:
 
 
 def _axis(
-    x: Scale, ticks, bottom: float, top: float | None, name: str, say=lambda tick: f"{tick:g}"
+    x: Scale, ticks, bottom: Number, top: Number | None, name: str, say=lambda tick: f"{tick:g}"
 ) -> Markup:
     """The horizontal axis at `bottom`, with lines up to `top`."""
     lines = [
@@ -222,7 +228,7 @@ def _axis(
     return Markup("").join([*lines, rule, *names, middle])
 
 
-def _svg(height: float, label: str, content: Sequence[Markup], width: float = WIDTH) -> Markup:
+def _svg(height: Number, label: str, content: Sequence[Markup], width: Number = WIDTH) -> Markup:
     return Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         _n(width), _n(height), one_line(label), Markup("").join(content)
     )
@@ -240,7 +246,7 @@ def _path(path: str, place: int) -> Markup:
     )
 
 
-def _marker(x: float, y: float, place: int) -> Markup:
+def _marker(x: Number, y: Number, place: int) -> Markup:
     return Markup('<path class="mark" transform="translate({} {})" d="{}" fill="{}" stroke="{}"/>').format(
         _n(x),
         _n(y),
@@ -250,17 +256,17 @@ def _marker(x: float, y: float, place: int) -> Markup:
     )
 
 
-def _box(left: float, top: float, width: float, bottom: float, kind: str) -> Markup:
+def _box(left: Number, top: Number, width: Number, bottom: Number, kind: str) -> Markup:
     return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
         kind, *map(_n, (left, top, width, max(bottom - top, 0)))
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
+def _text(x: Number, y: Number, text: str, anchor: str = "middle") -> Markup:
     return Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>').format(_n(x), _n(y), anchor, text)
 
 
-def _upright(x: float, y: float, text: str) -> Markup:
+def _upright(x: Number, y: Number, text: str) -> Markup:
     return Markup('<text transform="translate({} {})rotate(-90)" text-anchor="middle">{}</text>').format(
         _n(x), _n(y), text
     )
@@ -288,7 +294,7 @@ def _short(name: str) -> str:
     return line if len(line) <= MOST_OF_LABEL else f"{line[: MOST_OF_LABEL - 13]} ... {line[-8:]}"
 
 
-def _nice(low: float, high: float) -> list[float]:
+def _nice(low: Number, high: Number) -> list[Number]:
     """Four to eight round numbers from below `low` to above `high`."""
     span = max(high - low, 1e-9)
     if span < 1e-6 * max(abs(high), 1):
@@ -297,9 +303,9 @@ def _nice(low: float, high: float) -> list[float]:
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= raw)
     first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
+    return [float(round(step * i, 10)) for i in range(first, max(last, first + 1) + 1)]
 
 
-def _n(value: float) -> str:
+def _n(value: Number) -> str:
     """A coordinate, short."""
     return f"{value:.1f}".removesuffix(".0")
