@@ -13,6 +13,7 @@ from fcljax.commands.data import data
 from fcljax.commands.listing import list_
 from fcljax.commands.report import report
 from fcljax.commands.running import check, run
+from fcljax.commands.watch import watch
 from fcljax.commands.weights import convert, embed, pretrain, pretrain_decoder
 from fcljax.errors import InputError, choose, one_line
 from fcljax.runs import signals
@@ -25,6 +26,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
   fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of run --seeds
   fcljax report RUN_DIR...       one HTML page over finished runs, which loads nothing
+  fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -72,8 +74,9 @@ def dispatch(arguments: list[str]) -> int:
       InputError: for an unknown command or anything wrong that the command finds.
     """
     commands = {
-        "run": run, "check": check, "list": list_, "compare": compare, "report": report, "data": data,
-        "convert": convert, "embed": embed, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
+        "run": run, "check": check, "list": list_, "compare": compare, "report": report, "watch": watch,
+        "data": data, "convert": convert, "embed": embed, "pretrain": pretrain,
+        "pretrain-decoder": pretrain_decoder,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
