@@ -9,7 +9,8 @@ from pathlib import Path
 import chromium
 from PIL import Image
 
-SHOTS = {"report-wide.png": (1200, 1900, False), "report-phone.png": (390, 1700, True)}  # width, height, mobile
+# width, height, and whether a phone shows it
+SHOTS = {"report-wide.png": (1200, 1900, False), "report-phone.png": (390, 1700, True)}
 COLORS = 128  # which keep the files small
 
 

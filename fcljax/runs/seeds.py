@@ -57,7 +57,7 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 def run_seeds(
     method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console,
-    stop: Callable[[], int | None] = lambda: None,
+    stop: Callable[[], int | None] = lambda: None, track: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
 
@@ -70,7 +70,7 @@ def run_seeds(
       out: the folder; a new one, unless `resume`.
       resume: go on with what is in `out`.
       console: where progress bars and warnings go.
-      stop: as of `loop.run`.
+      stop, track: as of `loop.run`.
 
     Returns:
       The runs' summaries.
@@ -86,12 +86,12 @@ def run_seeds(
         check_folder(out)
         out.mkdir(parents=True, exist_ok=True)
     with loop.alone(out):
-        return _run_all(method, cfg, seeds, out, console, stop)
+        return _run_all(method, cfg, seeds, out, console, stop, track)
 
 
 def _run_all(
     method: str, cfg: RunConfig, seeds: Sequence[int], out: Path, console: Console,
-    stop: Callable[[], int | None],
+    stop: Callable[[], int | None], track: Sequence[str],
 ) -> list[dict[str, Any]]:  # fmt: skip
     write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
     write_text(out / "config.yaml", config.to_yaml(method, cfg))
@@ -101,7 +101,7 @@ def _run_all(
         say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
         begun = (folder / "config.yaml").exists()
         own = dataclasses.replace(cfg, seed=seed)
-        summaries.append(loop.run(method, own, folder, begun, console, stop))
+        summaries.append(loop.run(method, own, folder, begun, console, stop, track))
     report.write_json(out / "seeds.json", over_seeds(summaries))
     page.try_report([out], out / page.NAME, lambda line: say(console, line))
     return summaries

@@ -79,7 +79,7 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
     frame = _frame(x, y, range(first, last + 1), ticks, xlabel, ylabel, lambda tick: f"1e{tick}")
     marks = [
         _titled(
-            "curve",
+            "point",
             f"{name}: {10 ** at[0]:,.0f}; {at[1]:.2f} %",
             [_marker(x(at[0]), y(at[1]), list(points).index(name))],
         )
