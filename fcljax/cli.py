@@ -13,8 +13,10 @@ from fcljax.commands.completion import completion
 from fcljax.commands.data import data
 from fcljax.commands.health import doctor
 from fcljax.commands.listing import list_
+from fcljax.commands.report import report
 from fcljax.commands.running import check, run
 from fcljax.commands.sweeping import sweep
+from fcljax.commands.watch import watch
 from fcljax.commands.weights import convert, embed, pretrain, pretrain_decoder
 from fcljax.errors import InputError, choose, one_line
 from fcljax.runs import signals
@@ -26,6 +28,8 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? On tiny data
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
   fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of them
+  fcljax report RUN_DIR...       one HTML page over finished runs, which loads nothing
+  fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
@@ -39,11 +43,11 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax --version
 """
 
-
 COMMANDS = {
-    "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
-    "embed": embed, "sweep": sweep, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
-    "doctor": doctor, "completion": lambda arguments: completion(arguments, COMMANDS),
+    "run": run, "check": check, "list": list_, "compare": compare, "report": report, "watch": watch,
+    "sweep": sweep, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain,
+    "pretrain-decoder": pretrain_decoder, "doctor": doctor,
+    "completion": lambda arguments: completion(arguments, COMMANDS),
 }  # fmt: skip
 
 

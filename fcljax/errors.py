@@ -24,9 +24,13 @@ class InputError(ValueError):
 def one_line(text: str) -> str:
     """Any text as one line that every terminal takes: values of more than 300 characters are cut in their
     middle, and what cannot be printed is written with backslashes."""
-    line = re.sub(r"[\r\n\t\v\f]+", " ", text)
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    line = printable(re.sub(r"[\r\n\t\v\f]+", " ", text))
     return _cut(_LONG.sub(lambda found: _cut(found[0], MOST), line), MOST_OF_LINE)
+
+
+def printable(text: str) -> str:
+    """Any text with what cannot be printed, such as half a surrogate pair, written with backslashes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(text: str, most: int) -> str:

@@ -54,6 +54,7 @@ def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
         "summary.json",
         "checkpoints",
         "figures",
+        "report.html",
         ".lock",
     }
     figures = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}

@@ -54,7 +54,7 @@ WRONG = {
     "{method: linear, base: {taks: 3}}": "base.taks: unknown key 'taks'; did you mean 'tasks'?",
     "{method: linear, base: [3]}": "base: [3] is no mapping",
     "{method: linear, base: {method: ewc}}": "base.method: it stands beside base",
-    "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: lora_rank goes with the adapter 'lora'",
+    "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: --lora-rank goes with the adapter 'lora'",
     "{method: linear, grid: {beta: 0.1}}": "grid.beta: 0.1 is no list of values",
     "{method: linear, grid: {beta: []}}": "grid.beta: [] is no list of values",
     "{method: linear, grid: {beta: [0.5, -1]}}": "grid.beta: beta: -1.0 must be finite and positive",

@@ -73,7 +73,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_ |= {"pretrain-decoder", "sweep", "doctor", "completion"}
+    commands_ |= {"pretrain-decoder", "sweep", "doctor", "completion", "report", "watch"}
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):

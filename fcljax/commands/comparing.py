@@ -12,7 +12,8 @@ from fcljax.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """Options of `fcljax compare`."""
+    """Options of `fcljax compare`. The page goes beside the figure: report.html, or the name that `out` has,
+    with .html."""
 
     out: str | None = (
         None  # PNG file of the figure; default: accuracy.png in the folder that holds the first run
@@ -21,6 +22,7 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out PNG]`."""
+    from fcljax.runs import page
     from fcljax.runs.comparison import compare as compare_runs
 
     split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
@@ -30,9 +32,14 @@ def compare(arguments: list[str]) -> int:
     if not arguments[:split]:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
     out = given.get("out") or Path(arguments[0]).parent / "accuracy.png"
+    html = Path(out).with_suffix(".html") if given.get("out") else Path(out).with_name(page.NAME)
+    if html == Path(out):
+        raise InputError(f"out: {str(out)!r} is for the figure; nearest: {str(html.with_suffix('.png'))!r}")
     tables, figure = compare_runs(arguments[:split], out)
     console = Console()
     for table in tables:
         console.print(table)
     say(console, f"accuracy curve: {figure}")
+    if page.try_report(arguments[:split], html, lambda line: say(Console(stderr=True), line)):
+        say(console, f"report: {html}")
     return 0

@@ -30,6 +30,8 @@ class Paths(ProgramOptions):
     # a signal of which the machine warns before it stops a run, as Slurm does with --signal: the round in
     # hand is finished
     stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = None
+    # trackers that follow the run, such as tensorboard,wandb,mlflow; a resumed run keeps those that it had
+    track: str | None = None
 
 
 def run(arguments: list[str]) -> int:
@@ -49,21 +51,21 @@ def run(arguments: list[str]) -> int:
     out = paths.resume or paths.out or _new_folder(method, resolved)
     keep_compiled(paths.compile_cache)
 
-    from fcljax.runs import loop
+    from fcljax.runs import loop, page, trackers
     from fcljax.runs.comparison import compare, results_table
     from fcljax.runs.summary import learned_nothing
 
     console, resume, failed = Console(), paths.resume is not None, False
-    seeds = _seeds(resolved, paths)
+    seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
     try:
         with signals.warned_by(paths.stop_signal) as stop:
             if seeds:
                 from fcljax.runs.seeds import run_seeds
 
-                run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop)
+                run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop, track)
                 tables, figure = compare([out], Path(out) / "accuracy.png")
             else:
-                summary = loop.run(method, resolved, out, resume, stop=stop)
+                summary = loop.run(method, resolved, out, resume, stop=stop, track=track)
                 tables = [results_table([summary])]
                 figure = Path(out) / "figures" / "accuracy.png"
                 failed = learned_nothing(summary)
@@ -73,6 +75,7 @@ def run(arguments: list[str]) -> int:
         console.print(table)
     say(console, f"run directory: {out}")
     say(console, f"accuracy curve: {figure}")
+    say(console, f"report: {Path(out) / page.NAME}")
     if failed:
         say(Console(stderr=True), "fcljax: no upload was valid in any round: the model is as it began")
     return int(failed)
@@ -110,7 +113,7 @@ def check(arguments: list[str]) -> int:
     find_method(method)
     given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
     paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
-    for name in ("out", "resume", "seeds", "stop_signal"):
+    for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
             raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)

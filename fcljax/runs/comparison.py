@@ -64,10 +64,20 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
 
 
 def run_folders(folder: str | Path) -> list[Path]:
-    """The run directories in a folder of them, such as `fcljax run --seeds` and `fcljax sweep` make; any
-    other folder is one itself."""
-    inside = sorted(path.parent for path in Path(folder).glob("*/summary.json"))
-    return [Path(folder)] if (Path(folder) / "summary.json").exists() or not inside else inside
+    """The finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`, or of other folders that hold
+    runs or such folders; a run directory, and a folder without any, is one itself."""
+    if (Path(folder) / "summary.json").exists():
+        return [Path(folder)]
+    for pattern in ("*/summary.json", "*/*/summary.json"):
+        inside = [path.parent for path in Path(folder).glob(pattern) if not _hidden(path, folder)]
+        if inside:
+            return sorted(inside)
+    return [Path(folder)]
+
+
+def _hidden(path: Path, folder: str | Path) -> bool:
+    """Is the file in a folder whose name begins with a dot?"""
+    return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
 def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
@@ -102,19 +112,24 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
 def differences_table(groups: list[Group]) -> Table:
     """What the first group has more than each other one that was run with the same seeds, two at least: the
     mean of the differences between runs of one seed, and the 95 % interval of Student's t around it."""
-    first, *others = groups
     table = Table(
-        title=plain(f"{first.name} minus another, seed by seed"),
+        title=plain(f"{groups[0].name} minus another, seed by seed"),
         caption="mean difference in points, and its 95 % confidence interval (Student's t over seeds)",
     )
     for name in ("the other", "seeds", "A_avg", "A_last"):
         table.add_column(name, justify="left" if name == "the other" else "right")
-    seeds = lambda group: [run["seed"] for run in group.runs]
-    for other in others:
-        if len(other.runs) > 1 and seeds(other) == seeds(first):
-            cells = [_difference(first.runs, other.runs, name) for name in ("A_avg", "A_last")]
-            add_row(table, other.name, len(other.runs), *cells)
+    for row in differences(groups):
+        add_row(table, *row)
     return table
+
+
+def differences(groups: list[Group]) -> list[tuple[str, int, str, str]]:
+    """The rows of `differences_table`: the other's name, how many seeds, and A_avg and A_last."""
+    first, *others = groups
+    seeds = lambda group: [run["seed"] for run in group.runs]
+    alike = [other for other in others if len(other.runs) > 1 and seeds(other) == seeds(first)]
+    cell = lambda other, name: _difference(first.runs, other.runs, name)
+    return [(other.name, len(other.runs), cell(other, "A_avg"), cell(other, "A_last")) for other in alike]
 
 
 def groups_of(summaries: list[Summary]) -> list[Group]:

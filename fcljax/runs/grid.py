@@ -209,7 +209,8 @@ def _blamed(point: Point, message: str) -> str:
     """The place in the file that has the option of which a message speaks, with the run where none has."""
     for place, options in reversed(point.layers.items()):
         for name in options:
-            if re.search(rf"(^|unknown key '){re.escape(name)}\b", message):
+            spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank
+            if re.search(rf"(^(--)?|unknown key '){spelt}\b", message):
                 return f"{place}.{name}"
     if message.startswith("method: "):
         return f"the method {point.method}"

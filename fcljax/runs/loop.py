@@ -1,14 +1,14 @@
 """A run from start to end: tasks x rounds, evaluation, checkpoints, logs, figures.
 
-A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/ and figures/,
-and kept/ for methods whose server keeps something of finished tasks.
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/, figures/ and
+report.html, and kept/ for methods whose server keeps something of finished tasks.
 """
 
 import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_ro
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.runs import archive, checkpoint, memory, origin, report
+from fcljax.runs import archive, checkpoint, memory, origin, page, report, trackers
 from fcljax.runs.build import Experiment, build, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
@@ -46,7 +46,7 @@ _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
 
 def run(
     method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None,
-    stop: Callable[[], int | None] = lambda: None,
+    stop: Callable[[], int | None] = lambda: None, track: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Train and evaluate one method, or go on with a run that was cut off.
 
@@ -58,6 +58,7 @@ def run(
         bit for bit.
       console: where the progress bar and warnings go.
       stop: asked after every round; the number of a signal ends the run there, with a checkpoint.
+      track: names of `trackers.TRACKERS` that follow the run, besides those that followed it before.
 
     Returns:
       The content of summary.json.
@@ -69,21 +70,24 @@ def run(
     """
     out, console = Path(out), console or Console(stderr=True)
     if resume:
-        return _resume(method_name, cfg, out, console, stop)
+        return _resume(method_name, cfg, out, console, stop, track)
     check_new(out)
     check_folder(out)
     exp = build(method_name, cfg)
     memory.check(exp, cfg)
     with claimed(out, method_name, cfg):
-        return _complete(exp, method_name, cfg, out, None, console, stop)
+        return _complete(exp, method_name, cfg, out, None, console, stop, track)
 
 
 def _resume(
-    method_name: str, cfg: RunConfig, out: Path, console: Console, stop: Callable[[], int | None]
-) -> dict[str, Any]:
+    method_name: str, cfg: RunConfig, out: Path, console: Console, stop: Callable[[], int | None],
+    track: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
     finished = finished_summary(out, method_name, cfg)
     if finished and not missing_figures(out, finished):
+        if not (out / page.NAME).exists():
+            page.try_report([out], out / page.NAME, lambda line: say(console, line))
         return finished
     with alone(out):
         folder = out / "checkpoints"
@@ -97,25 +101,42 @@ def _resume(
         if before:
             origin.check_digests(before, exp.inputs, out)
         _extend(out, method_name, cfg, [step for step in there if step > since])
-        return _complete(exp, method_name, cfg, out, finished, console, stop)
+        return _complete(exp, method_name, cfg, out, finished, console, stop, track)
 
 
 def _complete(
     exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
-    console: Console, stop: Callable[[], int | None],
+    console: Console, stop: Callable[[], int | None], track: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """All rounds that are to come, and what is written at the end; `finished`: the summary, if only figures
-    are to come."""
+    are to come. Trackers follow until all is written."""
+    settings, say_line = origin.plain_settings(method_name, cfg), lambda line: say(console, line)
+    with contextlib.ExitStack() as stack:
+
+        def follow(done: int) -> trackers.Following:
+            if finished:
+                return trackers.NOBODY
+            return stack.enter_context(trackers.following(track, out, settings, done, say_line))
+
+        return _followed(exp, method_name, cfg, out, finished, console, stop, follow)
+
+
+def _followed(
+    exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
+    console: Console, stop: Callable[[], int | None], follow: Callable[[int], trackers.Following],
+) -> dict[str, Any]:  # fmt: skip
+    """The same, where follow(rounds that are done) starts the trackers."""
     tell(exp.inputs, console)
     say_line = lambda line: say(console, line)
     facts = origin.of_run(method_name, cfg, exp.inputs)
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
         state, records, done = begin(exp, manager, say_line)
+        heard, ended = follow(done)
         with Clock(records.seconds) as clock:
             exp = with_queries(exp, cfg, clock)
             train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
             exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
-            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop)
+            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop, heard)
             with clock("eval"):
                 final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
                 personal, drawn = personal_accuracy(*final), sampled_calibration(*final)
@@ -127,8 +148,10 @@ def _complete(
     report.write_json(out / "summary.json", summary)
     for name, picture in figures(exp, summary, rebuilt).items():
         _drawn(out / "figures" / name, picture, say_line)
+    page.try_report([out], out / page.NAME, say_line)
     for line in warnings_of(records):
         say_line(line)
+    ended(summary)
     return summary
 
 
@@ -261,6 +284,7 @@ def begin(
 def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
     manager: CheckpointManager, clock: Clock, out: Path, console: Console, stop: Callable[[], int | None],
+    heard: Callable[[dict[str, Any]], None],
 ) -> State:  # fmt: skip
     """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
@@ -293,6 +317,7 @@ def _loop(
                 if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1 or warned:
                     host = dataclasses.asdict(records)
                     checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, host, facts))
+            heard(line)
             progress.update(bar, advance=1, **shown(records))
             if warned and step < steps - 1:
                 raise Stopped(warned)

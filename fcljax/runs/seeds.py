@@ -13,7 +13,7 @@ from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder, write_text
-from fcljax.runs import loop, metrics, origin, report
+from fcljax.runs import loop, metrics, origin, page, report
 from fcljax.terminal import say
 
 LIST = "seeds.yaml"
@@ -58,11 +58,11 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 def run_seeds(
     method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console,
-    stop: Callable[[], int | None] = lambda: None,
+    stop: Callable[[], int | None] = lambda: None, track: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
 
-    Writes seeds.json: mean and deviation over the seeds, and the values.
+    Writes seeds.json, mean and deviation over the seeds, and the values; and report.html.
 
     Args:
       method: of the package, or from outside.
@@ -71,7 +71,7 @@ def run_seeds(
       out: the folder; a new one, unless `resume`.
       resume: go on with what is in `out`.
       console: where progress bars and warnings go.
-      stop: as of `loop.run`.
+      stop, track: as of `loop.run`.
 
     Returns:
       The runs' summaries.
@@ -82,7 +82,7 @@ def run_seeds(
     out = Path(out)
     check = (lambda: origin.check_file(out, method, cfg)) if resume else None
     with folder_of_runs(out, check):
-        return _run_all(method, cfg, seeds, out, console, stop)
+        return _run_all(method, cfg, seeds, out, console, stop, track)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
 def _run_all(
     method: str, cfg: RunConfig, seeds: Sequence[int], out: Path, console: Console,
-    stop: Callable[[], int | None],
+    stop: Callable[[], int | None], track: Sequence[str],
 ) -> list[dict[str, Any]]:  # fmt: skip
     write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
     write_text(out / "config.yaml", config.to_yaml(method, cfg))
@@ -115,8 +115,9 @@ def _run_all(
         say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
         begun = (folder / "config.yaml").exists()
         own = dataclasses.replace(cfg, seed=seed)
-        summaries.append(loop.run(method, own, folder, begun, console, stop))
+        summaries.append(loop.run(method, own, folder, begun, console, stop, track))
     report.write_json(out / "seeds.json", over_seeds(summaries))
+    page.try_report([out], out / page.NAME, lambda line: say(console, line))
     return summaries
 
 

@@ -85,6 +85,9 @@ def summarize(
         **metrics.summarize(records.accuracy),
         "task_il": metrics.summarize(records.told),
         "by_image": _by_image(exp, records),
+        "class_names": _class_names(exp),
+        "task_classes": [[int(c) for c in task.classes if c >= 0] for task in exp.scenario.tasks],
+        "holdings": _holdings(exp, cfg.population).tolist(),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
@@ -112,6 +115,20 @@ def summarize(
         "traces": max(exp.engine.traces.values(), default=0),
         "config": dataclasses.asdict(cfg),
     }
+
+
+def _class_names(exp: Experiment) -> list[str]:
+    """The data set's names of the classes, in the class order of the run."""
+    dataset, order = exp.inputs.dataset, np.zeros(exp.setting.classes, int)
+    order[exp.scenario.test_label] = dataset.y_test
+    order[exp.scenario.train_label] = dataset.y_train
+    return [str(dataset.class_names[label]) for label in order]
+
+
+def _holdings(exp: Experiment, population: str | None) -> np.ndarray:
+    """Training rows of each client and class, [K, C]; of a redrawn population in the mean round."""
+    held = exp.scenario.holdings
+    return held if population == "static" else held / exp.setting.rounds
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
@@ -244,8 +261,7 @@ def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[
     """File name -> draw(path), of FIGURES: accuracy curve, accuracy matrix, reliability, who holds which
     class (of a redrawn population: in the mean round)."""
     name = f"{summary['method']} on {summary['dataset']}"
-    redrawn, held = summary["config"]["population"] != "static", exp.scenario.holdings
-    holdings = held / exp.setting.rounds if redrawn else held
+    holdings = _holdings(exp, summary["config"]["population"])
     classes = [task.classes for task in exp.scenario.tasks]
     pictures = (
         lambda path: report.accuracy_curve(path, {name: summary["A"]}),

@@ -1,0 +1,349 @@
+"""The report page: what it holds, that it loads nothing and escapes everything, and how it works in
+Chromium."""
+
+import html.parser
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+import small_runs
+from test_report import MATRIX, summary
+
+from fcljax import cli, config
+from fcljax.commands import running
+from fcljax.errors import InputError
+from fcljax.runs import loop, origin, page, report, svg
+from fcljax.runs.page import render
+from fcljax.runs.page_parts import Run
+
+HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
+VOID = {"meta", "link", "br", "img"}
+PARTS = [
+    "results", "curves", "matrix", "forgetting", "clients", "classes", "holdings", "costs", "time",
+    "rejected", "calibration", "settings", "again",
+]  # fmt: skip
+
+
+class Reader(html.parser.HTMLParser):
+    """The page as lists: ids, text, addresses, rows of tables; and whether every tag is closed in turn."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.ids, self.links, self.rows, self.headings, self.tags = [], [], [], [], [], []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs[name] for name in ("src", "href", "action", "data") if name in attrs]
+        assert not [name for name in attrs if name.startswith("on") or name == "style"]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if re.fullmatch(r"h\d", tag):
+            self.headings.append(int(tag[1]))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert "svg" in self.open
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.rows and self.open[-1:] in (["td"], ["th"]):
+            self.rows[-1][-1] += data
+
+
+def whole(**changes) -> dict:
+    """A summary with all that the page has a part for."""
+    size = {"scalars": 3, "bytes": 12}
+    base = {
+        "task_il": {"A_last": 0.9}, "class_accuracy": [0.25, None, 1.0], "class_names": ["cat", "dog", "eel"],
+        "task_classes": [[0], [1], [2]], "holdings": [[5, 0, 7], [0, 11, 1]], "client_accuracy": [0.5, 0.125],
+        "calibration": {"ece": 0.125, "rows": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]},
+        "communication_total": {"upload_bytes": 2048, "download_bytes": 4096},
+        "extra_storage": size, "client_state": size, "server_state": size, "rejected_uploads": 2,
+        "refused_results": 0, "rounds_without_upload": [[1, 2]], "trained_images_per_s": 50.0,
+        "config": {"lr": 0.1, "dataset": "digits"},
+    }  # fmt: skip
+    return summary(**{**base, **changes})
+
+
+def made(*summaries, **more) -> Reader:
+    return Reader(render([Run(f"runs/{i}", each, **more) for i, each in enumerate(summaries)], ["runs"]))
+
+
+def test_every_part_is_there_with_its_numbers():
+    lines = [
+        {"task": 0, "round": 0, "rejected": 2, "participants": 3},
+        {"task": 1, "round": 0, "participants": 3},
+    ]
+    found = made(whole(), lines=lines)
+    assert [part for part in found.ids if part in PARTS] == PARTS
+    rows = {row[0]: row[1:] for row in found.rows}
+    assert rows["After task 3"] == ["60.00", "85.00", "90.00"] and rows["After task 1"] == ["90.00", "", ""]
+    assert ["Client", "cat (task 1)", "dog (task 2)", "eel (task 3)", "All", "Classes"] in found.rows
+    assert ["0", "5", "0", "7", "12", "2"] in found.rows and ["1", "0", "11", "1", "12", "2"] in found.rows
+    assert ["dog", "-"] in found.rows and ["cat", "25.00"] in found.rows and ["1", "12.50"] in found.rows
+    assert ["Run", "paper", "released", "diagonal", "Backward transfer"] in found.rows
+    assert ["fppl", "12.50", "10.00", "12.50", "-12.50"] in found.rows
+    assert ["Task 1", "2", "3"] in found.rows and ["Task 2", "0", "3"] in found.rows
+    assert "2,048" in rows["fppl"] or any("2,048" in row for row in found.rows)
+    assert ["lr", "0.1"] in found.rows and "fcljax report runs" in found.text
+
+
+def test_headings_are_in_order_and_ids_are_unique():
+    found = made(whole(), whole(method="pilora"))
+    assert found.headings[0] == 1 and set(found.headings[1:]) == {2}
+    assert len(set(found.ids)) == len(found.ids)
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    text = render([Run("runs/a", whole())], ["runs/a"])
+    assert "http:" not in text and "https:" not in text and "url(" not in page_style(text)
+    assert all(link.startswith("#") or link == "data:," for link in Reader(text).links)
+    assert "default-src 'none'" in text and len(text) < 200_000
+
+
+def page_style(text: str) -> str:
+    return text.partition("<style>")[2].partition("</style>")[0]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_names_of_a_user_are_text_and_nothing_else(name):
+    """Wherever a user's text goes, the page has the same tags as with a harmless one, and is UTF-8."""
+    values = lambda text: whole(method=text, dataset=text, class_names=[text] * 3, config={text: text})
+    pages = [render([Run(text, values(text))], [text]) for text in (name, "plain")]
+    assert Reader(pages[0]).tags == Reader(pages[1]).tags
+    pages[0].encode("utf-8")
+    assert "<script>alert" not in pages[0] and "\x00" not in pages[0] and "\u202e" not in pages[0]
+    assert "49" not in Reader(pages[0]).text.partition("fcljax report")[2]
+
+
+def test_several_seeds_are_one_curve_and_keep_their_own_columns():
+    other = [[0.7], [0.5, 0.6], [0.4, 0.65, 0.7]]
+    runs = [
+        whole(seed=0),
+        whole(
+            seed=1, A_last=0.5, accuracy=[[x for x in row] + [None] * (2 - t) for t, row in enumerate(other)]
+        ),
+    ]
+    found = made(*runs, whole(method="pilora"))
+    assert ["Client", "fppl, seed 0", "fppl, seed 1", "pilora"] in found.rows
+    assert ["After task 1", "80.00", "", ""] in found.rows
+    text = render([Run("a", each) for each in runs], ["a"])
+    assert text.count('<g class="curve">') == 1 and "--seeds=0,1" in text
+    assert "fppl (2 seeds)" in text and "64.17 ± 14.17" in text
+
+
+def test_a_summary_of_an_older_version_lacks_parts_and_the_page_says_so():
+    found = made(summary())
+    assert [part for part in found.ids if part in PARTS] == PARTS
+    for key in ("holdings", "client_accuracy", "class_accuracy", "calibration", "communication_total"):
+        assert f"summary.json lacks '{key}'" in found.text
+    assert "lacks" not in made(whole()).text
+
+
+def test_settings_that_differ_stand_apart_from_those_that_are_shared():
+    found = made(whole(), whole(config={"lr": 0.5, "dataset": "digits"}))
+    assert ["lr", "0.1", "0.5"] in found.rows and ["dataset", "digits"] in found.rows
+
+
+def test_more_cells_than_a_page_can_hold_are_left_out_by_name():
+    wide = whole(holdings=[[1] * 300] * 200, task_classes=[list(range(300))], class_names=[])
+    found = made(wide)
+    assert "0 of 1 are shown" in found.text and "figures/classes.png" in found.text
+
+
+def test_runs_of_several_orders_of_classes_share_a_table():
+    found = made(whole(), whole(seed=1, class_names=["eel", "cat", "dog"], class_accuracy=[0.125, 0.5, 0.75]))
+    assert ["cat", "25.00", "50.00"] in found.rows and ["eel", "100.00", "12.50"] in found.rows
+
+
+def test_charts_differ_without_colour_and_skip_what_is_missing():
+    """20 curves: no two have the same marker, filling and dashes."""
+    drawn = [str(svg.swatch(i)) for i in range(20)]
+    plain = {re.sub(r"#[0-9A-F]{6}", "#", each) for each in drawn}
+    assert len(plain) == 20
+    one = str(svg.curves({"a": svg.Line([50.0, None, 70.0])}, "label", "x", "y"))
+    assert one.count("<title>") == 2 and "nan" not in one.lower()
+    assert "a, 3: 70.00 %" in one
+    for empty in (svg.curves({}, "", "", ""), svg.dots({"a": {"b": None}}, "", ""), svg.bars({}, [], "", "s"),
+                  svg.scatter({"a": (0, 5.0)}, "", "", ""), svg.reliability([], [], "")):  # fmt: skip
+        assert str(empty).startswith("<svg")
+
+
+# ---- of real runs ------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
+    out = small_runs.finished("linear")
+    text = (out / page.NAME).read_text()
+    found = Reader(text)
+    (command,) = re.findall(r"fcljax run linear [^\n]*", found.text)
+    given = running.parse_run("linear", shlex.split(command)[3:], "", "")
+    stored = json.loads((out / "summary.json").read_text())
+    assert config.resolve("linear", config.from_mapping("linear", given, "test")) == config.resolve(
+        "linear", config.from_mapping("linear", stored["config"], "test")
+    )
+    assert len(command) < 300, "only what differs from the defaults"
+    assert len(stored["holdings"]) == 3 and sum(map(sum, stored["holdings"])) == 1438
+    assert sorted(stored["class_names"]) == [str(i) for i in range(10)]
+    assert stored["task_classes"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_the_command_of_an_unknown_method_names_every_setting():
+    words = origin.command(
+        "absent", {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
+    )
+    assert words[2:] == ["absent", "--seed=3", "--lr=-0.5", "--no-augment", "--wo-pool", "--decoder=None"]
+
+
+def copy_of_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("summary.json", "metrics.jsonl", "config.yaml"):
+        shutil.copy(small_runs.finished("linear") / name, folder / name)
+    return folder
+
+
+def test_report_makes_the_page_of_runs_and_of_folders_of_folders_of_runs(tmp_path, capsys):
+    run = copy_of_run(tmp_path)
+    assert cli.main(["report", str(run)]) == 0
+    assert "report: " in capsys.readouterr().out and (run / "report.html").exists()
+    for place in ("sweep/a/seed-1", "sweep/a/seed-2", "sweep/.b.tmp-1/seed-1"):
+        shutil.copytree(run, tmp_path / place)
+    target = tmp_path / "own.html"
+    assert cli.main(["report", str(tmp_path / "sweep"), "--out", str(target)]) == 0
+    assert "2 runs of" in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["run: no run directory given"]),
+        (["absent"], ["run: no directory 'absent'"]),
+        (["run", "--out", "summary.json"], ["out: 'summary.json' is no name of a page", "'summary.html'"]),
+        (["run", "--outt", "x"], ["'--outt'", "'--out'"]),
+    ],
+)
+def test_mistakes_of_report_are_one_line(arguments, words, capsys):
+    assert cli.main(["report", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words)
+
+
+def test_a_page_that_cannot_be_made_is_one_line_and_is_made_when_it_can_be(tmp_path, monkeypatch, capsys):
+    run = copy_of_run(tmp_path)
+    for name in loop.FIGURES:
+        report.accuracy_curve(run / "figures" / name, {})
+    arguments = ["run", "linear", "--resume", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "render", lambda *_: 1 / 0)
+        assert cli.main(arguments) == 0
+    assert "report.html could not be made: ZeroDivisionError" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+    assert cli.main(arguments) == 0
+    assert (run / "report.html").exists()
+
+
+def test_the_page_of_a_comparison_does_not_replace_its_figure(tmp_path, capsys):
+    run = copy_of_run(tmp_path)
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.png")]) == 0
+    assert (tmp_path / "both.html").exists() and (tmp_path / "both.png").exists()
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.html")]) == 2
+    assert "both.png" in capsys.readouterr().err
+
+
+def test_lines_that_are_half_written_or_damaged_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"task": 0, "round": 0}\n{"task": \n[1]\n\xff\n{"task": 0, "round": 1}\n{"task": 0, "ro'
+    )
+    assert [line["round"] for line in page.read_lines(path)] == [0, 1]
+    assert page.read_lines(tmp_path / "absent") == []
+
+
+def test_a_picture_is_in_the_page_unless_it_is_too_large(tmp_path):
+    picture = report.accuracy_matrix(tmp_path / "a.png", MATRIX_SQUARE)
+    uri = page._picture(picture, 10**6)
+    assert uri.startswith("data:image/png;base64,") and page._picture(picture, 100) is None
+    restored = {"images": 3, "psnr": 10.0, "test": {"images": 2}}
+    found = made(whole(restored=restored), picture=uri)
+    assert uri in found.links and "rebuilt" in found.ids
+    with pytest.raises(InputError):
+        page.report([])
+
+
+MATRIX_SQUARE = [row + [None] * (3 - len(row)) for row in MATRIX]
+
+
+# ---- in a browser ------------------------------------------------------------------------------------------
+
+
+def chromium():
+    spec = importlib.util.spec_from_file_location("chromium", small_runs.ROOT / "experiments" / "chromium.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CAPTURE = """
+navigator.clipboard.writeText = (text) => { window.taken = text; return Promise.resolve(); };
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(chromium().binary() is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_page_works_in_chromium(width, tmp_path):
+    path = tmp_path / "report.html"
+    runs = [
+        Run("a", whole(dataset='<b>"q", x</b>')),
+        Run("b", whole(method="pilora", A_last=0.25, A_avg=0.9)),
+    ]
+    path.write_text(render(runs, ["a"]))
+    with chromium().opened(path, width) as page_:
+        run = page_.evaluate
+        assert run("document.querySelectorAll('#curves g.curve path.line').length") == 2
+        box = run(
+            "(b => [b.width, b.height])(document.querySelector('#curves path.line').getBoundingClientRect())"
+        )
+        assert box[0] > 100 and box[1] > 10
+        assert run("document.documentElement.scrollWidth <= innerWidth"), (
+            "the page itself does not scroll sideways"
+        )
+        rows = "document.querySelector('#results table').tBodies[0].rows"
+        first = f"[...{rows}].map(row => row.cells[0].textContent)"
+        before = run(first)
+        head = "document.querySelectorAll('#results thead button')[4]"
+        run(f"{head}.click()")
+        assert run(first) == before[::-1] and run(f"{head}.closest('th').ariaSort") == "ascending"
+        run(f"{head}.click()")
+        assert run(first) == before
+        run(CAPTURE + "document.querySelector('#results .tools button').click()")
+        table = run("window.taken").splitlines()
+        assert table[0].startswith("Method,Data set,Seeds,A_avg,A_last") and len(table) == 3
+        assert '"<b>""q"", x</b>"' in table[1] and table[1].split(",")[-1] == "123.4"
+        run("document.querySelectorAll('#results .tools button')[1].click()")
+        latex = run("window.taken")
+        assert latex.startswith("\\begin{tabular}{lrrrrrrr}") and "A\\_last" in latex and "84,480" in latex
+        run("document.querySelector('.switches button').click()")
+        assert run("getComputedStyle(document.querySelector('#curves g.curve')).display") == "none"
+        run("document.querySelectorAll('.command button')[0].click()")
+        assert run("window.taken").startswith("fcljax run fppl")
+        run("navigator.clipboard.writeText = () => Promise.reject(); document.execCommand = () => false;"
+            "document.querySelector('#results .tools button').click()")  # fmt: skip
+        assert run("document.activeElement.value").startswith("Method,")
+        assert page_.errors == [] and page_.requests == [path.resolve().as_uri()]

@@ -1,0 +1,166 @@
+"""`fcljax watch`: how far runs have come, without touching them."""
+
+import io
+import json
+import os
+import shutil
+
+import pytest
+import small_runs
+import yaml
+from rich.console import Console
+
+from fcljax import cli
+from fcljax.errors import InputError
+from fcljax.files import owned
+from fcljax.runs import watch as module
+from fcljax.runs.watch import braille, finished, look, owned_here, rounds_of, run_dirs, watch
+
+SETTINGS = {"method": "fedncm", "dataset": "digits", "seed": 7, "tasks": 2, "rounds": 2}
+
+
+def begun(folder, lines=0, half=b"", **settings):
+    """A run with so many lines in its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
+    made = [
+        {"task": i // 2, "round": i % 2, "loss": 1 / (i + 1), "A": 0.5 + i / 10, "rejected": 1}
+        | {"participants": 3}
+        for i in range(lines)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in made)
+    (folder / "metrics.jsonl").write_bytes(text.encode() + half)
+    return folder
+
+
+def shown(folder, **more) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    watch(folder, console, 1.0, once=True, **more)
+    return console.file.getvalue()
+
+
+def test_a_run_is_shown_with_its_tasks_and_curves(tmp_path):
+    run = begun(tmp_path / "run", 3, b'{"task": 1, "rou')
+    os.utime(run / "metrics.jsonl", (1000, 1000))
+    os.utime(run / "config.yaml", (900, 900))
+    text = shown(run, now=lambda: 1090.0)
+    assert "3/4 rounds; last heard of 90 s ago" in text and "fedncm on digits, seed 7" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows == [["1", "2", "0.5000", "60.00 %", "3", "2"], ["2", "1", "0.3333", "70.00 %", "3", "1"]]
+    assert "accuracy A (%), 50 to 70" in text and "loss, 0.3333 to 1" in text
+
+
+def test_nothing_is_written_and_no_lock_is_taken(tmp_path):
+    run = begun(tmp_path / "run", 2)
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
+    folder = run.stat().st_mtime_ns
+    with owned(run / ".lock"):
+        assert "at work" in shown(run)
+        (run / ".lock").unlink()
+    os.utime(run, ns=(folder, folder))
+    shown(run)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
+    assert run.stat().st_mtime_ns == folder
+
+
+def test_whether_a_process_here_owns_the_lock(tmp_path):
+    lock = tmp_path / ".lock"
+    assert owned_here(lock) is None
+    with owned(lock):
+        assert owned_here(lock) is True
+        assert owned_here(lock, tmp_path / "no list") is None
+    assert owned_here(lock) is False
+
+
+def test_a_folder_of_seeds_has_a_row_for_each_also_for_those_to_come(tmp_path):
+    many = begun(tmp_path / "many")
+    (many / "metrics.jsonl").unlink()
+    (many / "seeds.yaml").write_text("seeds: [1, 2]")
+    begun(many / "seed-1", 4)
+    assert run_dirs(many) == [many / "seed-1", many / "seed-2"]
+    text = shown(many)
+    assert "1 of 2 runs have all their rounds" in text and "never" in text and "4/4" in text
+    assert run_dirs(tmp_path) == [many / "seed-1"], "a folder of folders"
+
+
+def test_a_folder_of_runs_has_a_row_for_each(tmp_path):
+    for name in ("a", "b", ".c.tmp-1"):
+        begun(tmp_path / name, 1)
+    assert [path.name for path in run_dirs(tmp_path)] == ["a", "b"]
+    assert "0 of 2 runs" in shown(tmp_path)
+
+
+def test_it_ends_when_the_last_run_is_finished(tmp_path):
+    begun(tmp_path / "a", 4), begun(tmp_path / "b", 2)
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        begun(tmp_path / "b", 2 + len(slept))
+
+    watch(tmp_path, Console(file=io.StringIO()), 0.5, once=False, sleep=sleep)
+    assert slept == [0.5, 0.5]
+
+
+def test_rounds_of_a_run_are_those_of_its_tasks_and_joint_has_one_task():
+    assert rounds_of(SETTINGS) == 4 and rounds_of(SETTINGS | {"method": "joint"}) == 2
+    assert rounds_of({}) is None and rounds_of({"tasks": "x", "rounds": None}) is None
+
+
+def test_a_real_run_is_finished(tmp_path):
+    found = look(small_runs.finished("linear"))
+    assert finished(found) and len(found.lines) == 15 == rounds_of(found.settings)
+    shutil.copy(found.folder / "metrics.jsonl", tmp_path)
+    assert not finished(look(tmp_path)), "without settings nobody knows"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\n", b"[]\n", b'{"task": "x", "round": 0}\n', b'{"loss": NaN}\n']
+)
+def test_a_log_that_is_no_log_is_an_empty_one(content, tmp_path):
+    run = begun(tmp_path / "run")
+    (run / "metrics.jsonl").write_bytes(content)
+    assert "0/4 rounds" in shown(run)
+
+
+def test_a_curve_of_braille_by_hand():
+    """Up from dot 4 of the lowest line to dot 1 of the highest: a step of one dot a column."""
+    assert braille([0, 1], 2, 1) == ["\u2860\u280a"]
+    assert braille([5, 5], 1, 1) == ["\u28c0"] and braille([3], 1, 2) == ["\u2800", "\u28c0"]
+    tall = braille([0, 1, 0], 10, 4)
+    assert len(tall) == 4 and all(len(line) == 10 for line in tall)
+    assert braille([1, 0], 2, 1) != braille([0, 1], 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["run: no run directory given"]),
+        (["absent"], ["'absent' holds no run"]),
+        (["absent", "--every", "0"], ["every: 0.0", "0.1"]),
+        (["absent", "--every", "nan"], ["every: nan"]),
+        (["absent", "--one"], ["'--one'", "'--once'"]),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["watch", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words)
+
+
+def test_control_c_ends_it_quietly(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def once(folder):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(folder)
+        return look(folder)
+
+    run = begun(tmp_path / "run", 1)
+    monkeypatch.setattr(module, "look", once)
+    assert cli.main(["watch", str(run), "--every", "0.1"]) == 130
+    assert capsys.readouterr().err == ""
+    with pytest.raises(InputError):
+        run_dirs(tmp_path / "absent")
