@@ -19,14 +19,13 @@ from rich.console import Console
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
 from fcljax.runs import archive, checkpoint, memory, origin, report
-from fcljax.runs.build import Experiment, build, with_queries
+from fcljax.runs.build import Experiment, build, placed, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
@@ -112,9 +111,7 @@ def _complete(
     with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
         state, records, done = begin(exp, manager, say_line)
         with Clock(records.seconds) as clock:
-            exp = with_queries(exp, cfg, clock)
-            train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
-            exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
+            exp = with_queries(placed(exp), cfg, clock)
             state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop)
             with clock("eval"):
                 final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
