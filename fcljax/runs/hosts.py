@@ -39,8 +39,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 class HostOptions:
     """Processes that share a run, on one host or several; each gets the same options and its own number."""
 
-    # HOST:PORT of process 0: the run uses the devices of all processes; auto: as Slurm, Open MPI, Kubernetes or
-    # a TPU's runtime says
+    # HOST:PORT of process 0; the run uses the devices of all processes; auto: as Slurm, Open MPI, Kubernetes
+    # or a TPU's runtime says
     coordinator: str | None = None
     processes: int | None = None  # how many there are
     process: int | None = option(None, least=0)  # this one's number, from 0
@@ -164,7 +164,7 @@ def check_same(facts: dict[str, Any]) -> None:
     """
     first, *others = map(json.loads, gathered(json.dumps(facts)))
     for process, found in enumerate(others, start=1):
-        for kind, name in [(kind, name) for kind in first for name in first[kind]]:
+        for kind, name in [(kind, name) for kind, own in first.items() for name in own]:
             ours, theirs = (repr(each[kind].get(name))[:60] for each in (first, found))
             if ours != theirs:
                 raise Refused(

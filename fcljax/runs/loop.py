@@ -281,7 +281,7 @@ def begin(
     state = State(server, clients, jax.random.key_data(exp.key))
     found = hosts.agreed(lambda: checkpoint.latest(manager, state, tell) if manager else None)
     found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
-    done, records = hosts.told(lambda: [found.step, found.records])
+    done, records = hosts.told(lambda: found.step), hosts.told(lambda: found.records)
     return exp.engine.place(hosts.spread(found.state)), Records(**records), done
 
 
