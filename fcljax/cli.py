@@ -3,7 +3,7 @@ place in `fcljax/commands`."""
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import absl.logging
 
@@ -55,12 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own
     when None."""
     if arguments is None:
-        _quiet_threads()
+        quiet_threads()
         arguments = sys.argv[1:]
-    arguments = list(arguments)
+    return reported(lambda: dispatch(list(arguments)))
+
+
+def reported(command: Callable[[], int]) -> int:
+    """A command's exit code; what ends it is said in one line."""
     try:
         with signals.terminable():
-            return dispatch(arguments)
+            return command()
     except InputError as error:
         print(f"fcljax: {error}", file=sys.stderr)
     except BrokenPipeError:
@@ -95,7 +99,7 @@ def dispatch(arguments: list[str]) -> int:
     return COMMANDS[choose("command", arguments[0], COMMANDS)](arguments[1:])
 
 
-def _quiet_threads() -> None:
+def quiet_threads() -> None:
     """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their
     threads and even after the error has reached us as one line. Only that line is for the user. This changes
     the process, so only the program itself does it."""

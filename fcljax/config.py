@@ -102,7 +102,8 @@ class InputConfig(BackboneConfig, SplitConfig):
     # weights of a masked autoencoder's decoder, from `fcljax pretrain-decoder` or a checkpoint that has one;
     # default: as the checkpoint has it, the packaged one for the packaged vit_micro
     decoder: str | None = None
-    eval_batch_size: int = 64  # images per evaluation step
+    eval_batch_size: int = 64  # images per evaluation step of a device
+    devices: int = 1  # accelerators that share the work: clients' lanes, batches of evaluations and features
     # MiB of device memory for images; more stay on the host; default: half of the device's
     data_budget: int | None = None
 
@@ -174,7 +175,6 @@ class EngineConfig:
 
     lanes: int | None = None  # clients that run at a time; default: chosen by backend
     lane_mode: Literal["loop", "vmap", "unroll"] | None = None  # how lanes run; default: chosen by backend
-    devices: int = 1  # accelerators that share the lanes
     eval_every_round: bool = False  # evaluate after every round, not only after every task
     checkpoint_every: int = 1  # rounds between checkpoints; the last round always has one
     keep_checkpoints: int = 2  # how many checkpoints stay on disk

@@ -7,13 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, over_windows
+from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
+from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, Turn
 
-BATCHES_PER_CALL = 16  # of features: between calls, progress is shown
+BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is shown
 
 
 class Predicted(NamedTuple):
@@ -26,7 +29,7 @@ class Predicted(NamedTuple):
 
 
 def make_predict(
-    predict: Callable, read: Callable, batch_size: int, capacity: int
+    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: Mesh | None = None
 ) -> Callable[..., Predicted]:
     """predictions(turn, model, split, rows, task_of [C]) -> Predicted, in the order of the rows.
 
@@ -36,12 +39,14 @@ def make_predict(
     Args:
       predict: (turn, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
       read: (split, rows [B]) -> network input.
-      batch_size: rows per step.
+      batch_size: rows per step of a device.
       capacity: the most rows that will be asked for. Fewer cost less, but no other trace.
+      mesh: the devices that share the steps; None: the first one takes them all.
     """
 
-    @jax.jit
-    def compiled(turn: Turn, model: tuple, task_of: Array, split: Split, rows, batches):
+    def loop(read_by: tuple, split: Split, rows, batches):
+        turn, model, task_of = read_by
+
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
@@ -62,14 +67,15 @@ def make_predict(
     ) -> Predicted:
         if not len(rows):
             return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-        function = lambda split, rows, batches: compiled(turn, model, task_of, split, rows, batches)
-        return Predicted(*_over_rows(function, split, rows, batch_size, capacity))
+        return Predicted(*_over_rows(loops, (turn, model, task_of), split, rows, batch_size, capacity))
 
+    loops = _Loops.of(loop, mesh)
     return predictions
 
 
 def make_features(
-    features: Callable, read: Callable, batch_size: int, advance: Callable[[int], None] = lambda rows: None
+    features: Callable, read: Callable, batch_size: int, advance: Callable[[int], None] = lambda rows: None,
+    mesh: Mesh | None = None,
 ) -> Callable[[PyTree, Split | Host], Float[Array, "N ..."] | np.ndarray]:
     """cache(frozen, split) -> features of all images under the clean view, on the device, or in numpy for a
     `Host`.
@@ -77,12 +83,12 @@ def make_features(
     Args:
       features: (frozen, image [B, S, S, 3]) -> [B, ...].
       read: (split, rows [B]) -> network input.
-      batch_size: rows per step.
+      batch_size: rows per step of a device.
       advance: is told how many rows more are done.
+      mesh: as in `make_predict`.
     """
 
-    @jax.jit
-    def compiled(frozen, split: Split, rows, batches):
+    def loop(frozen, split: Split, rows, batches):
         shape = jax.eval_shape(lambda: features(frozen, read(split, rows[:batch_size])))
 
         def step(i, out):
@@ -95,41 +101,68 @@ def make_features(
 
     def cache(frozen: PyTree, split: Split | Host) -> Array | np.ndarray:
         rows = np.arange(len((split.tree if isinstance(split, Host) else split).label))
-        function = lambda *args: compiled(frozen, *args)
-        found = _over_rows(
-            function, split, rows, batch_size, min(len(rows), BATCHES_PER_CALL * batch_size), advance
-        )
+        capacity = min(len(rows), BATCHES_PER_CALL * batch_size * size(mesh))
+        found = _over_rows(loops, frozen, split, rows, batch_size, capacity, advance)
         return found if isinstance(split, Host) else jnp.asarray(found)
 
+    loops = _Loops.of(loop, mesh)
     return cache
 
 
+class _Loops(NamedTuple):
+    """A compiled loop (read_by, split, rows [N], batches) -> results [N, ...] of a device's rows, for each
+    device of a mesh: `resident` reads rows of a split that every device has, `window` of one of its own."""
+
+    resident: Callable
+    window: Callable
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, loop: Callable, mesh: Mesh | None) -> "_Loops":
+        """The loop, compiled once for each. All devices get all results."""
+
+        def compiled(images: PartitionSpec) -> Callable:
+            return jit(on_each(loop, mesh, (WHOLE, images, parted(), WHOLE), parted()), mesh)
+
+        return cls(compiled(WHOLE), compiled(parted()), mesh)
+
+
 def _over_rows(
-    function: Callable,
+    loops: _Loops,
+    read_by: PyTree,
     split: Split | Host,
     rows: np.ndarray,
     batch_size: int,
     capacity: int,
     advance: Callable = lambda rows: None,
 ) -> PyTree:
-    """function(split, rows padded to whole batches, batches) for all rows, of which there are some, at most
-    `capacity` of them in one call. Calls of a `Host` get a window that holds their rows in order."""
+    """The results of all rows, of which there are some, at most `capacity` of them in one call; a call has
+    whole batches, of which the devices take turns. Calls of a `Host` get a window of the rows that each
+    device reads, in order."""
     # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.
-    steps = max(2, -(-capacity // batch_size))
-    width = (min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps) * batch_size
+    devices, host = size(loops.mesh), isinstance(split, Host)
+    steps = max(2, -(-capacity // (devices * batch_size)))
+    steps = min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps
+    width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
     parts = [rows[start : start + width].astype(np.int32) for start in range(0, len(rows), width)]
-    padded = [np.pad(part, (0, width - len(part))) for part in parts]
-    place = np.arange(width, dtype=np.int32) if isinstance(split, Host) else None
+    padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]
+    place = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
+    read_by = put(read_by, loops.mesh) if loops.mesh else read_by
 
     def step(done: list, i: int, window: Split) -> list:
-        batches = np.int32(-(-len(parts[i]) // batch_size))
+        batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
         jax.block_until_ready(done)
         if done:
             advance(len(parts[i - 1]))
-        return [*done, function(window, padded[i] if place is None else place, batches)]
+        function, mine = (loops.window, place) if host else (loops.resident, padded[i])
+        return [*done, function(read_by, window, put(mine, loops.mesh, parted()), batches)]
 
-    load = lambda i: split.take(padded[i]) if isinstance(split, Host) else split
+    def load(i: int) -> Split:
+        return split.take(padded[i], loops.mesh, parted=True) if isinstance(split, Host) else split
+
     found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
-    result = jax.tree.map(lambda *some: np.concatenate([np.asarray(x) for x in some])[: len(rows)], *found)
+    back = np.argsort(order)
+    joined = lambda *some: np.concatenate([np.asarray(x)[back] for x in some])[: len(rows)]
+    result = jax.tree.map(joined, *found)
     advance(len(parts[-1]))
     return result

@@ -70,6 +70,14 @@ def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"out.npz"}
 
 
+def test_several_devices_give_the_same_features(folder, tmp_path):
+    for devices in (1, 4):
+        embed(settings(folder[0], "headless", devices=devices), tmp_path / f"{devices}.npz")
+    with np.load(tmp_path / "1.npz") as one, np.load(tmp_path / "4.npz") as four:
+        np.testing.assert_allclose(four["features"], one["features"], atol=1e-5)
+        assert all((one[name] == four[name]).all() for name in ("labels", "is_test", "class_names"))
+
+
 def test_without_keep_head_there_are_no_logits(folder, tmp_path):
     embed(settings(folder[0], "with-head"), tmp_path / "out.npz")
     with np.load(tmp_path / "out.npz") as file:

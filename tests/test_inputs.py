@@ -240,15 +240,6 @@ def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_imag
     assert_same_run(Path(streamed), Path(resident), but=("config",))
 
 
-def test_several_devices_and_images_on_the_host_are_refused(tmp_path, capsys):
-    arguments = ["run", "linear", *OPTIONS["linear"], "--data-budget", "2", "--devices", "2", "--lanes", "2"]
-    assert cli.main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith(
-        "fcljax: devices: 2 devices need all images on each of them; nearest: 1"
-    )
-    assert not (tmp_path / "run").exists()
-
-
 # ---- frozen features ---------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ import toys
 from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
 
 from fcljax.data.streaming import Host, over_windows
-from fcljax.errors import InputError
 from fcljax.federated.engine import init_clients, run_round
+from fcljax.mesh import by_device, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +82,24 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
     assert set(np.concatenate(read).tolist()) == {0, *theirs.tolist()}  # row 0 stands for padding
 
 
-def test_several_devices_refuse_data_on_the_host_in_one_line(data, deals):
-    mesh = jax.make_mesh(
-        (2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    engine = toys.build(TOYS["two_pass"](), deals, toys.Lanes(2, "vmap"), 128, mesh=mesh)
-    server = jax.jit(engine.method.init)(KEY, FROZEN)
-    states = init_clients(engine.method, server, toys.CLIENTS, KEY)
-    with pytest.raises(InputError, match="devices: 2 .* nearest: 1") as error:
-        run_round(
-            engine, FROZEN, server, states, on_host(data, 9), deals[0], np.arange(3), toys.tasks()[0], 0, KEY
-        )
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("name", small_runs.some(["two_pass", "recalling"], ["recalling"]))
+def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, deals):
+    """Each device's rows alone: of a window of 24 rows a device holds no more than those of its lane."""
+    engine = toys.build(
+        TOYS[name](), deals, toys.Lanes(2, "vmap"), 3, PARTICIPATION.get(name, 1.0),
+        mesh=mesh_of(jax.devices()[:2]),
+    )  # fmt: skip
+    resident = drive(engine, name, data, deals)
+    same(drive(engine, name, on_host(data, 24), deals), resident)
+    assert set(engine.traces.values()) <= {1, 2}
+
+
+def test_a_device_is_sent_its_part_of_the_rows():
+    """Two steps of four rows on two devices: the first two of each step go to the first device."""
+    rows, order = np.arange(8), by_device(2, 2, 2)
+    window = Host(np.arange(80).reshape(8, 10), 99).take(rows[order], mesh_of(jax.devices()[:2]), parted=True)
+    parts = {shard.device.id: np.asarray(shard.data)[:, 0].tolist() for shard in window.addressable_shards}
+    assert list(parts.values()) == [[0, 10, 40, 50], [20, 30, 60, 70]]
 
 
 # ---- the loop over windows ---------------------------------------------------------------------------------

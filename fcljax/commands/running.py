@@ -5,7 +5,7 @@ import secrets
 import shlex
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +14,7 @@ from fcljax import config
 from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, slug
 from fcljax.errors import InputError
 from fcljax.options import flag
-from fcljax.runs import signals
+from fcljax.runs import hosts, signals
 from fcljax.terminal import add_row, say
 
 
@@ -36,27 +36,58 @@ class Paths(ProgramOptions):
 
 def run(arguments: list[str]) -> int:
     """`fcljax run METHOD [options]`."""
-    from fcljax.methods import METHODS, find_method
+    from fcljax.methods import METHODS
 
     if not arguments or arguments[0].startswith("-"):
         raise InputError(
             f"method: none given; try: fcljax run fppl; choose from: {', '.join(METHODS)}; or give a file of "
             "your own"
         )
-    method, arguments = arguments[0], arguments[1:]
-    entry = find_method(method)
-    given = parse_run(method, arguments, f"fcljax run {method}", entry.summary)
-    paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
+    method, given, paths, host_options = _read(arguments)
+    hosts.check(host_options)
     resolved = settings(method, given, paths)
-    out = paths.resume or paths.out or _new_folder(method, resolved)
-    keep_compiled(paths.compile_cache)
+    if host_options.coordinator is None:
+        return _play(method, resolved, paths, paths.resume or paths.out or _new_folder(method, resolved))
+    if paths.seeds or (paths.resume and _seeds(resolved, paths)):
+        raise InputError("seeds: processes with a coordinator run one seed at a time; leave out --seeds")
+    command = ["-m", "fcljax.commands.worker", "LOG", *arguments]
+    return hosts.supervised(command, host_options, lambda out: _go_on(method, out or paths.resume))
 
+
+def join(arguments: list[str], log: TextIO) -> int:
+    """The same in the child of a process that has a coordinator; `log` is read by its parent."""
+    method, given, paths, host_options = _read(arguments)
+    with hosts.joined(host_options, log):
+        resolved = hosts.agreed(lambda: settings(method, given, paths))
+        asked = resolved.devices if paths.resume or resolved.devices > 1 else given.get("devices")
+        devices = hosts.agreed(lambda: hosts.devices_of(asked))
+        resolved = dataclasses.replace(resolved, devices=devices)
+        out = hosts.told(lambda: paths.resume or paths.out or _new_folder(method, resolved))
+        hosts.tell_folder(out, log)
+        same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
+        hosts.check_same({"options": same})
+        return _play(method, resolved, paths, out)
+
+
+def _read(arguments: list[str]) -> tuple[str, dict[str, Any], Paths, hosts.HostOptions]:
+    """A run's method, the settings that are given, and the options that are none of its settings."""
+    from fcljax.methods import find_method
+
+    method = arguments[0]
+    given = parse_run(method, arguments[1:], f"fcljax run {method}", find_method(method).summary)
+    taken = lambda kind: kind(**{name.name: given.pop(name.name, None) for name in dataclasses.fields(kind)})
+    return method, given, taken(Paths), taken(hosts.HostOptions)
+
+
+def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> int:
+    """The run itself, and what is printed at its end."""
     from fcljax.runs import loop, page, trackers
     from fcljax.runs.comparison import compare, results_table
     from fcljax.runs.summary import learned_nothing
 
-    console, resume, failed = Console(), paths.resume is not None, False
+    console, resume, failed = Console(quiet=not hosts.leads()), paths.resume is not None, False
     seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
+    keep_compiled(paths.compile_cache)
     try:
         with signals.warned_by(paths.stop_signal) as stop:
             if seeds:
@@ -66,7 +97,7 @@ def run(arguments: list[str]) -> int:
                 tables, figure = compare([out], Path(out) / "accuracy.png")
             else:
                 summary = loop.run(method, resolved, out, resume, stop=stop, track=track)
-                tables = [results_table([summary])]
+                tables = [results_table([summary])] if hosts.leads() else []
                 figure = Path(out) / "figures" / "accuracy.png"
                 failed = learned_nothing(summary)
     except KeyboardInterrupt as error:
@@ -77,13 +108,14 @@ def run(arguments: list[str]) -> int:
     say(console, f"accuracy curve: {figure}")
     say(console, f"report: {Path(out) / page.NAME}")
     if failed:
-        say(Console(stderr=True), "fcljax: no upload was valid in any round: the model is as it began")
+        err = Console(stderr=True, quiet=not hosts.leads())
+        say(err, "fcljax: no upload was valid in any round: the model is as it began")
     return int(failed)
 
 
-def _go_on(method: str, out: str) -> str:
+def _go_on(method: str, out: str | None) -> str:
     """What a user can do after a run was stopped."""
-    if not (Path(out) / "config.yaml").exists():
+    if out is None or not (Path(out) / "config.yaml").exists():
         return "the run had not begun, and nothing was written"
     return f"go on with: fcljax run {shlex.quote(method)} --resume {shlex.quote(out)}"
 
@@ -116,6 +148,9 @@ def check(arguments: list[str]) -> int:
     for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
             raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
+    for field in dataclasses.fields(hosts.HostOptions):
+        if given.pop(field.name, None) is not None:
+            raise InputError(f"{field.name}: check is one process; leave out {flag(field.name)}")
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 
@@ -142,7 +177,7 @@ def parse_run(method: str, arguments: list[str], prog: str, description: str) ->
       InputError: as `parse`.
     """
     adapter = adapter_of(method, arguments)
-    groups: dict[str, object] = {"files": Paths()}
+    groups: dict[str, object] = {"files": Paths(), "hosts": hosts.HostOptions()}
     for title, group in config.option_groups(method, adapter).items():
         groups[title] = config.defaults(method, adapter, group)
     names = [typed.partition("=")[0].removeprefix("--").replace("-", "_") for typed in arguments]

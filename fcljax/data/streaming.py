@@ -6,8 +6,10 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
+from fcljax.mesh import WHOLE, put, put_rows, split
 from fcljax.types import PyTree
 
 Carry = TypeVar("Carry")
@@ -19,17 +21,26 @@ class Host(NamedTuple):
     """Data for which the device has no room: numpy arrays in memory or mapped from files, one row per image.
 
     What the coming steps read is copied to the device in windows of at most `rows` rows (one step's at the
-    least). Two of them are there at a time: the device works on one while the next is copied. Without
-    `overlap` it waits, which is for measuring only.
+    least), a window of its own to each of several. Two of them are there at a time: the device works on one
+    while the next is copied. Without `overlap` it waits, which is for measuring only.
     """
 
     tree: PyTree
     rows: int
     overlap: bool = True
 
-    def take(self, rows: Int[np.ndarray, " n"]) -> PyTree:
-        """These rows of every array, on the device."""
-        return jax.device_put(jax.tree.map(lambda array: np.asarray(array[rows]), self.tree))
+    def take(self, rows: Int[np.ndarray, " n"], mesh: Mesh | None = None, parted: bool = False) -> PyTree:
+        """These rows of every array: on the device, or on every device of a mesh. `parted`: each device gets
+        its part of them, and a process reads those of its devices alone."""
+        if mesh is None:
+            return jax.device_put(jax.tree.map(lambda array: np.asarray(array[rows]), self.tree))
+        spec = split() if parted else WHOLE
+        return jax.tree.map(lambda array: put_rows(array, rows, mesh, spec), self.tree)
+
+
+def ready(data: PyTree, mesh: Mesh | None) -> PyTree:
+    """Data as the devices read it: on each of a mesh, but for a `Host`, of which they get windows."""
+    return data if mesh is None or isinstance(data, Host) else put(data, mesh)
 
 
 def over_windows(

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from fcljax.data.streaming import Host, over_windows
-from fcljax.errors import InputError
+from fcljax.data.streaming import Host, over_windows, ready
 from fcljax.federated.aggregation import sum_value
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.rehearsal import (
@@ -39,16 +38,20 @@ from fcljax.federated.sweep import (
     Shapes,
     close_chunk,
     empty_accumulator,
+    expand,
     in_window,
     memories,
     open_chunk,
+    over_devices,
     part_of_chunk,
-    play_on_mesh,
     rows_of_ticks,
     select,
+    squeeze,
     states_of_chunk,
     sweep,
 )
+from fcljax.mesh import WHOLE, by_device, on_each, put, size, split
+from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
     Broadcast,
@@ -97,8 +100,8 @@ class Player(NamedTuple):
     """The compiled functions of one of the method's rounds. `empty` makes an accumulator. `rows` says what
     every tick of a chunk reads and `memory` what its clients may recall; `open` and `close` frame the ticks,
     and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is
-    resident: so data on the host go through the same functions and get the same bits. On a mesh, `whole`
-    plays a chunk of clients at once."""
+    resident: so data on the host go through the same functions and get the same bits. On a mesh every device
+    plays its lanes, on a carry [devices, ...], and `close` puts together what they received."""
 
     round: Round
     capacity: Capacity
@@ -108,8 +111,8 @@ class Player(NamedTuple):
     open: Callable[..., Carry]
     sweeps: tuple[Callable[..., Carry], ...]
     close: Callable[..., tuple[Accumulator, PyTree]]
-    whole: Callable[..., tuple[Accumulator, PyTree]] | None
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
+    mesh: Mesh | None
 
 
 class Engine(NamedTuple):
@@ -126,7 +129,7 @@ class Engine(NamedTuple):
     players: tuple[Player, ...]  # in the order of method.rounds
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
-    devices: int
+    mesh: Mesh | None
     rehearser: Rehearser | None = None
 
 
@@ -158,13 +161,9 @@ def make_engine(
     if isinstance(example.data, Host):
         example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
     shapes = check_method(method, fetch, example)
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    # Where an argument lies is part of its type, and outputs are the next call's arguments: to be traced once
-    # they lie everywhere.
-    placed = functools.partial(jax.jit, out_shardings=everywhere) if everywhere else jax.jit
 
-    def jit(name, function, **options):
-        return placed(_counted(traces, name, function), **options)
+    def jit(name, function, spec=WHOLE, **options):
+        return jit_on(_counted(traces, name, function), mesh, spec, **options)
 
     def player(index: int) -> Player:
         return _player(method, index, shapes[index], capacities[index], fetch, lanes, mesh, jit)
@@ -174,9 +173,9 @@ def make_engine(
         lanes,
         broadcast=jit("broadcast", method.broadcast),
         players=tuple(player(index) for index in range(len(method.rounds))),
-        place=lambda tree: jax.device_put(tree, everywhere) if everywhere else tree,
+        place=lambda tree: put(tree, mesh) if mesh else tree,
         traces=traces,
-        devices=1 if mesh is None else mesh.size,
+        mesh=mesh,
         rehearser=make_rehearser(method.rehearsal, jit) if method.rehearsal else None,
     )
 
@@ -199,31 +198,46 @@ def _player(
 
     def open_(accumulator, states, chunk):
         part = part_of_chunk(accumulator, states, chunk, capacity)
-        return open_chunk(program, shapes, lanes, *part, chunk)
+        return ending(open_chunk(program, shapes, mine, *part, chunk))
 
-    def window_sweep(i, call, carry, window, past, rows, places, first, ticks):
+    def play(i, call, carry, window, past, rows, places, first, ticks):
         locate, ticks = functools.partial(in_window, rows, places, first), (first, first + ticks)
-        return sweep(program, i, call, carry, window, past, locate, ticks, fetch=fetch, lanes=lanes)
+        carry = sweep(program, i, call, begun(carry), window, past, locate, ticks, fetch=fetch, lanes=mine)
+        return ending(carry)
+
+    def window_sweep(i, *args):
+        *args, parted = args
+        images = split() if parted else WHOLE
+        specs = (_by_lane(args[0]), split(), images, WHOLE, split(1), split(1), WHOLE, WHOLE)
+        return on_each(functools.partial(play, i), mesh, specs, split())(*args)
 
     def close(accumulator, states, carry, chunk):
+        carry = over_devices(begun(carry), mesh) if mesh else carry
         return close_chunk(accumulator, states, carry, chunk, capacity)
 
-    whole = mesh and functools.partial(
-        play_on_mesh, program, shapes, fetch=fetch, lanes=lanes, capacity=capacity, mesh=mesh
-    )
+    # a device's part of the carry has an axis of its own
+    mine = lanes._replace(count=lanes.count // size(mesh))
+    begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
+    open_ = on_each(open_, mesh, (WHOLE, WHOLE, WHOLE), split())
+    close = on_each(close, mesh, (WHOLE, WHOLE, split(), WHOLE), WHOLE)
     serve = functools.partial(_serve, each.server, shapes) if each.server else None
     sweeps = [
-        jit(f"{name} {i}", functools.partial(window_sweep, i), donate_argnums=1)
+        jit(f"{name} {i}", functools.partial(window_sweep, i), split(), donate_argnums=1, static_argnums=8)
         for i in range(len(program.phases))
     ]
     return Player(
         each, capacity, empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows),
         memory=jit(f"{name} memory", memory) if program.memory else None,
-        open=jit(f"{name} open", open_), sweeps=tuple(sweeps),
+        open=jit(f"{name} open", open_, split()), sweeps=tuple(sweeps),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)),
-        whole=jit(name, whole, donate_argnums=(1, 2)) if whole else None,
-        server=jit(f"{name} server", serve) if serve else None,
+        server=jit(f"{name} server", serve) if serve else None, mesh=mesh,
     )  # fmt: skip
+
+
+def _by_lane(call: Call) -> PyTree:
+    """How the devices get a `Call`: as a whole, but for the tables, of which each has its lanes' columns."""
+    whole, by_lane = jax.tree.map(lambda _: WHOLE, call), jax.tree.map(lambda _: split(1), call.chunk.tables)
+    return whole._replace(chunk=whole.chunk._replace(tables=by_lane))
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
@@ -281,15 +295,7 @@ def run_round(
     Returns:
       The new server state (the old one if no upload was finite, or if what came out is not), the new client
       states, and a report.
-
-    Raises:
-      InputError: if a `Host` is to serve an engine on several devices.
     """
-    if isinstance(data, Host) and engine.devices > 1:
-        raise InputError(
-            f"devices: {engine.devices} devices need all images on each of them; nearest: 1, or a larger "
-            f"--data-budget"
-        )
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
     turn = Turn.on_host(frozen, task, round_, last)
@@ -358,7 +364,7 @@ def _exchange(
         return server, states, _Exchange({}, 0, 0, 0, 0, 0, 0, 0)
     with section("client"):
         turn, server, states, key = engine.place((turn, server, states, key))
-        data = data if isinstance(data, Host) else engine.place(data)
+        data = ready(data, engine.mesh)
         broadcast = engine.broadcast(turn, server)
         accumulator, states = play_chunks(
             player, engine.lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key
@@ -381,9 +387,6 @@ def play_chunks(
     accumulator = player.empty()
     for chunk in chunks:
         call = Call(frozen, broadcast, chunk, task, key)
-        if player.whole:
-            accumulator, states = player.whole(call, accumulator, states, data)
-            continue
         nothing = np.zeros((len(chunk.id), 0), np.int32)
         ids = player.memory(states, chunk) if player.memory else nothing
         carry, rows = player.open(accumulator, states, chunk), player.rows(chunk, key)
@@ -392,7 +395,7 @@ def play_chunks(
         else:
             past = Past(data, ids, ids)
             for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
-                carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks)
+                carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks, False)
         accumulator, states = player.close(accumulator, states, carry, chunk)
     return accumulator, states
 
@@ -401,9 +404,10 @@ def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Hos
     """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
     recall lies on the device as long as the chunk is played."""
     phases, chunk = player.round.program.phases, call.chunk
-    past = _recallable(data, ids)
+    past, mesh = _recallable(data, ids, player.mesh), player.mesh
     sizes = [
-        _window_ticks(data, phase, lanes, table) for phase, table in zip(phases, chunk.tables, strict=True)
+        _window_ticks(data, phase, lanes, table, size(mesh))
+        for phase, table in zip(phases, chunk.tables, strict=True)
     ]
     windows = [(i, first) for i, size in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), size)]
 
@@ -411,29 +415,32 @@ def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Hos
         index, first = window
         part = rows[index][first : first + sizes[index]]
         part = np.pad(part, [(0, sizes[index] - len(part)), (0, 0), (0, 0)], constant_values=-1)
-        places = np.arange(part.size, dtype=np.int32).reshape(part.shape)
-        return data.take(np.maximum(part, 0).reshape(-1)), jax.device_put(part), jax.device_put(places)
+        each = part[0].size // size(mesh)  # rows of a tick for one device
+        places = np.arange(len(part) * each, dtype=np.int32).reshape(-1, 1, each)
+        places = np.repeat(places, size(mesh), axis=1).reshape(part.shape)
+        mine = np.maximum(part, 0).reshape(-1)[by_device(len(part), size(mesh), each)]
+        return data.take(mine, mesh, parted=True), put(part, mesh, split(1)), put(places, mesh, split(1))
 
     def step(carry, window, loaded):
         index, first = window
         ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
         images, part, places = loaded
-        return player.sweeps[index](call, carry, images, past, part, places, np.int32(first), ticks)
+        return player.sweeps[index](call, carry, images, past, part, places, np.int32(first), ticks, True)
 
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _recallable(data: Host, ids: np.ndarray) -> Past:
-    """The rows that a chunk's clients may recall, on the device; one row where there are none, which keeps
+def _recallable(data: Host, ids: np.ndarray, mesh: Mesh | None) -> Past:
+    """The rows that a chunk's clients may recall, on every device; one row where there are none, which keeps
     the arrays' shapes legal."""
     places = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
     wanted = np.maximum(ids, 0).reshape(-1) if ids.size else np.zeros(1, np.int32)
-    return Past(data.take(wanted), jax.device_put(ids), jax.device_put(places))
+    return Past(data.take(wanted, mesh), put(ids, mesh), put(places, mesh))
 
 
-def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table) -> int:
-    """Ticks whose rows fit into a window: at least one, at most all that the table has room for."""
-    return int(np.clip(data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
+def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
+    """Ticks whose rows fit into the devices' windows: at least one, at most all that the table has."""
+    return int(np.clip(devices * data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
 def _reported(

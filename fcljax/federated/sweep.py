@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.federated.aggregation import add_rows, finite_guard, sum_zeros
 from fcljax.federated.schedule import Capacity, Chunk
+from fcljax.mesh import AXIS, add_over_devices
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -106,7 +107,7 @@ def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
     """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers
     up to rounding."""
     if lanes == 1:
-        return lambda *args: _expand(function(*_squeeze(args)))
+        return lambda *args: expand(function(*squeeze(args)))
     if mode == "vmap":
         return jax.vmap(function)
     if mode == "unroll":
@@ -202,46 +203,19 @@ def memories(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.memory)(states), -1)
 
 
-def play_on_mesh(
-    program: Program, shapes: Shapes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree, *,
-    fetch: Fetch, lanes: Lanes, capacity: Capacity, mesh: Mesh,
-) -> tuple[Accumulator, PyTree]:  # fmt: skip
-    """One chunk of clients with the lanes split over the mesh axis `clients`. Slots are played by exactly one
-    device, so sums over devices only add zeros to what that device wrote."""
-    share = lanes._replace(count=lanes.count // mesh.shape["clients"])
-
-    def on_device(call: Call, empty, states, data):
-        carry = _play_phases(program, shapes, call, empty, states, data, fetch, share)
-        new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
-        return jax.tree.map(_sum_devices, (carry.accumulator, new, carry.written))
-
-    everywhere, by_lane = PartitionSpec(), PartitionSpec(None, "clients")
-    empty, mine = part_of_chunk(accumulator, states, call.chunk, capacity)
-    args = (call, empty, mine, data)
-    specs = jax.tree.map(lambda _: everywhere, args)
-    tables = jax.tree.map(lambda _: by_lane, call.chunk.tables)
-    specs = (specs[0]._replace(chunk=specs[0].chunk._replace(tables=tables)), *specs[1:])
-    spread = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
-    received, new, written = spread(*args)
-    return close_chunk(accumulator, states, Carry((), received, new, written, ()), call.chunk, capacity)
+def over_devices(carry: Carry, mesh: Mesh) -> Carry:
+    """What all devices of a mesh have received and changed together. Each client was played by exactly one of
+    them, so what belongs to clients adds up without rounding in any order; sums over clients are added in the
+    order of the devices."""
+    ordered = functools.partial(jax.tree.map, functools.partial(add_over_devices, mesh=mesh))
+    new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
+    got, written, new = jax.tree.map(_sum_devices, (carry.accumulator, carry.written, new))
+    sums = {name: ordered(getattr(carry.accumulator, name)) for name in ("mean", "sum", "metrics")}
+    return carry._replace(accumulator=got._replace(**sums), states=new, written=written)
 
 
 def _sum_devices(x: Array) -> Array:
-    return jax.lax.psum(x.astype(jnp.int32), "clients") > 0 if x.dtype == bool else jax.lax.psum(x, "clients")
-
-
-def _play_phases(
-    program: Program, shapes: Shapes, call: Call, accumulator, states, data, fetch: Fetch, lanes: Lanes
-) -> Carry:
-    """Phases as successive sweeps over the chunk's clients and over resident data."""
-    ids = memories(program, states, call.chunk)
-    carry, past = open_chunk(program, shapes, lanes, accumulator, states, call.chunk), Past(data, ids, ids)
-    for index, phase in enumerate(program.phases):
-        order = _row_order(phase, index, call.chunk, call.key)
-        locate = functools.partial(_in_store, phase, call.chunk, order)
-        ticks = (0, call.chunk.ticks[index])
-        carry = sweep(program, index, call, carry, data, past, locate, ticks, fetch=fetch, lanes=lanes)
-    return carry
+    return jax.lax.psum(x.astype(jnp.int32), AXIS) > 0 if x.dtype == bool else jax.lax.psum(x, AXIS)
 
 
 def open_chunk(
@@ -337,13 +311,6 @@ def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accu
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
-
-
-def _in_store(phase: Phase, chunk: Chunk, order, tick, lane, slot, step):
-    """The rows of a step in resident data, which holds all of them."""
-    del tick, lane
-    rows, mask = _batch_rows(phase, chunk, order, slot, step)
-    return rows, mask, rows
 
 
 def in_window(rows, places, first, tick, lane, slot, step):
@@ -463,11 +430,13 @@ def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(_align(mask, b), a, b), new, old)
 
 
-def _squeeze(tree: PyTree) -> PyTree:
+def squeeze(tree: PyTree) -> PyTree:
+    """Arrays [1, ...] without their first axis."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _expand(tree: PyTree) -> PyTree:
+def expand(tree: PyTree) -> PyTree:
+    """Arrays with a first axis of one."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 

@@ -16,7 +16,7 @@ from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.store import Split
-from fcljax.data.streaming import Host
+from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
 from fcljax.federate import Kit, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
@@ -29,6 +29,7 @@ from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
 from fcljax.runs.inputs import (
     Inputs,
+    device_mesh,
     fetch,
     frozen_features,
     load_inputs,
@@ -82,11 +83,6 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     )  # fmt: skip
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
-    if isinstance(train, Host) and cfg.devices > 1:
-        raise InputError(
-            f"devices: {cfg.devices} devices need all images on each of them; nearest: 1, or a larger "
-            f"--data-budget"
-        )
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
     example = Example(frozen, train, tasks[0])
     method = _with_faults(method, cfg, inputs, example)
@@ -167,9 +163,7 @@ def _engine(method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, 
 def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
     """The lanes, and the devices that share them: the defaults that were measured for the backend where
     nothing is asked for."""
-    available = jax.device_count()
-    if cfg.devices > available:
-        raise InputError(f"devices: {cfg.devices} asked for; nearest valid value: {available}")
+    mesh = device_mesh(cfg.devices)
     default = default_lanes(jax.default_backend(), -(-cfg.clients // cfg.devices))
     lanes = Lanes(cfg.lanes or default.count * cfg.devices, cfg.lane_mode or default.mode)
     if lanes.count % cfg.devices:
@@ -178,10 +172,15 @@ def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
             f"lanes: {lanes.count} lanes cannot be split over {cfg.devices} devices; nearest valid value: "
             f"{fitting}"
         )
-    if cfg.devices == 1:
-        return lanes, None
-    devices, auto = jax.devices()[: cfg.devices], (jax.sharding.AxisType.Auto,)
-    return lanes, jax.make_mesh((cfg.devices,), ("clients",), axis_types=auto, devices=devices)
+    return lanes, mesh
+
+
+def placed(exp: Experiment) -> Experiment:
+    """The experiment with all that rounds and evaluations read on every device of the mesh, but for images on
+    the host."""
+    mesh = exp.engine.mesh
+    train, test = ready(exp.train, mesh), ready(exp.test, mesh)
+    return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test)
 
 
 def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
@@ -193,14 +192,14 @@ def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib
     """
     if not exp.method.queries:
         return exp
-    compute = frozen_features(exp.inputs, cfg.eval_batch_size)
+    compute = frozen_features(exp.inputs, cfg.eval_batch_size, mesh=exp.engine.mesh)
 
     def cached(split: Split | Host, part: str) -> Split | Host:
         features = saved_features(cfg, exp.inputs, part)
         features = jax.block_until_ready(compute(exp.frozen, split)) if features is None else features
         if isinstance(split, Host):
             return split._replace(tree=split.tree._replace(query=np.asarray(features)))
-        return split._replace(query=jnp.asarray(features))
+        return split._replace(query=exp.engine.place(jnp.asarray(features)))
 
     with section("eval"):
         exp = exp._replace(test=cached(exp.test, "test"))

@@ -41,10 +41,13 @@ class Snapshot(NamedTuple):
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
-    """A manager of the checkpoints in `folder`: a context manager that waits for the last write when left."""
+    """A manager of the checkpoints in `folder`, which is made: a context manager that waits for the last
+    write when left. Of several processes only one may have it."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
-    )
+        max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=False,
+        multiprocessing_options=_alone(),
+    )  # fmt: skip
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 
@@ -166,11 +169,19 @@ def _restore(folder: Path, step: int, template: PyTree) -> Snapshot:
     return found._replace(state=jax.tree.map(jax.numpy.asarray, found.state))
 
 
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """That Orbax waits for no other process."""
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
+    )
+
+
 def _read(folder: Path, step: int, **items: Any) -> Any:
     path = folder.absolute() / str(step)
     if not (path / "_CHECKPOINT_METADATA").is_file():
         raise ValueError("it is no checkpoint")
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=_alone()) as reader:
         return reader.restore(path, args=ocp.args.Composite(**items))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,11 +19,13 @@ from rich.progress import (
 )
 
 from fcljax.config import InputConfig
+from fcljax.data.streaming import ready
 from fcljax.errors import InputError
 from fcljax.files import atomic, check_folder
 from fcljax.models.networks import network_name
 from fcljax.runs.inputs import (
     Inputs,
+    device_mesh,
     frozen_features,
     load_inputs,
     make_splits,
@@ -65,7 +68,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     if not out.absolute().parent.is_dir():
         raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
     check_folder(out.absolute().parent)
-    inputs = load_inputs(cfg)
+    mesh, inputs = device_mesh(cfg.devices), load_inputs(cfg)
     if cfg.keep_head and inputs.backbone.head is None:
         raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")
     tell(inputs, console)
@@ -73,7 +76,7 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     labels = (dataset.y_train.astype(np.int64), dataset.y_test.astype(np.int64))
     with _progress(console) as progress:
         bar = progress.add_task("images", total=sum(map(len, labels)))
-        features = _features(cfg, inputs, labels, lambda rows: progress.update(bar, advance=rows))
+        features = _features(cfg, inputs, mesh, labels, lambda rows: progress.update(bar, advance=rows))
     seconds = time.perf_counter() - start
     arrays = {
         "features": np.concatenate(features),
@@ -101,11 +104,13 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
 
 
 def _features(
-    cfg: EmbedConfig, inputs: Inputs, labels: tuple[np.ndarray, np.ndarray], advance: Callable[[int], None]
+    cfg: EmbedConfig, inputs: Inputs, mesh: Mesh | None, labels: tuple[np.ndarray, np.ndarray],
+    advance: Callable[[int], None],
 ) -> list[np.ndarray]:
-    compute = frozen_features(inputs, cfg.eval_batch_size, advance)
+    compute = frozen_features(inputs, cfg.eval_batch_size, advance, mesh)
     splits = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
-    return [np.asarray(compute(Frozen(inputs.backbone.params), split), np.float32) for split in splits]
+    found = (compute(Frozen(inputs.backbone.params), ready(split, mesh)) for split in splits)
+    return [np.asarray(features, np.float32) for features in found]
 
 
 def _progress(console: Console) -> Progress:

@@ -41,7 +41,7 @@ def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[State, int, Rec
 
 def _of_server(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
     label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    make = lambda predict: make_predict(predict, exp.read, batch_size, len(label))
+    make = lambda predict: make_predict(predict, exp.read, batch_size, len(label), exp.engine.mesh)
     predict = make(exp.method.predict)
     merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
     count = functools.partial(metrics.confusion_matrix, num_classes=exp.setting.classes)
@@ -112,7 +112,7 @@ def _predict_clients(
     what its own model says of them."""
     label = exp.scenario.test_label
     assert function is not None
-    predict = make_predict(function, exp.read, batch_size, len(label))
+    predict = make_predict(function, exp.read, batch_size, len(label), exp.engine.mesh)
 
     def each(state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(exp.scenario.learned(t)):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.features import make_features
 from fcljax.files import atomic, machine_memory, open_regular
+from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
@@ -233,9 +235,21 @@ def make_splits(
     return _host(train, room / 4), _host(test, room / 4)
 
 
+def device_mesh(devices: int) -> Mesh | None:
+    """The first so many devices; None for one, which needs no mesh.
+
+    Raises:
+      InputError: if there are not so many.
+    """
+    available = jax.device_count()
+    if devices > available:
+        raise InputError(f"devices: {devices} asked for; nearest valid value: {available}")
+    return mesh_of(jax.devices()[:devices]) if devices > 1 else None
+
+
 def device_memory() -> int:
-    """Bytes of memory of the first device; of the machine for a CPU."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Bytes of memory of the first device of this process; of the machine for a CPU."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return limit or machine_memory()
 
 
@@ -251,14 +265,16 @@ def _host(split: Split, window: float) -> Host:
 
 
 def frozen_features(
-    inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None
+    inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None,
+    mesh: Mesh | None = None,
 ) -> Callable[[PyTree, Split | Host], Array | np.ndarray]:
     """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what
-    prompt methods query. `advance` is told how many images more are done."""
+    prompt methods query. `advance` is told how many images more are done; the devices of `mesh` share the
+    batches."""
     network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
     features = lambda frozen, image: network.apply(frozen.network, image, None, False)[0].cls
     return make_features(
-        features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance
+        features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance, mesh
     )
 
 
@@ -270,7 +286,7 @@ def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
         "positions": cfg.positions, "view": repr(inputs.preprocess),
         "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
-    }  # fmt: skip
+    } | ({"devices": cfg.devices} if cfg.devices > 1 else {})  # fmt: skip
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return data_folder(cfg.data_dir) / "features" / f"{name}.npz"
 

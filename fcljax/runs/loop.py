@@ -19,14 +19,13 @@ from rich.console import Console
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.runs import archive, checkpoint, memory, origin, page, report, trackers
-from fcljax.runs.build import Experiment, build, with_queries
+from fcljax.runs import archive, checkpoint, hosts, memory, origin, page, report, trackers
+from fcljax.runs.build import Experiment, build, placed, with_queries
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
@@ -71,12 +70,31 @@ def run(
     out, console = Path(out), console or Console(stderr=True)
     if resume:
         return _resume(method_name, cfg, out, console, stop, track)
+    hosts.told(lambda: _check_place(out))
+    exp = _built(method_name, cfg)
+    with contextlib.ExitStack() as stack:
+        hosts.told(lambda: stack.enter_context(claimed(out, method_name, cfg)))
+        return _complete(exp, method_name, cfg, out, None, console, stop, track)
+
+
+def _check_place(out: Path) -> None:
     check_new(out)
     check_folder(out)
-    exp = build(method_name, cfg)
-    memory.check(exp, cfg)
-    with claimed(out, method_name, cfg):
-        return _complete(exp, method_name, cfg, out, None, console, stop, track)
+
+
+def _built(method_name: str, cfg: RunConfig) -> Experiment:
+    """The experiment, which is the same one in all processes."""
+
+    def checked() -> Experiment:
+        exp = build(method_name, cfg)
+        memory.check(exp, cfg)
+        return exp
+
+    exp = hosts.agreed(checked)
+    facts = origin.of_run(method_name, cfg, exp.inputs)
+    free = dict.fromkeys(origin.FREE)
+    hosts.check_same(facts | {"settings": facts["settings"] | free})
+    return exp
 
 
 def _resume(
@@ -84,23 +102,23 @@ def _resume(
     track: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
-    finished = finished_summary(out, method_name, cfg)
-    if finished and not missing_figures(out, finished):
-        if not (out / page.NAME).exists():
+    finished = hosts.told(lambda: finished_summary(out, method_name, cfg))
+    if finished and hosts.told(lambda: not missing_figures(out, finished)):
+        if hosts.leads() and not (out / page.NAME).exists():
             page.try_report([out], out / page.NAME, lambda line: say(console, line))
         return finished
-    with alone(out):
+    with contextlib.ExitStack() as stack:
+        hosts.told(lambda: stack.enter_context(alone(out)))
         folder = out / "checkpoints"
-        there = checkpoint.steps(folder)
+        there = hosts.told(lambda: checkpoint.steps(folder))
         if finished and not there:
             return finished  # nothing is left to draw its figures from
-        before = checkpoint.origin_of(folder)
-        since = origin.check_settings(before, method_name, cfg, there, out)
-        exp = build(method_name, cfg)
-        memory.check(exp, cfg)
+        before = hosts.told(lambda: checkpoint.origin_of(folder))
+        since = hosts.agreed(lambda: origin.check_settings(before, method_name, cfg, there, out))
+        exp = _built(method_name, cfg)
         if before:
-            origin.check_digests(before, exp.inputs, out)
-        _extend(out, method_name, cfg, [step for step in there if step > since])
+            hosts.agreed(lambda: origin.check_digests(before, exp.inputs, out))
+        hosts.told(lambda: _extend(out, method_name, cfg, [step for step in there if step > since]))
         return _complete(exp, method_name, cfg, out, finished, console, stop, track)
 
 
@@ -114,7 +132,7 @@ def _complete(
     with contextlib.ExitStack() as stack:
 
         def follow(done: int) -> trackers.Following:
-            if finished:
+            if finished or not hosts.leads():
                 return trackers.NOBODY
             return stack.enter_context(trackers.following(track, out, settings, done, say_line))
 
@@ -126,25 +144,27 @@ def _followed(
     console: Console, stop: Callable[[], int | None], follow: Callable[[int], trackers.Following],
 ) -> dict[str, Any]:  # fmt: skip
     """The same, where follow(rounds that are done) starts the trackers."""
+    console = console if hosts.leads() else Console(quiet=True)
     tell(exp.inputs, console)
     say_line = lambda line: say(console, line)
     facts = origin.of_run(method_name, cfg, exp.inputs)
-    with checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints) as manager:
+    with _checkpoints(out, cfg) as manager:
         state, records, done = begin(exp, manager, say_line)
         heard, ended = follow(done)
         with Clock(records.seconds) as clock:
-            exp = with_queries(exp, cfg, clock)
-            train = exp.train if isinstance(exp.train, Host) else exp.engine.place(exp.train)
-            exp = exp._replace(frozen=exp.engine.place(exp.frozen), train=train)
+            exp = with_queries(placed(exp), cfg, clock)
             state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop, heard)
             with clock("eval"):
                 final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
                 personal, drawn = personal_accuracy(*final), sampled_calibration(*final)
                 rebuilt = restored_images(exp, state.server)
-        checkpoint.finish(manager)
+        if manager:
+            checkpoint.finish(manager)
     summary = finished or summarize(exp, method_name, cfg, records, personal) | {"calibration_drawn": drawn}
     if rebuilt and not finished:
         summary["restored"] = measure(*rebuilt)
+    if not hosts.leads():
+        return summary
     report.write_json(out / "summary.json", summary)
     for name, picture in figures(exp, summary, rebuilt).items():
         _drawn(out / "figures" / name, picture, say_line)
@@ -153,6 +173,13 @@ def _followed(
         say_line(line)
     ended(summary)
     return summary
+
+
+def _checkpoints(out: Path, cfg: RunConfig) -> contextlib.AbstractContextManager[CheckpointManager | None]:
+    """What writes checkpoints; None in the processes that do not."""
+    if not hosts.leads():
+        return contextlib.nullcontext()
+    return checkpoint.open_checkpoints(out / "checkpoints", cfg.keep_checkpoints)
 
 
 def figures(exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None) -> dict:
@@ -267,31 +294,32 @@ def claimed(out: Path, method_name: str, cfg: RunConfig) -> Iterator[None]:
 
 
 def begin(
-    exp: Experiment, manager: CheckpointManager, tell: Callable[[str], None]
+    exp: Experiment, manager: CheckpointManager | None, tell: Callable[[str], None]
 ) -> tuple[State, Records, int]:
     """The state before the first round, or the newest whole checkpoint's, and how many rounds it has behind
-    it."""
+    it. Without a manager they are those of the process that has one."""
     server = jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
     key = jax.random.fold_in(exp.key, CLIENTS)
     clients = init_clients(exp.method, server, exp.setting.clients, key)
     state = State(server, clients, jax.random.key_data(exp.key))
-    snapshot = checkpoint.latest(manager, state, tell)
-    if snapshot is None:
-        return state, Records(), 0
-    return snapshot.state, Records(**snapshot.records), snapshot.step
+    found = hosts.agreed(lambda: checkpoint.latest(manager, state, tell) if manager else None)
+    found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
+    done, records = hosts.told(lambda: found.step), hosts.told(lambda: found.records)
+    return exp.engine.place(hosts.spread(found.state)), Records(**records), done
 
 
 def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
-    manager: CheckpointManager, clock: Clock, out: Path, console: Console, stop: Callable[[], int | None],
-    heard: Callable[[dict[str, Any]], None],
+    manager: CheckpointManager | None, clock: Clock, out: Path, console: Console,
+    stop: Callable[[], int | None], heard: Callable[[dict[str, Any]], None],
 ) -> State:  # fmt: skip
     """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
     log, steps = out / "metrics.jsonl", len(exp.scenario.tasks) * cfg.rounds
     # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged,
     # again.
-    write_text(log, "".join(json_line(line) for line in records.rounds))
+    if manager:
+        write_text(log, "".join(json_line(line) for line in records.rounds))
     play = make_play(exp, cfg, records, clock)
     past = _past(exp, state, out / KEPT, records.kept)
     with progress_bar(console) as progress:
@@ -302,7 +330,7 @@ def _loop(
             state, kept, done_round = play(state, past, t, r, last)
             if kept is not None:
                 past += (kept,)
-                records.kept.append(archive.save_task(out / KEPT, t, kept))
+                records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
                 records.add(kept_rows=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
@@ -310,16 +338,18 @@ def _loop(
                 if last:
                     records.keep(*row)
             line = record(records, t, r, done_round, *row)
-            warned = stop()
+            warned = hosts.told(stop)
             with postponed():
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json_line(line))
-                if (step + 1) % cfg.checkpoint_every == 0 or step == steps - 1 or warned:
+                if manager:
+                    with log.open("a", encoding="utf-8") as file:
+                        file.write(json_line(line))
+                if manager and ((step + 1) % cfg.checkpoint_every == 0 or step == steps - 1 or warned):
                     host = dataclasses.asdict(records)
                     checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, host, facts))
             heard(line)
             progress.update(bar, advance=1, **shown(records))
             if warned and step < steps - 1:
+                hosts.leave()
                 raise Stopped(warned)
     return state
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float, Int, PyTree
 
 from fcljax.data.store import Split
@@ -52,17 +52,17 @@ def _of_split(
     key, read, found = jax.random.fold_in(exp.key, RESTORING), jax.jit(exp.read), []
     for first in range(0, len(rows), BATCH):
         some = np.resize(rows[first : first + BATCH], BATCH)
-        image = _read(read, split, some)
+        image = _read(read, split, some, exp.engine.mesh)
         found.append(jax.device_get(restores(turn, server, image, jax.random.fold_in(key, first))))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *found)
     return Rebuilt(whole, label[rows])
 
 
-def _read(read: Callable, split: Split | Host, rows: np.ndarray) -> jax.Array:
+def _read(read: Callable, split: Split | Host, rows: np.ndarray, mesh: Mesh | None) -> jax.Array:
     """These images as the network's input."""
     if isinstance(split, Host):
-        return read(split.take(rows.astype(np.int32)), jnp.arange(len(rows)))
-    return read(split, jnp.asarray(rows, jnp.int32))
+        return read(split.take(rows.astype(np.int32), mesh), np.arange(len(rows), dtype=np.int32))
+    return read(split, rows.astype(np.int32))
 
 
 def measure(train: Rebuilt, test: Rebuilt) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""Several devices share the work of a run, and give the numbers of one: clients, evaluations and features."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from small_runs import OPTIONS, timeless
+from toys import FROZEN, KEY, TOYS, same
+
+from fcljax import cli
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host, ready
+from fcljax.features import make_features, make_predict
+from fcljax.federated.engine import Lanes, init_clients
+from fcljax.federated.schedule import phase_steps, plan_round
+from fcljax.mesh import mesh_of
+from fcljax.types import Task, Turn
+
+ROWS, WIDTH, CLASSES, BATCH = 150, 12, 5, 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(jax.devices())
+
+
+# ---- clients -----------------------------------------------------------------------------------------------
+
+
+def test_the_devices_share_the_client_work_of_a_round(mesh):
+    """80 clients of 1 to 60 rows on 8 devices of 2 lanes. What each device has received says which clients it
+    has played: every client once, and all devices together do at least 0.9 of what 8 could in the time of the
+    busiest."""
+    data, rng, clients, devices = toys.rows(count=400), np.random.default_rng(0), 80, mesh.size
+    counts = np.clip(rng.gamma(1.0, 12.0, clients), 1, 60).astype(int)
+    owned = [rng.choice(np.arange(1, 400), count, replace=False) for count in counts]
+    roster = toys.make_roster(owned, np.asarray(data.label))
+    engine = toys.build(TOYS["two_pass"](), [roster], Lanes(2 * devices, "vmap"), mesh=mesh)
+    player, task = engine.players[0], toys.tasks()[0]
+    program = player.round.program
+    chunks, (useful, paid) = plan_round(program, roster, np.arange(clients), 0, 2 * devices, player.capacity)
+    server = jax.jit(engine.method.init)(KEY, FROZEN)
+    states = init_clients(engine.method, server, clients, KEY)
+    turn = Turn.on_host(FROZEN, task, 0, False)
+    played, most = np.zeros((devices, clients), bool), 0
+    for chunk in chunks:
+        carry = received_by_devices(engine, player, chunk, turn, server, states, data)
+        found = np.asarray(carry.accumulator.valid)  # [devices, participants], who are all clients
+        assert (found.sum(axis=0) <= 1).all()
+        played |= found
+        most += int(sum(chunk.ticks))
+    assert (played.sum(axis=0) == 1).all()
+    steps = sum(phase_steps(counts, phase.view) for phase in program.phases)
+    of_device = played @ steps  # lanes' ticks that each device has used
+    assert of_device.sum() == useful and paid == 2 * devices * most
+    assert of_device.sum() / (devices * of_device.max()) > 0.9
+    assert of_device.sum() / (devices * 2 * most) > 0.9  # and of the ticks for which the devices wait
+
+
+def received_by_devices(engine, player, chunk, turn, server, states, data):
+    """The carry [devices, ...] of a chunk of clients, before what the devices received is put together."""
+    kept = []
+    close = lambda accumulator, states, carry, chunk: (kept.append(carry), (accumulator, states))[1]
+    turn, server, states, data, key = engine.place((turn, server, states, data, KEY))
+    broadcast = engine.broadcast(turn, server)
+    player = player._replace(close=close)
+    toys.play_chunks(player, engine.lanes, [chunk], turn.frozen, broadcast, states, data, turn.task, key)
+    return kept[0]
+
+
+# ---- predictions and features ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def split():
+    """Images of noise, and the task of all classes."""
+    rng = np.random.default_rng(1)
+    image = rng.integers(0, 256, (ROWS, 2, 2, 3)).astype(np.uint8)
+    return Split(image, rng.integers(0, CLASSES, ROWS).astype(np.int32))
+
+
+MODEL = jnp.asarray(np.random.default_rng(2).normal(size=(WIDTH, CLASSES)), jnp.float32)
+
+
+def read(split, rows):
+    return split.image[rows].reshape(-1, WIDTH) / jnp.float32(255)
+
+
+def logits(turn, model, batch):
+    return jnp.tanh(batch.image @ model) * turn.frozen
+
+
+TURN = Turn.on_host(jnp.float32(2), Task(np.int32(0), np.arange(2), *[np.ones(CLASSES, bool)] * 2), 0, True)
+
+
+@pytest.mark.parametrize("rows", [[*range(ROWS)], [3, 149, 7], [*range(0, 100, 3)]])
+def test_predictions_of_eight_devices_are_those_of_one_bit_for_bit(rows, split, mesh):
+    """Of more rows than the devices take at a time, of fewer than there are devices, and of some."""
+    task_of = np.array([0, 0, 1, 1, 1])
+    one, eight = (make_predict(logits, read, BATCH, ROWS, each) for each in (None, mesh))
+    rows = np.array(rows)
+    expected = one(TURN, (MODEL,), ready(split, None), rows, task_of)
+    assert len(np.unique(expected.confidence)) > 1 and expected.label.shape == rows.shape
+    same(eight(TURN, (MODEL,), ready(split, mesh), rows, task_of), expected)
+    same(eight(TURN, (MODEL,), Host(split, 3 * BATCH), rows, task_of), expected)
+
+
+def test_each_device_predicts_a_part_of_the_rows(split, mesh):
+    """Which device has seen which row, as the predicted class of a model that tells the device's number."""
+
+    def tell(turn, model, batch):
+        return jax.nn.one_hot(jnp.full(len(batch.row), jax.lax.axis_index("clients")), 8) + 0 * model[0, 0]
+
+    predict = make_predict(tell, read, BATCH, ROWS, mesh)
+    found = predict(TURN, (MODEL,), ready(split, mesh), np.arange(ROWS), np.zeros(8, int)).label
+    assert found.tolist() == (np.arange(ROWS) // BATCH % 8).tolist()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_features_of_eight_devices_are_those_of_one_bit_for_bit(host, split, mesh):
+    told = []
+    features = lambda model, image: image @ model
+    one = make_features(features, read, BATCH)(MODEL, ready(split, None))
+    eight = make_features(features, read, BATCH, told.append, mesh)
+    found = eight(MODEL, Host(split, 2 * BATCH) if host else ready(split, mesh))
+    assert sum(told) == ROWS
+    same(np.asarray(found), np.asarray(one))
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_run_on_two_devices_gives_the_numbers_of_one(tmp_path):
+    """Images on the devices and images that stream give the same bits; one device gives others by rounding.
+    Counts, and what comes of the same predictions, are exact."""
+    common = ["run", "linear", *OPTIONS["linear"], "--tasks", "2", "--rounds", "2", "--lanes", "2"]
+    ways = {"one": [], "two": ["--devices", "2"], "streamed": ["--devices", "2", "--data-budget", "2"]}
+    for name, way in ways.items():
+        assert cli.main([*common, *way, "--out", str(tmp_path / name)]) == 0
+    one, two, streamed = (timeless(tmp_path / name, but=("config",)) for name in ways)
+    assert two == streamed
+    assert two["traces"] == one["traces"] == 1
+    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ways]
+    for ours, expected in zip(map(json.loads, logs[1]), map(json.loads, logs[0]), strict=True):
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert ours["participants"] == expected["participants"]
+    assert two["A_avg"] == pytest.approx(one["A_avg"], abs=0.01)
+    for exact in ("client_state", "trainable_params", "rejected_uploads", "rounds_without_upload"):
+        assert two[exact] == one[exact]
+
+
+def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
+    assert cli.main(["embed", "--devices", "99", "--out", str(tmp_path / "out.npz")]) == 2
+    assert capsys.readouterr().err == "fcljax: devices: 99 asked for; nearest valid value: 8\n"
+    assert not list(tmp_path.iterdir())
