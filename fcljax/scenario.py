@@ -96,15 +96,15 @@ def scenario_of_counts(
         return Roster(np.zeros(int(count.sum()), np.int32), np.concatenate([[0], np.cumsum(count)]), nobody)
 
     rosters = [[roster(count)] * rounds for count in rows]
-    labels = (relabel(label, order) for label in (dataset.y_train, dataset.y_test))
-    return Scenario(*labels, tasks, rosters, nobody)
+    train_label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    return Scenario(train_label, test_label, tasks, rosters, nobody)
 
 
 def scenario_of_one(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool, client: int) -> Scenario:
     """What a client knows that holds data of its own: all training rows of the data set are its, each in the
     task of its class."""
     order, tasks = _tasks(dataset, cfg, joint)
-    label, test_label = (relabel(label, order) for label in (dataset.y_train, dataset.y_test))
+    label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
     owned = [np.empty(0, np.int32)] * cfg.clients
     owned[client] = np.arange(len(label), dtype=np.int32)
     held = [client_rows(owned, label, task) for task in tasks]

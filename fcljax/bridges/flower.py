@@ -1,5 +1,5 @@
-"""fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` that play any method with clients on
-machines of their own, or in Flower's simulation.
+"""fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` that play any method with clients
+on machines of their own, or in Flower's simulation.
 
 The server asks every node once who it is and what it has ("query.hello"), then has the method's rounds played
 ("train.round"): the broadcast goes down and the upload comes up as ArrayRecords. Everything between is the
@@ -59,9 +59,9 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 HELLO, ROUND = "query.hello", "train.round"
 STATE, HELD, NOTE = "fcljax.state", "fcljax.held", "fcljax.note"  # records of a client's context
-_SERVER = ("out", "test", "wait", "timeout")  # of the run's configuration, what the server alone reads
 _CLASSES = "classes.png"  # a figure of rows per class and client, which clients do not tell
 
+_SERVER = ("out", "test", "wait", "timeout")  # of the run's configuration, what the server alone reads
 OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state)
 
 
@@ -145,7 +145,7 @@ def _round(method: str | None, settings: dict[str, Any], message: Message, conte
 
 def _order(call: ConfigRecord) -> Order:
     key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
-    return Order(*(int(call[name]) for name in ("index", "task", "round")), key)
+    return Order(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _held(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
@@ -201,8 +201,8 @@ def server_app(
     method: str | None = None, out: str | None = None, test: str | None = None, wait: float = 600.0,
     timeout: float = 3600.0, on_round: OnRound | None = None, **settings: Any,
 ) -> ServerApp:  # fmt: skip
-    """A Flower `ServerApp` that plays the server of a method, and leaves a run directory as `fcljax run` does,
-    without checkpoints.
+    """A Flower `ServerApp` that plays the server of a method, and leaves a run directory as `fcljax run`
+    does, without checkpoints.
 
     Args:
       method: as in `fcljax run METHOD`; None: the run's configuration has it under "method".
@@ -214,13 +214,13 @@ def server_app(
       on_round: called after every round, with task, round and the server's state.
       settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
     """
-    app, usual = ServerApp(), {"out": out, "test": test, "wait": wait, "timeout": timeout}
+    app, usual = ServerApp(), Service(out, test, wait, timeout)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        own = usual | {name: value for name, value in context.run_config.items() if name in _SERVER}
+        own = {name: value for name, value in context.run_config.items() if name in _SERVER}
         given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-        serve(grid, *node.settings_of(method, settings | given), Service(**own), on_round)
+        serve(grid, *node.settings_of(method, settings | given), usual._replace(**own), on_round)
 
     return app
 
@@ -240,7 +240,7 @@ def serve(grid: Grid, method: str, cfg: RunConfig, service: Service, on_round: O
     Raises:
       InputError: for bad settings or files, or if not all clients come.
     """
-    out, console = service.out and Path(service.out), Console(stderr=True)
+    out, console = Path(service.out) if service.out else None, Console(stderr=True)
     if out:
         check_new(out)
         check_folder(out)
@@ -271,8 +271,8 @@ def _rounds(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, clock: Clock, play: Callable,
     link: "Link", out: Path | None, on_round: OnRound | None,
 ) -> None:  # fmt: skip
-    """Play, evaluate and log all rounds. Where clients are evaluated as themselves nobody is: their models are
-    theirs."""
+    """Play, evaluate and log all rounds. Where clients' own models are what counts, nothing is evaluated: the
+    server does not have them."""
     evaluate, past = None if exp.method.personal else make_evaluate(exp, cfg.eval_batch_size), ()
     for t, r in itertools.product(range(len(exp.scenario.tasks)), range(cfg.rounds)):
         last, row = r == cfg.rounds - 1, NOT_EVALUATED
@@ -392,6 +392,7 @@ class Link:
         self.nodes, self.exp, self.timeout, self.tell = nodes, exp, timeout, tell
         self.uploads = [node.upload_shape(each) for each in uploads]
         self.holds: dict[int, dict[str, str]] = {}  # client -> digests of what it holds of earlier rounds
+        self.began: set[int] = set()  # clients that have a state
         self.now: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
@@ -445,8 +446,17 @@ class Link:
                     self.holds.pop(client, None)
                 else:
                     found[client], self.holds[client] = content, _digests(held)
+                    self._begun(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in found]
         return found
+
+    def _begun(self, client: int, fresh: bool) -> None:
+        """A client has worked, from its first state if `fresh`."""
+        anew = fresh and client in self.began
+        self._count(restarted=int(anew))
+        self.began.add(client)
+        if anew:
+            self.tell(f"warning: client {client} has lost what it kept, and began anew")
 
     def _content(self, client: int, call: dict[str, Any], wire: ArrayRecord, held: ArrayRecord) -> RecordDict:
         """What one client is sent: of what clients hold only what it does not have yet."""
@@ -497,7 +507,7 @@ class Link:
 
 def _ctx(turn: Turn, broadcast: Broadcast, roster: Roster, client: int) -> Ctx:
     """What a client could read, as far as the server knows: not how many rows of each class it has."""
-    number = lambda value: np.asarray(value, np.int32)
+    number = lambda value: jnp.asarray(value, jnp.int32)
     info = ClientInfo(
         number(client), number(roster.count[client]), number(roster.class_rows[client]), turn.round
     )

@@ -1,8 +1,8 @@
-"""What one machine of a federation has: a client its rows, the server the images that it evaluates on. Nothing
-here knows by which framework they talk to each other.
+"""What one machine of a federation has: a client its rows, the server the images that it evaluates on.
+Nothing here knows by which framework they talk to each other.
 
 All machines have the same settings. Where they name a data set, every client loads it and takes the rows that
-the partition gives to it; a client with data of its own takes all of those, and the server needs none of them.
+the partition gives to it; a client with data of its own takes all of those, and nobody else sees them.
 """
 
 import dataclasses
@@ -71,13 +71,15 @@ def check_deployable(cfg: RunConfig) -> None:
         )
     if cfg.pool is not None:
         raise InputError(
-            f"pool: {cfg.pool!r} makes the tasks from the rows of all clients, which nobody has; nearest: None"
+            f"pool: {cfg.pool!r} makes the tasks from the rows of all clients, which no server has; nearest: "
+            f"None"
         )
     for field in dataclasses.fields(EngineConfig):
         if field.name != "eval_every_round" and getattr(cfg, field.name) != field.default:
             raise InputError(
                 f"{field.name}: {getattr(cfg, field.name)!r} is for simulations: clients have machines of "
-                f"their own, and a server alone cannot go on where a run broke off; nearest: {field.default!r}"
+                f"their own, and a server alone cannot go on where a run broke off; nearest: "
+                f"{field.default!r}"
             )
 
 
@@ -97,8 +99,8 @@ class Holding(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a client says of itself before it takes part. `rows`: in each task. `settings`: of the run, as YAML
-    has them. `digests`: of all that it reads, by what it is; data of its own have none."""
+    """What a client says of itself before it takes part. `rows`: in each task. `settings`: of the run, as
+    YAML has them. `digests`: of all that it reads, by what it is; data of its own have none."""
 
     client: int
     rows: list[int]
@@ -287,4 +289,5 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
 
 def upload_shape(upload: Upload) -> Upload:
     """A program's upload as it travels: its weight is a float32."""
+    # pyrefly: ignore[bad-argument-type]  # a shape stands for an array
     return upload._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))

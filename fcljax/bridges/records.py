@@ -1,10 +1,11 @@
-"""Trees of arrays as Flower's records, and back: by name, with their exact types, checked when they arrive."""
+"""Trees of arrays as Flower's records, and back: by name, with exact types, checked when they arrive."""
 
 import io
 import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         header = np.array(json.dumps({"records": list(records), "arrays": index}))
-        np.savez(temporary, index=header, **{str(i): each for i, each in enumerate(data)})
+        np.savez(temporary, header, *data)
 
 
 def load_records(path: Path) -> dict[str, ArrayRecord]:
@@ -124,10 +125,10 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
         return {}
     try:
         with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
-            header = json.loads(str(file["index"]))
+            header = json.loads(str(file["arr_0"]))
             found = {name: ArrayRecord() for name in header["records"]}
-            for i, (of, name, dtype, shape) in enumerate(header["arrays"]):
-                found[of][name] = Array(dtype, tuple(shape), NUMPY, file[str(i)].tobytes())
+            for i, (of, name, dtype, shape) in enumerate(header["arrays"], 1):
+                found[of][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
     except Exception as error:  # a damaged file may raise anything in the parsers of zip and npy
         raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start anew") from None
     return found
@@ -140,11 +141,11 @@ def _named(tree: PyTree) -> dict[str, PyTree]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _is_key(dtype: np.dtype) -> bool:
+def _is_key(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _stored(shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
+def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     """The shape and numpy type that stand for an array: types that numpy's files do not know, bfloat16 for
     one, are stored as whole numbers of the same bits, and keys of random draws as their data."""
     if _is_key(dtype):

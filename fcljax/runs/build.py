@@ -188,9 +188,8 @@ def _engine_of_one(
     """Of a client that plays alone: all clients have the shapes of the largest, so that those of one process
     share what was compiled."""
     del cfg, scenario
-    largest = Roster(
-        np.zeros(setting.rows, np.int32), np.array([0, setting.rows]), np.zeros((1, setting.classes), np.int32)
-    )
+    rows, none = np.zeros(setting.rows, np.int32), np.zeros((1, setting.classes), np.int32)
+    largest = Roster(rows, np.array([0, setting.rows]), none)
     room = tuple(map(alone, capacities(method, [largest], lanes=1, slots=1)))
     read = partial(fetch, inputs.preprocess, inputs.augments)
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)

@@ -400,8 +400,8 @@ def _npz(name: str, path: Path) -> Dataset:
 def load_part(
     name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None
 ) -> Dataset:
-    """One split alone, of the arrays x_SPLIT and y_SPLIT of a .npz file, and class_names if there are any; the
-    other split is one black image.
+    """One split alone, of the arrays x_SPLIT and y_SPLIT of a .npz file, and class_names if there are any;
+    the other split is one black image.
 
     Args:
       name: of the data set that it is a part of, which says whether crops keep its classes.
