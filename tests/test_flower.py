@@ -174,11 +174,11 @@ def identity(monkeypatch):
     from flwr.supercore.task_identity import TaskIdentity
 
     for name in ("node_id", "run_id", "task_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
 
 
-def run_here(grid, out, **settings):
-    server_app("linear", str(out), wait=1.0, **settings)(grid, Context(1, 1, {}, RecordDict(), {}))
+def run_here(grid, out, method="linear", **settings):
+    server_app(method, str(out), wait=1.0, **settings)(grid, Context(1, 1, {}, RecordDict(), {}))
     return json.loads((out / "summary.json").read_text())
 
 
@@ -241,6 +241,15 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
     with pytest.raises(InputError, match="3 wanted.*2 had not come, the first with partition-id 1"):
         run_here(grid, tmp_path / "out", **TINY)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_clients_with_models_of_their_own_are_not_evaluated_by_the_server(identity, tmp_path):
+    grid = Here(client_app("fedrecon", **TINY), [{"partition-id": i} for i in range(3)])
+    summary = run_here(grid, tmp_path / "out", "fedrecon", **TINY)
+    assert summary["accuracy"] is None
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["participants"] for line in lines] == [3, 3, 3, 3]
 
 
 # ---- Flower's own simulation -------------------------------------------------------------------------------

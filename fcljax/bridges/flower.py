@@ -8,6 +8,7 @@ lies in its node's `context.state` and never leaves it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -294,10 +295,21 @@ def _rounds(
             on_round(t, r, state.server)
 
 
-def _summary(exp: Experiment, method: str, cfg: RunConfig, records: Records, link: "Link") -> dict[str, Any]:
-    """What summary.json holds: of a run, without what only clients know, and with what went over the wire."""
-    summary = summarize(exp, method, cfg, records, None)
-    return summary | {"client_accuracy": None, "wire": dict(link.total)}
+def _summary(
+    exp: Experiment, method: str, cfg: RunConfig, records: Records, link: "Link"
+) -> dict[str, Any]:
+    """What summary.json holds: as of a run, without what only clients know, and with what went over the wire.
+    Where clients' own models are what counts, there are no accuracies."""
+    wire = {"wire": dict(link.total)}
+    if not exp.method.personal:
+        return summarize(exp, method, cfg, records, None) | {"client_accuracy": None} | wire
+    link.tell("warning: no accuracy was measured: the models that count are the clients' own")
+    counts = {name: int(records.counts[name]) for name in ("rejected", "refused")}
+    return {
+        "method": method, "dataset": cfg.dataset, "seed": cfg.seed, "fidelity": cfg.fidelity,
+        "accuracy": None, "rejected_uploads": counts["rejected"], "refused_results": counts["refused"],
+        "config": dataclasses.asdict(cfg), **wire,
+    }  # fmt: skip
 
 
 class Nodes:
