@@ -354,11 +354,13 @@ class Nodes:
         ask = [Message(RecordDict({"call": config(call)}), each, HELLO) for each in new]
         wrong = []
         for reply in self.grid.send_and_receive(ask, timeout=timeout) if ask else ():
+            if reply.metadata.src_node_id not in there:
+                continue  # the SuperLink says that a node is gone
+            self.asked.add(reply.metadata.src_node_id)
             try:
                 self._take(reply, there, tasks)
             except InputError as error:
                 wrong.append(str(error))
-        self.asked |= {*new}
         return wrong
 
     def _take(self, reply: Message, there: set[int], tasks: int) -> None:
@@ -485,10 +487,10 @@ class Link:
         self._count(download_bytes=sum(record_bytes(each.content) for each in asked))
         found = {}
         for reply in self.nodes.grid.send_and_receive(asked, timeout=self.timeout) if asked else ():
-            client = client_of[reply.metadata.src_node_id]
+            client = client_of.get(reply.metadata.src_node_id)  # what the SuperLink says has another source
             if reply.has_error():
-                self.tell(f"warning: client {client} dropped out: {one_line(reply.error.reason)}")
-            elif "call" in reply.content.config_records:
+                self.tell(f"warning: {_who(client)} dropped out: {one_line(reply.error.reason)}")
+            elif client is not None and "call" in reply.content.config_records:
                 self._count(upload_bytes=record_bytes(reply.content))
                 found[client] = reply.content
         for client in sorted({*contents} - {*found}):
@@ -515,6 +517,10 @@ class Link:
     def _add_metrics(self, accumulator: Accumulator, content: RecordDict) -> Accumulator:
         told = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
         return accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, told))
+
+
+def _who(client: int | None) -> str:
+    return "a client" if client is None else f"client {client}"
 
 
 def _ctx(turn: Turn, broadcast: Broadcast, roster: Roster, client: int) -> Ctx:
