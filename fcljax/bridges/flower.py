@@ -324,6 +324,7 @@ class Nodes:
         self.of_client: dict[int, int] = {}  # client -> node
         self.facts: dict[int, Facts] = {}  # client -> what it said
         self.asked: set[int] = set()
+        self.there: set[int] = set()
 
     def gather(self, wait: float, tasks: int, tell: Callable[[str], None]) -> Int[np.ndarray, "T K"]:
         """Wait for all clients; the rows that each has in each task.
@@ -348,7 +349,7 @@ class Nodes:
 
     def refresh(self, tasks: int, timeout: float) -> list[str]:
         """Ask all nodes that are not known yet; what is wrong with those that cannot take part."""
-        there = set(self.grid.get_node_ids())
+        there = self.there = set(self.grid.get_node_ids())
         new = sorted(there - self.asked)
         call = {"class_names": list(self.class_names)}
         ask = [Message(RecordDict({"call": config(call)}), each, HELLO) for each in new]
@@ -481,7 +482,9 @@ class Link:
 
     def _ask(self, contents: dict[int, RecordDict]) -> dict[int, RecordDict]:
         """The answers of clients, without those that have none."""
-        client_of = {place: client for client, place in self.nodes.of_client.items() if client in contents}
+        # who is known to be gone is not waited for
+        there, known = self.nodes.there, self.nodes.of_client
+        client_of = {known[client]: client for client in contents if known.get(client) in there}
         group = str(self.total.get("wire_uploads", 0))
         asked = [Message(contents[c], place, ROUND, group_id=group) for place, c in client_of.items()]
         self._count(download_bytes=sum(record_bytes(each.content) for each in asked))
