@@ -84,6 +84,42 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
     return Scenario(dealt.train_label, dealt.test_label, tasks, rosters, holdings)
 
 
+def scenario_of_counts(
+    dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool, rows: Int[np.ndarray, "T K"]
+) -> Scenario:
+    """What a server knows that holds no training rows: the tasks, and how many rows clients say that they
+    have in each. Its rosters name no rows and no classes."""
+    order, tasks = _tasks(dataset, cfg, joint)
+    nobody = np.zeros((cfg.clients, len(order)), np.int32)
+
+    def roster(count: Int[np.ndarray, " K"]) -> Roster:
+        return Roster(np.zeros(int(count.sum()), np.int32), np.concatenate([[0], np.cumsum(count)]), nobody)
+
+    rosters = [[roster(count)] * rounds for count in rows]
+    train_label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    return Scenario(train_label, test_label, tasks, rosters, nobody)
+
+
+def scenario_of_one(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool, client: int) -> Scenario:
+    """What a client knows that holds data of its own: all training rows of the data set are its, each in the
+    task of its class."""
+    order, tasks = _tasks(dataset, cfg, joint)
+    label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    owned = [np.empty(0, np.int32)] * cfg.clients
+    owned[client] = np.arange(len(label), dtype=np.int32)
+    held = [client_rows(owned, label, task) for task in tasks]
+    counts = [_counts(each, label, len(order)) for each in held]
+    rosters = [[Roster(*each, number)] * rounds for each, number in zip(held, counts, strict=True)]
+    return Scenario(label, test_label, tasks, rosters, functools.reduce(np.add, counts))
+
+
+def _tasks(dataset: Dataset, cfg: DealConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
+    """The class order and the tasks that all clients go through."""
+    classes = len(dataset.class_names)
+    order = _order(classes, cfg, np.random.RandomState(cfg.seed))
+    return order, make_tasks(classes, 1 if joint else cfg.tasks)
+
+
 def _counts(held: ClientRows, label: np.ndarray, classes: int) -> np.ndarray:
     return count_matrix(label, np.split(held.rows, held.offset[1:-1]), classes).astype(np.int32)
 

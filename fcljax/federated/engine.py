@@ -44,6 +44,7 @@ from fcljax.federated.sweep import (
     open_chunk,
     over_devices,
     part_of_chunk,
+    receive_sent,
     rows_of_ticks,
     select,
     squeeze,
@@ -55,6 +56,7 @@ from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
     Broadcast,
+    Ctx,
     Kept,
     Method,
     Metrics,
@@ -63,6 +65,7 @@ from fcljax.types import (
     Round,
     Task,
     Turn,
+    Upload,
     Weighted,
     When,
 )
@@ -101,7 +104,8 @@ class Player(NamedTuple):
     every tick of a chunk reads and `memory` what its clients may recall; `open` and `close` frame the ticks,
     and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is
     resident: so data on the host go through the same functions and get the same bits. On a mesh every device
-    plays its lanes, on a carry [devices, ...], and `close` puts together what they received."""
+    plays its lanes, on a carry [devices, ...], and `close` puts together what they received. `receive` takes
+    an upload that was made elsewhere."""
 
     round: Round
     capacity: Capacity
@@ -111,8 +115,23 @@ class Player(NamedTuple):
     open: Callable[..., Carry]
     sweeps: tuple[Callable[..., Carry], ...]
     close: Callable[..., tuple[Accumulator, PyTree]]
+    receive: Callable[..., tuple[Accumulator, Array]]
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
     mesh: Mesh | None
+
+
+class Played(NamedTuple):
+    """The clients' part of an exchange: what was received of them, the new client states, which clients took
+    part, and the steps that the lanes took: useful ones, and those that they are busy or wait for."""
+
+    accumulator: Accumulator
+    states: PyTree
+    ids: Int[np.ndarray, " n"]
+    steps: tuple[int, int]
+
+
+# (index of the method's round, turn, broadcast, states, roster, ids, the exchange's key) -> Played
+Clients = Callable[[int, Turn, Broadcast, PyTree, Roster, Int[np.ndarray, " n"], PRNGKeyArray], Played]
 
 
 class Engine(NamedTuple):
@@ -230,6 +249,7 @@ def _player(
         memory=jit(f"{name} memory", memory) if program.memory else None,
         open=jit(f"{name} open", open_, split()), sweeps=tuple(sweeps),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)),
+        receive=jit(f"{name} receive", functools.partial(receive_sent, program)),
         server=jit(f"{name} server", serve) if serve else None, mesh=mesh,
     )  # fmt: skip
 
@@ -243,7 +263,12 @@ def _by_lane(call: Call) -> PyTree:
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
     """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key,
     i)."""
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(clients))
+    return client_states(method, server, jnp.arange(clients), key)
+
+
+def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
+    """The first states of these clients, stacked [n, ...], of `init_clients`."""
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
     return _strong(jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys))
 
 
@@ -269,6 +294,7 @@ def run_round(
     when: When = "round",
     last: bool = False,
     past: Sequence[Kept] = (),
+    clients: Clients | None = None,
 ) -> tuple[PyTree, PyTree, RoundReport]:
     """One federated round: broadcast, the participants' programs, aggregation, the server's part, and its
     training on rows that it keeps; then what the method plays as "refresh".
@@ -291,6 +317,7 @@ def run_round(
       last: is this the last round of the task?
       past: rows that the server keeps of the tasks before, in their order, as `keep_task` gave them; for a
         method with a rehearsal.
+      clients: who plays the clients' part, where that is not this engine: clients on other machines.
 
     Returns:
       The new server state (the old one if no upload was finite, or if what came out is not), the new client
@@ -299,12 +326,13 @@ def run_round(
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
     turn = Turn.on_host(frozen, task, round_, last)
+    clients = clients or functools.partial(_play_here, engine, data)
     reports, rehearsed = {}, None
     for stage in ("round", "refresh") if when == "round" else (when,):
         for index, own_key in _plays(engine.method, stage, key):
             wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)
             server, states, reports[index] = _exchange(
-                engine, index, turn, server, states, data, roster, wanted, own_key, section
+                engine, index, turn, server, states, roster, wanted, own_key, section, clients
             )
         if stage == "round" and engine.rehearser:
             with section("server"):
@@ -353,29 +381,40 @@ class _Exchange(NamedTuple):
 
 
 def _exchange(
-    engine: Engine, index: int, turn: Turn, server: PyTree, states: PyTree, data: PyTree, roster: Roster,
-    ids: Int[np.ndarray, " n"], key: PRNGKeyArray, section: Callable,
+    engine: Engine, index: int, turn: Turn, server: PyTree, states: PyTree, roster: Roster,
+    ids: Int[np.ndarray, " n"], key: PRNGKeyArray, section: Callable, clients: Clients,
 ) -> tuple[PyTree, PyTree, _Exchange]:  # fmt: skip
     """One of the method's rounds; `ids` take part."""
-    player = engine.players[index]
-    round_ = int(turn.round)
-    chunks, steps = plan_round(player.round.program, roster, ids, round_, engine.lanes.count, player.capacity)
-    if not chunks:
+    player, ids = engine.players[index], ids[roster.count[ids] > 0]
+    if not len(ids):
         return server, states, _Exchange({}, 0, 0, 0, 0, 0, 0, 0)
     with section("client"):
         turn, server, states, key = engine.place((turn, server, states, key))
-        data = ready(data, engine.mesh)
         broadcast = engine.broadcast(turn, server)
-        accumulator, states = play_chunks(
-            player, engine.lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key
-        )
-        jax.block_until_ready(accumulator)
+        played = clients(index, turn, broadcast, states, roster, ids, key)
+        jax.block_until_ready(played.accumulator)
     metrics, refused = {}, False
     if player.server:
         with section("server"):
-            turn = turn._replace(previous=broadcast)
+            turn, accumulator = turn._replace(previous=broadcast), played.accumulator
             server, metrics, refused = jax.block_until_ready(player.server(turn, server, accumulator, key))
-    return server, states, _reported(player.round, accumulator, metrics, refused, roster, ids, steps)
+    return server, played.states, _reported(player.round, played, metrics, refused, roster)
+
+
+def _play_here(
+    engine: Engine, data: PyTree, index: int, turn: Turn, broadcast: Broadcast, states: PyTree,
+    roster: Roster, ids: Int[np.ndarray, " n"], key: PRNGKeyArray,
+) -> Played:  # fmt: skip
+    """Clients of one of the method's rounds that this engine plays; `data` as in `run_round`."""
+    player, lanes = engine.players[index], engine.lanes
+    chunks, steps = plan_round(
+        player.round.program, roster, ids, int(turn.round), lanes.count, player.capacity
+    )
+    data = ready(data, engine.mesh)
+    accumulator, states = play_chunks(
+        player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key
+    )
+    return Played(accumulator, states, ids, steps)
 
 
 def play_chunks(
@@ -387,17 +426,86 @@ def play_chunks(
     accumulator = player.empty()
     for chunk in chunks:
         call = Call(frozen, broadcast, chunk, task, key)
-        nothing = np.zeros((len(chunk.id), 0), np.int32)
-        ids = player.memory(states, chunk) if player.memory else nothing
-        carry, rows = player.open(accumulator, states, chunk), player.rows(chunk, key)
-        if isinstance(data, Host):
-            carry = _over_host(player, lanes, call, carry, data, jax.device_get(rows), jax.device_get(ids))
-        else:
-            past = Past(data, ids, ids)
-            for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
-                carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks, False)
+        carry = _play_chunk(player, lanes, call, accumulator, states, data)
         accumulator, states = player.close(accumulator, states, carry, chunk)
     return accumulator, states
+
+
+def _play_chunk(
+    player: Player, lanes: Lanes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree
+) -> Carry:
+    """All ticks of one chunk: what was received of its clients, and their states."""
+    chunk = call.chunk
+    nothing = np.zeros((len(chunk.id), 0), np.int32)
+    ids = player.memory(states, chunk) if player.memory else nothing
+    carry, rows = player.open(accumulator, states, chunk), player.rows(chunk, call.key)
+    if isinstance(data, Host):
+        return _over_host(player, lanes, call, carry, data, jax.device_get(rows), jax.device_get(ids))
+    past = Past(data, ids, ids)
+    for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
+        carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks, False)
+    return carry
+
+
+# ---- one client alone --------------------------------------------------------------------------------------
+
+
+def sending(method: Method) -> Method:
+    """The method as one client alone plays it: its uploads are kept as they are made, and nobody merges
+    them."""
+
+    def alone(each: Round) -> Round:
+        def finish(ctx: Ctx, local: PyTree, state: PyTree) -> tuple[Upload, PyTree]:
+            upload, state = each.program.finish(ctx, local, state)
+            return Upload(gather=(upload.mean, upload.sum, upload.gather), weight=upload.weight), state
+
+        return each._replace(program=each.program._replace(finish=finish, receive=None), server=None)
+
+    return method._replace(rounds=tuple(alone(each) for each in method.rounds))
+
+
+class Work(NamedTuple):
+    """What a client made of a round. `valid`: is the upload finite and of a weight that is not negative? If
+    not, it is all zeros, and the state is what it was."""
+
+    upload: Upload
+    state: PyTree
+    metrics: tuple[Metrics, ...]  # per phase
+    valid: Array
+
+
+def work_alone(
+    engine: Engine, index: int, turn: Turn, broadcast: Broadcast, state: PyTree, data: PyTree, roster: Roster,
+    client: int, key: PRNGKeyArray,
+) -> Work:  # fmt: skip
+    """What one client does in one of the method's rounds, as it would be played among others.
+
+    Args:
+      engine: of `sending(method)`, with one lane and capacities of `alone`.
+      index: of the method's round.
+      turn: the task, the round and the frozen network.
+      broadcast: what the server has sent.
+      state: the client's own.
+      data: as in `run_round`.
+      roster: in which the client's rows are.
+      client: its id.
+      key: of the exchange, which all of its clients have.
+    """
+    player, ids = engine.players[index], np.array([client])
+    (chunk,), _ = plan_round(player.round.program, roster, ids, int(turn.round), 1, player.capacity)
+    call = Call(turn.frozen, broadcast, chunk, turn.task, key)
+    stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+    carry = _play_chunk(player, engine.lanes, call, player.empty(), stacked, data)
+    received = carry.accumulator
+    mean, sum_, gather = jax.tree.map(lambda x: x[0], received.gather)
+    upload = Upload(mean, sum_, gather, received.weight[0])
+    new = jax.tree.map(lambda x: x[0], carry.states)
+    return Work(upload, new, received.metrics, received.valid[0])
+
+
+def alone(capacity: Capacity) -> Capacity:
+    """The capacity of an engine that plays one client at a time, and knows the state of no other."""
+    return capacity._replace(clients=1, participants=1)
 
 
 def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, rows, ids) -> Carry:
@@ -443,9 +551,8 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices:
     return int(np.clip(devices * data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
-def _reported(
-    each: Round, accumulator: Accumulator, server_metrics, refused, roster: Roster, ids, steps
-) -> _Exchange:
+def _reported(each: Round, played: Played, server_metrics, refused, roster: Roster) -> _Exchange:
+    accumulator, _, ids, steps = played
     fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
     rejected, client_metrics, metrics, refused = fetched
     rows = int(roster.count[ids].sum())

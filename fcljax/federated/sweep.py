@@ -141,23 +141,45 @@ def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
 
 
 def _receive(
-    acc: Accumulator, upload: Upload, chunk: Chunk, slot: Array, end: Array
+    acc: Accumulator, upload: Upload, id_: Array, position: Array, end: Array
 ) -> tuple[Accumulator, Array]:
-    """Add the uploads [L, ...] of the lanes whose client has just finished. Non-finite uploads, and ones of
-    negative weight, get weight 0 and are counted."""
-    sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape)
+    """Add the uploads [L, ...] of clients who have just finished, those where `end` says so; each goes to its
+    position among the gathered ones. Non-finite uploads, and ones of negative weight, get weight 0 and are
+    counted."""
+    sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), end.shape)
     weight, valid, rejected = finite_guard(upload._replace(weight=sent), sent, end)
-    position = jnp.where(valid, slot, acc.valid.shape[0])
+    position = jnp.where(valid, position, acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
     return acc._replace(
         mean=add_rows(acc.mean, upload.mean, valid, weight),
         sum=add_rows(acc.sum, upload.sum, valid),
         gather=write(acc.gather, upload.gather),
         weight=write(acc.weight, weight),
-        id=write(acc.id, chunk.id[slot]),
+        id=write(acc.id, id_),
         valid=write(acc.valid, valid),
         rejected=acc.rejected + rejected,
     ), valid
+
+
+def receive_sent(
+    program: Program, acc: Accumulator, ctx: Ctx, upload: Upload, position: Array
+) -> tuple[Accumulator, Array]:
+    """Add one upload that was made elsewhere, as those of lanes are added.
+
+    Args:
+      program: whose upload it is; its `receive` acts on it first.
+      acc: what was received so far.
+      ctx: what the client could read, with its id.
+      upload: as the client sent it.
+      position: of the client among the round's participants in the order of their ids.
+
+    Returns:
+      What has been received now, and whether the upload is valid.
+    """
+    upload = program.receive(ctx, upload) if program.receive else upload
+    one = jnp.ones(1, bool)
+    acc, valid = _receive(acc, expand(upload), ctx.info.id[None], position[None], one)
+    return acc, valid[0]
 
 
 # ---- chunks ------------------------------------------------------------------------------------------------
@@ -297,7 +319,7 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
         return program.receive(ctx, upload) if program.receive else upload, new
 
     upload, new = each(one)(slot, carry.local)
-    accumulator, valid = _receive(carry.accumulator, upload, call.chunk, slot, end)
+    accumulator, valid = _receive(carry.accumulator, upload, call.chunk.id[slot], slot, end)
     there = jnp.where(valid, slot, slots)
     states = jax.tree.map(put(there), carry.states, new)
     written = carry.written.at[there].set(True, mode="drop")

@@ -21,9 +21,9 @@ from fcljax.errors import InputError
 from fcljax.federate import Kit, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method
-from fcljax.federated.engine import Engine, Lanes, default_lanes, make_engine
+from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
-from fcljax.federated.schedule import capacities
+from fcljax.federated.schedule import Roster, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
@@ -73,26 +73,41 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     Raises:
       InputError: for anything in the settings or files that cannot work.
     """
-    inputs, entry = load_inputs(cfg), find_method(method_name)
+    inputs = load_inputs(cfg)
+    scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, find_method(method_name).joint)
+    return assemble(method_name, cfg, inputs, scenario, setting_of(scenario, cfg))
+
+
+def assemble(
+    method_name: str, cfg: RunConfig, inputs: Inputs, scenario: Scenario, setting: Setting,
+    by_itself: bool = False,
+) -> Experiment:  # fmt: skip
+    """An experiment of what has been loaded and dealt.
+
+    Args:
+      by_itself: is it one client's, who plays alone (`engine.work_alone`) and has at most `setting.rows` rows
+        in a round?
+
+    Raises:
+      InputError: as `build`.
+    """
     inputs = inputs if cfg.augment is None else inputs._replace(augments=cfg.augment)
-    scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, entry.joint)
     tasks = scenario.tasks
-    setting = _setting(scenario, cfg)
-    method = make_method(
-        method_name, cfg, setting, network_of(inputs.backbone, inputs.preprocess)
-    )  # fmt: skip
+    method = make_method(method_name, cfg, setting, network_of(inputs.backbone, inputs.preprocess))
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
     example = Example(frozen, train, tasks[0])
     method = _with_faults(method, cfg, inputs, example)
-    engine = _engine(method, cfg, inputs, scenario, example)
+    make = _engine_of_one if by_itself else _engine
+    engine = make(method, cfg, inputs, scenario, example, setting)
     return Experiment(
         method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
     )
 
 
-def _setting(scenario: Scenario, cfg: RunConfig) -> Setting:
+def setting_of(scenario: Scenario, cfg: RunConfig) -> Setting:
+    """The static sizes of a run."""
     first, every = scenario.tasks[0], [roster for of_task in scenario.rosters for roster in of_task]
     rows = max(int(roster.count.max()) for roster in every)
     return Setting(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, rows)
@@ -152,12 +167,28 @@ def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Froze
     return Frozen(backbone.params, decoder, jax.tree.map(jnp.asarray, surrogate))
 
 
-def _engine(method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example) -> Engine:
+def _engine(
+    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, setting: Setting
+) -> Engine:
+    del setting
     lanes, mesh = _lanes(cfg)
     every = [roster for of_task in scenario.rosters for roster in of_task]
     room = capacities(method, every, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
     read = partial(fetch, inputs.preprocess, inputs.augments)
     return make_engine(method, read, lanes, room, example, mesh=mesh)
+
+
+def _engine_of_one(
+    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, setting: Setting
+) -> Engine:
+    """Of a client that plays alone: all clients have the shapes of the largest, so that those of one process
+    share what was compiled."""
+    del cfg, scenario
+    rows, none = np.zeros(setting.rows, np.int32), np.zeros((1, setting.classes), np.int32)
+    largest = Roster(rows, np.array([0, setting.rows]), none)
+    room = tuple(map(alone, capacities(method, [largest], lanes=1, slots=1)))
+    read = partial(fetch, inputs.preprocess, inputs.augments)
+    return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
 
 
 def _lanes(cfg: RunConfig) -> tuple[Lanes, Mesh | None]:
@@ -183,12 +214,15 @@ def placed(exp: Experiment) -> Experiment:
     return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test)
 
 
-def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext) -> Experiment:
+def with_queries(
+    exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext,
+    splits: tuple[str, ...] = ("test", "train"),
+) -> Experiment:  # fmt: skip
     """The experiment with query features cached wherever the input is deterministic.
 
     That is the test split always, and the training split if some phase reads it without augmentation.
     Features that `fcljax embed` left are taken as they are. The time is booked where the features are used:
-    `section` is entered as "eval" and "client".
+    `section` is entered as "eval" and "client". `splits`: those that somebody reads.
     """
     if not exp.method.queries:
         return exp
@@ -201,11 +235,12 @@ def with_queries(exp: Experiment, cfg: RunConfig, section: Callable = contextlib
             return split._replace(tree=split.tree._replace(query=np.asarray(features)))
         return split._replace(query=exp.engine.place(jnp.asarray(features)))
 
-    with section("eval"):
-        exp = exp._replace(test=cached(exp.test, "test"))
+    if "test" in splits:
+        with section("eval"):
+            exp = exp._replace(test=cached(exp.test, "test"))
     phases = [phase for each in exp.method.rounds for phase in each.program.phases]
     clean = [not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases]
-    if not any(clean):
+    if not any(clean) or "train" not in splits:
         return exp
     with section("client"):
         return exp._replace(train=cached(exp.train, "train"))

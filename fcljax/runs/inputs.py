@@ -51,15 +51,19 @@ class Inputs(NamedTuple):
     surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
 
-def load_inputs(cfg: InputConfig) -> Inputs:
+def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
     """Load the backbone and the data set that the settings name.
+
+    Args:
+      cfg: what to load.
+      dataset: images to take in place of those that the settings name.
 
     Raises:
       InputError: for anything in the settings or files that cannot work.
     """
     backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
-    dataset = load_split(cfg, size)
+    dataset = load_split(cfg, size) if dataset is None else dataset
     # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
     # the margin.
     preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)

@@ -20,7 +20,7 @@ from rich.console import Console
 from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
-from fcljax.federated.engine import RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.engine import Clients, RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
@@ -34,7 +34,7 @@ from fcljax.runs.restored import Rebuilt, draw_restored, measure, restored_image
 from fcljax.runs.signals import Stopped, postponed
 from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
 from fcljax.terminal import say
-from fcljax.types import Kept, Turn, When
+from fcljax.types import Kept, PyTree, Turn, When
 
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 KEPT = "kept"  # folder of what a server keeps of finished tasks
@@ -298,7 +298,7 @@ def begin(
 ) -> tuple[State, Records, int]:
     """The state before the first round, or the newest whole checkpoint's, and how many rounds it has behind
     it. Without a manager they are those of the process that has one."""
-    server = jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
+    server = first_server(exp)
     key = jax.random.fold_in(exp.key, CLIENTS)
     clients = init_clients(exp.method, server, exp.setting.clients, key)
     state = State(server, clients, jax.random.key_data(exp.key))
@@ -306,6 +306,11 @@ def begin(
     found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
     done, records = hosts.told(lambda: found.step), hosts.told(lambda: found.records)
     return exp.engine.place(hosts.spread(found.state)), Records(**records), done
+
+
+def first_server(exp: Experiment) -> PyTree:
+    """The server's state before the first round."""
+    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
 
 
 def _loop(
@@ -363,10 +368,12 @@ def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tup
     return archive.load_tasks(folder, sha256, template)
 
 
-def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -> Callable:
+def make_play(
+    exp: Experiment, cfg: RunConfig, records: Records, clock: Clock, elsewhere: Clients | None = None
+) -> Callable:
     """play(state, past, task, round, last) -> (state, kept, report): a round, with what comes before the
     first and after the last one of a task. `past`: what the server keeps of the tasks before; `kept`: of this
-    one, when it is over."""
+    one, when it is over. `elsewhere`: who plays the clients' part, if not the engine."""
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
     shares = parse_faults(cfg.faults)
 
@@ -380,7 +387,7 @@ def make_play(exp: Experiment, cfg: RunConfig, records: Records, clock: Clock) -
         number = r if when == "round" else 0
         return run_round(
             exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number,
-            key, clock, when=when, last=last, past=past,
+            key, clock, when=when, last=last, past=past, clients=elsewhere,
         )  # fmt: skip
 
     def play(

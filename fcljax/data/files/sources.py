@@ -229,7 +229,6 @@ def _in_memory(name: str, options: _Options, full: bool = False) -> Dataset:
 
 
 def _dataset(name: str, data: Prepared) -> Dataset:
-    augment = NAMED[name].augment if name in NAMED else True
     return Dataset(
         name,
         data.x_train,
@@ -237,7 +236,7 @@ def _dataset(name: str, data: Prepared) -> Dataset:
         data.x_test,
         data.y_test,
         data.class_names,
-        augment=augment,
+        augment=suggests_crops(name),
         size_train=data.size_train,
         size_test=data.size_test,
         digest=data.digest,
@@ -380,7 +379,7 @@ def _glyphs(train: int, test: int, seed: int) -> Dataset:
 def _npz(name: str, path: Path) -> Dataset:
     if not path.is_file():
         raise InputError(f"dataset: no such file: {str(path)!r}")
-    arrays = _read_npz(path)
+    arrays = _read_npz(path, ("x_train", "y_train", "x_test", "y_test"))
     x_train, x_test = (_checked_images(path, key, arrays[key]) for key in ("x_train", "x_test"))
     y_train, y_test = (_checked_labels(path, key, arrays[key]) for key in ("y_train", "y_test"))
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
@@ -398,6 +397,46 @@ def _npz(name: str, path: Path) -> Dataset:
     return Dataset(name, x_train, y_train, x_test, y_test, names)
 
 
+def load_part(
+    name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None
+) -> Dataset:
+    """One split alone, of the arrays x_SPLIT and y_SPLIT of a .npz file, and class_names if there are any;
+    the other split is one black image.
+
+    Args:
+      name: of the data set that it is a part of, which says whether crops keep its classes.
+      path: of the file.
+      split: "train" or "test".
+      class_names: of all classes; None: those of the file, else the numbers up to its largest label.
+
+    Raises:
+      InputError: naming what is wrong with the file.
+    """
+    path = in_home(path, "data")
+    if not path.is_file():
+        raise InputError(f"data: no such file: {str(path)!r}")
+    keys = (f"x_{split}", f"y_{split}")
+    arrays = _read_npz(path, keys)
+    x, y = _checked_images(path, keys[0], arrays[keys[0]]), _checked_labels(path, keys[1], arrays[keys[1]])
+    if len(x) != len(y):
+        raise InputError(f"data: {str(path)!r}: {keys[0]} has {len(x)} rows but {keys[1]} has {len(y)}")
+    named, most = arrays.get("class_names"), int(y.max())
+    if class_names is None:
+        count = most + 1 if named is None else max(most + 1, len(named))
+        class_names = _class_names(path, named, list(range(count)))
+    if most >= len(class_names):
+        raise InputError(f"data: {str(path)!r}: {keys[1]} holds label {most} of {len(class_names)} classes")
+    black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
+    arrays = (x, y, *black) if split == "train" else (*black, x, y)
+    digest = prepared.digest(dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays, strict=True)))
+    return Dataset(name, *arrays, class_names, suggests_crops(name), digest=digest)
+
+
+def suggests_crops(name: str) -> bool:
+    """Do random crops and flips keep the classes of the data set of this name?"""
+    return NAMED[name].augment if name in NAMED else name not in ("digits", "glyphs")
+
+
 def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tuple[str, ...]:
     """The names of these labels; the labels themselves where the file has none."""
     if names is None:
@@ -410,8 +449,7 @@ def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tu
     return tuple(str(names[label]) for label in classes)
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    keys = ("x_train", "y_train", "x_test", "y_test")
+def _read_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:  # np.load would take a .npy or a pickle for what it is not
             for member in archive.namelist():

@@ -1,0 +1,198 @@
+"""Trees of arrays as Flower's records, and back: by name, with exact types, checked when they arrive."""
+
+import io
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fcljax.errors import InputError, nearest
+from fcljax.files import atomic, open_regular
+
+try:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+except ImportError:
+    raise InputError(
+        "flwr: the package flwr is not here; install it with: pip install -e '.[flower]'"
+    ) from None
+
+from fcljax.types import PyTree
+
+NUMPY = "numpy.ndarray"  # Flower's name of numpy's own file format
+_HEADER = 10_000  # most bytes of the header of an array, which says its type and shape
+
+Shape = jax.ShapeDtypeStruct
+
+
+def to_arrays(tree: PyTree) -> ArrayRecord:
+    """The leaves of a tree by their paths, such as ".part.classifier['kernel']"."""
+    return ArrayRecord({name: _packed(leaf) for name, leaf in _named(tree).items()})
+
+
+def from_arrays(record: ArrayRecord, like: PyTree, what: str) -> PyTree:
+    """The tree of a record.
+
+    Args:
+      record: of `to_arrays`, from anywhere.
+      like: arrays or `jax.ShapeDtypeStruct` of the structure, shapes and types that it must have.
+      what: the record's name, for messages.
+
+    Raises:
+      InputError: naming the array that is missing, not known, of another type or shape, or damaged.
+    """
+    expected = _named(like)
+    _check_names(record, expected, what)
+    leaves = [_unpacked(record[name], leaf, f"{what}: {name}") for name, leaf in expected.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def to_metrics(tree: PyTree) -> MetricRecord:
+    """A tree of single numbers by their paths."""
+    return MetricRecord({name: float(leaf) for name, leaf in _named(jax.device_get(tree)).items()})
+
+
+def from_metrics(record: MetricRecord, like: PyTree, what: str) -> PyTree:
+    """The tree of a record of `to_metrics`; arguments as of `from_arrays`.
+
+    Raises:
+      InputError: naming the number that is missing, not known, or no finite number.
+    """
+    expected = _named(like)
+    _check_names(record, expected, what)
+    for name in expected:
+        if not isinstance(record[name], int | float) or not math.isfinite(record[name]):
+            raise InputError(f"{what}: {name} is {record[name]!r}; expected a finite number")
+    leaves = [np.asarray(record[name], leaf.dtype) for name, leaf in expected.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> ConfigRecord:
+    """Plain values by name."""
+    return ConfigRecord(dict(values))
+
+
+def record_bytes(record: RecordDict) -> int:
+    """Bytes of a message's content as Flower sends it: every record, array and chunk of one, with headers.
+
+    Pieces that are alike are counted once, as Flower sends them."""
+    found, waiting = {}, [record]
+    while waiting:
+        part = waiting.pop()
+        found[part.object_id] = len(part.deflate())
+        waiting += (part.children or {}).values()
+    return sum(found.values())
+
+
+def listed(record: ConfigRecord, name: str) -> list:
+    """A list in a record; empty where there is none.
+
+    Raises:
+      InputError: if it is no list.
+    """
+    value = record.get(name, [])
+    if not isinstance(value, list):
+        raise InputError(f"{name}: {value!r} is no list")
+    return value
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
+    """Keep records by name in a file of numpy's, which is replaced as a whole."""
+    index = [
+        (of, name, each.dtype, each.shape) for of, found in records.items() for name, each in found.items()
+    ]
+    data = [np.frombuffer(each.data, np.uint8) for found in records.values() for each in found.values()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        header = np.array(json.dumps({"records": list(records), "arrays": index}))
+        np.savez(temporary, header, *data)
+
+
+def load_records(path: Path) -> dict[str, ArrayRecord]:
+    """The records of a file; none if there is no such file.
+
+    Raises:
+      InputError: for a file that is no such one.
+    """
+    if not path.exists():
+        return {}
+    try:
+        with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
+            header = json.loads(str(file["arr_0"]))
+            found = {name: ArrayRecord() for name in header["records"]}
+            for i, (of, name, dtype, shape) in enumerate(header["arrays"], 1):
+                found[of][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
+    except Exception as error:  # a damaged file may raise anything in the parsers of zip and npy
+        raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start anew") from None
+    return found
+
+
+# ---- one array ---------------------------------------------------------------------------------------------
+
+
+def _named(tree: PyTree) -> dict[str, PyTree]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _is_key(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and numpy type that stand for an array: types that numpy's files do not know, bfloat16 for
+    one, are stored as whole numbers of the same bits, and keys of random draws as their data."""
+    if _is_key(dtype):
+        data = jax.eval_shape(jax.random.key_data, Shape(shape, dtype))
+        return data.shape, np.dtype(data.dtype)
+    known = np.dtype(dtype)
+    return shape, known if known.isbuiltin == 1 else np.dtype(f"u{known.itemsize}")
+
+
+def _packed(leaf: PyTree) -> Array:
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    _, stored = _stored(leaf.shape, leaf.dtype)
+    plain = np.asarray(jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf)
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(plain).reshape(plain.shape).view(stored), allow_pickle=False)
+    return Array(str(leaf.dtype), tuple(leaf.shape), NUMPY, stream.getvalue())
+
+
+def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
+    if array.dtype != str(like.dtype):
+        raise InputError(f"{where} is {array.dtype!r}; expected {str(like.dtype)!r}")
+    if tuple(array.shape) != tuple(like.shape):
+        raise InputError(f"{where} has shape {list(array.shape)}; expected {list(like.shape)}")
+    plain = _plain(array, *_stored(tuple(like.shape), like.dtype), where)
+    if _is_key(like.dtype):
+        return jax.random.wrap_key_data(jnp.asarray(plain), impl=jax.random.key_impl(jax.random.key(0)))
+    return jnp.asarray(plain.view(like.dtype))
+
+
+def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
+    """What the bytes hold. Their header is read by itself first: nothing is allocated on its word."""
+    stream = io.BytesIO(array.data)
+    try:
+        if array.stype != NUMPY or np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError("it is not in numpy's format")
+        told = np.lib.format.read_array_header_1_0(stream, _HEADER)
+        if told != (shape, False, dtype):
+            raise ValueError(f"it holds {told[2]} of shape {list(told[0])}")
+        return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
+    except Exception as error:  # numpy's parser of headers raises what Python's does
+        raise InputError(f"{where} is damaged: {error}") from None
+
+
+def _check_names(got: Collection[str], expected: Collection[str], what: str) -> None:
+    for name in expected:
+        if name not in got:
+            raise InputError(f"{what}: {name} is missing")
+    for name in got:
+        if name not in expected:
+            raise InputError(f"{what}: unknown array {name!r}; {nearest(name, expected)}")

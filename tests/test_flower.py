@@ -1,0 +1,299 @@
+"""Flower's clients and servers do what the simulation does: the same numbers, checked messages, and clients
+that go and come back."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_runs
+
+pytest.importorskip("flwr")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Flower's and Ray's own
+
+import flower_machines  # noqa: E402
+from flwr.app import Array, Context, RecordDict  # noqa: E402
+from flwr.serverapp import Grid  # noqa: E402
+
+from fcljax.bridges import node  # noqa: E402
+from fcljax.bridges.flower import HELLO, client_app, server_app  # noqa: E402
+from fcljax.bridges.records import (  # noqa: E402
+    from_arrays,
+    from_metrics,
+    load_records,
+    record_bytes,
+    save_records,
+    to_arrays,
+    to_metrics,
+)
+from fcljax.errors import InputError  # noqa: E402
+
+TINY = dict(tasks=2, clients=3, rounds=2, epochs=1, image_size=8, batch_size=64)
+TREE = {
+    "half": jnp.asarray([1.0, -0.0, jnp.inf], jnp.bfloat16),
+    "pair": (jnp.float32(2.5), np.array([[True], [False]])),
+    "key": jax.random.key(3),
+    "none": jnp.zeros((0, 3), jnp.int8),
+}
+
+
+def beside():
+    path = small_runs.ROOT / "experiments" / "flower_beside_simulation.py"
+    spec = importlib.util.spec_from_file_location("flower_beside_simulation", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- records -----------------------------------------------------------------------------------------------
+
+
+def same_bits(a, b):
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    plain = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert plain(x).tobytes() == plain(y).tobytes()
+
+
+def test_trees_come_back_bit_for_bit_with_their_types():
+    record = to_arrays(TREE)
+    found = from_arrays(record, jax.eval_shape(lambda: TREE), "tree")
+    assert jax.tree.structure(found) == jax.tree.structure(TREE)
+    same_bits(found, TREE)
+    np.testing.assert_array_equal(record["['pair'][1]"].numpy(), TREE["pair"][1])  # Flower reads it, too
+
+
+def test_trees_come_back_from_a_file(tmp_path):
+    save_records(tmp_path / "deep" / "state.npz", {"a": to_arrays(TREE), "b": to_arrays(())})
+    found = load_records(tmp_path / "deep" / "state.npz")
+    same_bits(from_arrays(found["a"], TREE, "tree"), TREE)
+    assert dict(found["b"]) == {}
+    assert load_records(tmp_path / "other.npz") == {}
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    with pytest.raises(InputError, match="bad.npz.*damaged.*start anew"):
+        load_records(tmp_path / "bad.npz")
+
+
+def replaced(**fields):
+    """The record with another first array."""
+    record = to_arrays(TREE)
+    plain = record["['half']"]
+    usual = {"dtype": plain.dtype, "shape": plain.shape, "stype": plain.stype, "data": plain.data}
+    record["['half']"] = Array(**(usual | fields))
+    return record
+
+
+BAD = {
+    "half'] is missing": lambda: to_arrays({name: leaf for name, leaf in TREE.items() if name != "half"}),
+    "unknown array \"['hall']\"; did you mean \"['half']\"": lambda: to_arrays(TREE | {"hall": jnp.ones(1)}),
+    "half'] is 'float32'; expected 'bfloat16'": lambda: to_arrays(TREE | {"half": jnp.ones(3)}),
+    "half'] has shape [2]; expected [3]": lambda: to_arrays(TREE | {"half": jnp.ones(2, jnp.bfloat16)}),
+    "half'] is damaged: it holds uint16 of shape [2]": lambda: replaced(
+        data=to_arrays({"half": jnp.ones(2, jnp.bfloat16)})["['half']"].data
+    ),
+    "half'] is damaged: it is not in numpy's format": lambda: replaced(stype="pickle"),
+    "half'] is damaged": lambda: replaced(data=b"\x93NUMPY\x01\x00"),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_record_is_refused_by_name(words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        from_arrays(BAD[words](), TREE, "upload")
+
+
+def test_metrics_are_finite_numbers_by_name():
+    metrics = ({"loss": (jnp.float32(0.1), jnp.float32(3))},)
+    same_bits(from_metrics(to_metrics(metrics), metrics, "metrics"), metrics)
+    with pytest.raises(InputError, match="is nan; expected a finite number"):
+        from_metrics(to_metrics(({"loss": (jnp.float32(jnp.nan), jnp.float32(3))},)), metrics, "metrics")
+
+
+def test_pieces_that_are_alike_are_counted_once():
+    one, two = to_arrays({"a": jnp.ones(1000)}), to_arrays({"a": jnp.ones(1000), "b": jnp.ones(1000)})
+    first, second = record_bytes(RecordDict({"x": one})), record_bytes(RecordDict({"x": two}))
+    assert 4000 < first < second < first + 500
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partition": "sampled"}, "partition: 'sampled' clients are drawn anew.*nearest: 'task_dirichlet'"),
+        ({"population": "redrawn"}, "population: 'redrawn' deals all rows afresh.*nearest: 'static'"),
+        ({"partition": "private", "pool": "order"}, "pool: 'order' makes the tasks from the rows of all"),
+        ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: None"),
+        ({"method": "ewc"}, "method: 'ewc' given; name one method"),
+    ],
+)
+def test_what_only_a_simulation_can_do_is_refused_by_name(settings, words):
+    with pytest.raises(InputError, match=words):
+        node.settings_of("linear", settings)
+
+
+# ---- a grid in this process --------------------------------------------------------------------------------
+
+
+class Here(Grid):
+    """Nodes that answer at once. `answers(node, reply)` may change a reply, or leave it out by None."""
+
+    def __init__(self, app, configs, answers=lambda place, reply: reply):
+        self.app, self.answers = app, answers
+        self.contexts = {
+            100 + i: Context(1, 100 + i, config, RecordDict(), {}) for i, config in enumerate(configs)
+        }
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = [self.one(each) for each in messages]
+        return [each for each in replies if each is not None]
+
+    def one(self, message):
+        place = message.metadata.dst_node_id
+        reply = self.app(message, self.contexts[place])
+        return reply if message.metadata.message_type == HELLO else self.answers(place, reply)
+
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError
+
+    set_run = create_message = push_messages = pull_messages = refuse
+    run = property(refuse)
+
+
+@pytest.fixture
+def identity(monkeypatch):
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("node_id", "run_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+def run_here(grid, out, method="linear", **settings):
+    server_app(method, str(out), wait=1.0, **settings)(grid, Context(1, 1, {}, RecordDict(), {}))
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.long
+def test_wrong_and_missing_uploads_are_left_out_and_counted(identity, tmp_path):
+    seen = []
+
+    def answers(place, reply):
+        """Client 0 sends a NaN the first time, then an array of another shape; client 1 drops out once."""
+        seen.append(place)
+        number = seen.count(place)
+        if place == 101 and number == 2:
+            return None
+        if place == 100 and number <= 2:
+            arrays = reply.content["upload"]
+            name = next(name for name in arrays if "classifier" in name)
+            bad = np.array(arrays[name].numpy())
+            bad = np.full_like(bad, np.nan) if number == 1 else bad[:1]
+            arrays[name] = Array(bad)
+        return reply
+
+    grid = Here(client_app("linear", **TINY), [{"partition-id": i} for i in range(3)], answers)
+    summary = run_here(grid, tmp_path / "out", **TINY)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rejected"] for line in lines] == [1, 1, 0, 0]
+    assert [line["participants"] for line in lines] == [3, 2, 3, 3]
+    assert [line["wire_dropped"] for line in lines] == [0, 1, 0, 0]
+    assert summary["rejected_uploads"] == 2
+    assert np.isfinite(summary["A_last"])
+
+
+@pytest.mark.long
+def test_the_server_needs_no_training_images_where_clients_have_their_own(identity, tmp_path):
+    rng = np.random.default_rng(0)
+    image = lambda n: rng.integers(0, 256, (n, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "test.npz", x_test=image(40), y_test=np.arange(40) % 4)
+    paths = [tmp_path / f"{i}.npz" for i in range(3)]
+    for i, path in enumerate(paths):  # client 2 has rows of the last classes alone
+        label = np.arange(20 + i) % 4 if i < 2 else 2 + np.arange(7) % 2
+        np.savez(path, x_train=image(len(label)), y_train=label)
+    settings = TINY | {"dataset": "npz:nowhere.npz", "class_order": "natural", "augment": False}
+    grid = Here(
+        client_app("linear", **settings), [{"partition-id": i, "data": str(p)} for i, p in enumerate(paths)]
+    )
+    summary = run_here(grid, tmp_path / "out", test=str(tmp_path / "test.npz"), **settings)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["participants"] for line in lines] == [2, 2, 3, 3]
+    assert len(summary["class_accuracy"]) == 4
+
+
+@pytest.mark.long
+def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
+    grid = Here(client_app("linear", **TINY | {"lr": 0.5}), [{"partition-id": i} for i in range(3)])
+    with pytest.raises(InputError, match=r"client 0: it has other settings: lr \(0.5, not 0.001\)"):
+        run_here(grid, tmp_path / "out", **TINY)
+    grid = Here(client_app("linear", **TINY), [{"partition-id": 1}, {"partition-id": 1}])
+    with pytest.raises(InputError, match="partition-id: two nodes say that they are client 1"):
+        run_here(grid, tmp_path / "out", **TINY)
+    grid = Here(client_app("linear", **TINY), [{"partition-id": 0}])
+    with pytest.raises(InputError, match="3 wanted.*2 had not come, the first with partition-id 1"):
+        run_here(grid, tmp_path / "out", **TINY)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_clients_with_models_of_their_own_are_not_evaluated_by_the_server(identity, tmp_path):
+    grid = Here(client_app("fedweit", **TINY), [{"partition-id": i} for i in range(3)])
+    summary = run_here(grid, tmp_path / "out", "fedweit", **TINY)
+    assert summary["accuracy"] is None
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["participants"] for line in lines] == [3, 3, 3, 3]
+
+
+# ---- Flower's own simulation -------------------------------------------------------------------------------
+
+FPPL = {"prompt_blocks": 2, "prompt_length": 2, "server_epochs": 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "more"), [("linear", {"participation": 0.6}), ("fppl", FPPL), ("ewc", {})]
+)
+def test_flowers_simulation_gives_the_numbers_of_ours(method, more):
+    module, settings = beside(), TINY | more
+    states, _ = module.simulated(*node.settings_of(method, settings))
+    found = module.flowered(method, settings, TINY["clients"])
+    assert len(found) == TINY["tasks"] * TINY["rounds"]
+    apart = [module.largest_difference(*pair) for pair in zip(states, found, strict=True)]
+    assert max(apart) < 1e-5, apart
+
+
+# ---- real processes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_killed_node_drops_out_and_comes_back(tmp_path, kept):
+    out = tmp_path / "out"
+    settings = TINY | {"method": "ewc", "clients": 2, "out": str(out), "timeout": 200.0}
+    where = f'state-dir="{tmp_path / "state"}"' if kept else ""
+
+    def lines():
+        path = out / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    with flower_machines.machines(tmp_path) as here:
+        for client in range(2):
+            here.node(client, where)
+        here.submit(settings)
+        here.wait_for(lambda: len(lines()) >= 1)
+        here.kill("node-1")
+        here.wait_for(lambda: any(line["wire_dropped"] for line in lines()))
+        here.node(1, where)
+        here.wait_for(lambda: (out / "summary.json").exists())
+    dropped = [line["wire_dropped"] for line in lines()]
+    assert dropped[0] == 0 and sum(dropped) >= 1 and dropped[-1] == 0
+    assert sum(line["wire_restarted"] for line in lines()) == (0 if kept else 1)
+    assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])
