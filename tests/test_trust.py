@@ -584,6 +584,19 @@ def test_signals_inside_a_block_that_is_not_to_be_broken_take_effect_after_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_another_languages_module_turns_into_an_error_of_its_own_is_not_lost(number):
+    with pytest.raises(signals.Stopped) as caught, signals.terminable():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+    assert caught.value.number == number
+    with pytest.raises(ImportError), signals.terminable():
+        raise ImportError("there was no signal")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_comes_in_a_destructor_is_not_lost(number):
     class Closing:
         def __del__(self):

@@ -26,15 +26,31 @@ def number_of(stop: KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM inside the block raises Stopped, as SIGINT raises KeyboardInterrupt; further ones are ignored,
-    so that what is being written can be finished. Only in the main thread, which alone may do so."""
+    """SIGINT and SIGTERM inside the block raise Stopped; further ones of SIGTERM are ignored, so that what is
+    being written can be finished. Only in the main thread, which alone may do so.
+
+    A signal may come while a module of another language is loaded, which turns what is raised there into an
+    error of its own: whatever error leaves the block after a signal, it is Stopped.
+    """
+    came: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
+        came.append(number)
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
         raise Stopped(number)
 
-    with _handled(signal.SIGTERM, stop), _sent_again(stop):
-        yield
+    with contextlib.ExitStack() as stack:
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is for what a shell starts with &
+                stack.enter_context(_handled(number, stop))
+        stack.enter_context(_sent_again(stop))
+        try:
+            yield
+        except Exception as error:
+            if came:
+                raise Stopped(came[0]) from error
+            raise
 
 
 @contextlib.contextmanager
