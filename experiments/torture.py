@@ -13,7 +13,8 @@ Makes one small run, then tries in turns, until the time is up or as many as ask
 
 Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. What
 went wrong is kept in the folder `wrong`, one line each. Everything is drawn from the seed, but the moments of
-kills are those of the machine's clock. Exit code 1 if anything went wrong.
+kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C ends with it. Exit code 1
+if anything went wrong.
 """
 
 import argparse
@@ -597,13 +598,24 @@ def torture(out: Path, seed: int, minutes: float, wanted: dict[str, int]) -> dic
             break
         rng = random.Random(f"{seed} {kind} {len(found[kind])}")
         shutil.rmtree(folder, ignore_errors=True)
-        outcome = TRIALS[kind](rng, folder, reference)
+        try:
+            outcome = TRIALS[kind](rng, folder, reference)
+        except KeyboardInterrupt:
+            break
         found[kind].append(outcome)
         if outcome.result != "survived":
             with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
                 file.write(f"{kind} {len(found[kind]) - 1}: {outcome.result}: {outcome.what!r}\n")
+        write_table(out / "table.md", found)
     shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def write_table(path: Path, found: dict[str, list[Outcome]]) -> None:
+    """The table so far, for a run that is cut off."""
+    part = path.with_suffix(".part")
+    part.write_text(table(found) + "\n")
+    part.replace(path)
 
 
 def _turns(wanted: dict[str, int]) -> Iterator[str]:
