@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,12 @@ import small_runs
 
 sys.path.append(str(small_runs.ROOT / "experiments"))
 
-from peers import dense, game, prompted
+import bench_gpu
+import bench_peers
+from peers import accelerator, contest, dense, game, prompted
 
 from fcljax.federated.sweep import Lanes
-from fcljax.models.vit import ViTConfig, apply_vit
+from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 
 MLP = dense.Dense((6,), (), (5,), 3, (7, 2, 4), batch=3, epochs=2, rate=0.3)
 CNN = dense.Dense((4, 4, 1), (2, 3), (5,), 3, (4, 3), batch=3, rate=0.3)
@@ -57,7 +61,7 @@ def test_plain_loops_in_jax_give_the_engines_model():
         assert_same(loop(MLP, federation, in_order)(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("work", [MLP, CNN], ids=["mlp", "cnn"])
+@pytest.mark.parametrize("work", [MLP, pytest.param(CNN, marks=pytest.mark.long)], ids=["mlp", "cnn"])
 def test_the_loop_in_torch_gives_the_engines_model(work):
     pytest.importorskip("torch")
     federation = dense.game_of(work)
@@ -135,8 +139,75 @@ def test_the_plain_loss_in_jax_has_our_loss_and_gradients(method):
 
 def test_flops_of_the_formula_are_those_of_the_compiled_network():
     vit = dataclasses.replace(MICRO, width=64, mlp=256, heads=4, image_size=32)
-    frozen = prompted.frozen_of(vit).network
-    image = jnp.zeros((2, 32, 32, 3))
-    compiled = jax.jit(lambda frozen, image: apply_vit(vit, frozen, image).cls).lower(frozen, image).compile()
+    frozen, image = parameter_shapes(vit), jnp.zeros((2, 32, 32, 3))
+    lowered = jax.jit(lambda frozen, image: apply_vit(vit, frozen, image).cls).lower(frozen, image)
     # XLA counts sums, norms and activations too
-    assert 0.85 < 2 * prompted.forward_flops(vit, 0, 0) / compiled.cost_analysis()["flops"] < 1
+    assert 0.85 < 2 * prompted.forward_flops(vit, 0, 0) / lowered.cost_analysis()["flops"] < 1
+
+
+# ---- the benches themselves --------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_table_has_a_row_for_every_way(capsys):
+    text = bench_peers.report(bench_peers.parse(["--small", "--repeats", "1", "--only", "tiny"]))
+    ways = ["fcljax", "fcljax, 8 lanes side by side", "JAX, a call per step", "JAX, a call per client"]
+    ways += ["torch"] * contest.has_torch()
+    rows = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 5,000")]
+    assert rows == ways
+    assert "Flower: " in text and "GFLOP/s: numpy" in text
+
+
+def test_shares_and_ratios_are_those_of_the_medians():
+    work = contest.Workload("w", 100, 6 * 10**9, ())
+    rows = [contest.Row(work, "fcljax", (1.0, 2.0, 4.0), 3.0), contest.Row(work, "other", (4.0, 4.0), 0.0)]
+    first, second = contest.table(rows, peak=10.0).splitlines()[2:]
+    assert first == "| w | fcljax | 50 | 25 to 100 | 1.00 | 3.0 | 30 % |"
+    assert second == "| w | other | 25 | 25 to 25 | 0.50 | 0.0 | 15 % |"
+
+
+@pytest.mark.long
+def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
+    found = [*accelerator.ceilings(accelerator.SMALL)]
+    found += accelerator.training(accelerator.SMALL._replace(lanes=(2,)), "bfloat16", "vmap")
+    text = bench_gpu.markdown(found)
+    assert "| bfloat16 | vmap | 2 |" in text and "not told |" in text
+    assert "Default for bfloat16: 2 lanes, vmap" in text
+
+
+def setting(lanes, **more):
+    return {"training": "float32", "mode": "vmap", "lanes": lanes, **more}
+
+
+def test_the_default_is_the_fewest_lanes_close_to_the_best():
+    rates = {1: 50.0, 4: 98.0, 8: 100.0, 16: 99.0}
+    found = [setting(lanes, images_s=rate, compilation_s=1.0, peak_gib=None) for lanes, rate in rates.items()]
+    (line,) = bench_gpu.defaults([*found, setting(32, failed="out of memory")])
+    assert line.startswith("Default for float32: 4 lanes, vmap")
+
+
+def test_what_needs_too_much_memory_is_a_row():
+    def measure():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    line = setting(32) | accelerator.tried(measure)
+    assert "| float32 | vmap | 32 | out of memory |" in bench_gpu.markdown([line])
+
+
+def test_what_a_broken_series_had_found_is_kept(tmp_path, monkeypatch):
+    begins = {"begins": setting(2), "then": [setting(4)]}
+    script = tmp_path / "series.py"
+    said = [f"print({json.dumps(json.dumps(line))})" for line in (setting(1), begins)]
+    script.write_text("\n".join([*said, "raise SystemExit('boom')"]))
+    monkeypatch.setattr(bench_gpu, "HERE", script)
+    first, _, *failed = bench_gpu.in_a_process("float32 vmap", True, time.monotonic() + 600, 600)
+    assert first == setting(1)
+    assert [line["lanes"] for line in failed] == [2, 4] and failed[0]["failed"] == "boom"
+
+
+@pytest.mark.long
+def test_the_authors_loop_runs_in_every_type():
+    pytest.importorskip("torch")
+    found = list(accelerator.torch_ways(accelerator.SMALL, "cpu"))
+    assert [line["torch"] for line in found] == ["released", "frozen", "lean", "lean"]
+    assert all(line["images_s"] > 0 for line in found)
