@@ -16,7 +16,7 @@ sys.path.append(str(small_runs.ROOT / "experiments"))
 
 import bench_gpu
 import bench_peers
-from peers import accelerator, contest, dense, game, prompted
+from peers import ablation, accelerator, contest, dense, game, prompted
 
 from fcljax.federated.sweep import Lanes
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
@@ -143,6 +143,24 @@ def test_flops_of_the_formula_are_those_of_the_compiled_network():
     lowered = jax.jit(lambda frozen, image: apply_vit(vit, frozen, image).cls).lower(frozen, image)
     # XLA counts sums, norms and activations too
     assert 0.85 < 2 * prompted.forward_flops(vit, 0, 0) / lowered.cost_analysis()["flops"] < 1
+
+
+def test_the_products_that_are_timed_are_those_that_are_counted():
+    batch, prompts, blocks = 3, 20, 2
+    vit = dataclasses.replace(MICRO, depth=4)
+    flops = lambda shapes: sum(2 * n * rows * inner * to for n, rows, inner, to in shapes) / batch
+    shapes = ablation.shapes(vit, batch, prompts, blocks)
+    pairs = ablation.attention_shapes(vit, prompts, blocks)
+    attention = sum(4 * queries * keys * vit.width for queries, keys in pairs)
+    assert flops(shapes) + attention == prompted.forward_flops(vit, prompts, blocks)
+    assert flops(shapes[3:]) + 2 * attention == prompted.backward_flops(vit, prompts, blocks)
+
+
+def test_even_clients_have_the_same_rows_in_full_batches():
+    work = prompted.Work("fppl", MICRO, (100, 70, 50, 36), 32)
+    assert ablation.even_rows(work) == (64, 64, 64, 64)
+    with pytest.raises(ValueError, match="35"):
+        ablation.even_rows(work._replace(rows=(30, 5)))
 
 
 # ---- the benches themselves --------------------------------------------------------------------------------
