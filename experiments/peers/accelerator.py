@@ -152,8 +152,7 @@ def streaming(sizes: Sizes) -> Iterator[Found]:
     game, lanes = game_of(work), Lanes(min(4, sizes.clients), "vmap")
     split = jax.tree.map(np.asarray, game.data)
     window = 4 * lanes.count * work.batch
-    places = {"resident": game.data, "host": Host(split, window), "host, waiting": Host(split, window, False)}
-    for name, data in places.items():
+    for name, data in {"resident": game.data, "host": Host(split, window)}.items():
 
         def measure(data: Any = data) -> Found:
             return timed(round_of(game._replace(data=data), lanes), sizes.repeats).rates(rows_seen(work))
