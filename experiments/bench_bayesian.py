@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_hepco import peak, processor, seconds
+from peers.machine import peak, processor, seconds
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks

@@ -14,14 +14,13 @@ round; memory is the high-water mark of a process of its own, as Linux keeps it.
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from peers.machine import best
 
 from fcljax import config
 from fcljax.data.partition import count_matrix, dirichlet
@@ -107,18 +106,6 @@ def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndar
     label = np.repeat(np.arange(CLASSES), rows // CLASSES)
     parts = dirichlet(label, clients, beta, np.random.RandomState(seed), min_size=0)
     return label, Roster(*client_rows(parts, label, TASK), count_matrix(label, parts, CLASSES))
-
-
-def best(function: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls, after one that compiles."""
-    function()
-    return min(_seconds(function) for _ in range(repeats))
-
-
-def _seconds(function) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def timed_round(

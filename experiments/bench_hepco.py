@@ -10,16 +10,14 @@ Prints a line per measurement, the processor and the peak of its matrix products
 
 import argparse
 import functools
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from peers.machine import peak, processor, seconds
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
@@ -80,13 +78,6 @@ def python_loop(spent: list[float], lower: int, upper: Any, body: Callable, star
     return result
 
 
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """How long a call takes, and its result."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(call())
-    return time.perf_counter() - start, result
-
-
 def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     """HePCo's server step as a function of arrays, and random ones: the merged model, the clients' models, a
     key."""
@@ -122,20 +113,6 @@ def noisy(model: Learner, params: Model, task: Task, key: jax.Array) -> Model:
     keys = jax.random.split(key, len(leaves))
     pairs = zip(leaves, keys, strict=True)
     return jax.tree.unflatten(shape, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in pairs])
-
-
-def peak(size: int = 2048, repeats: int = 5) -> float:
-    """GFLOP/s of float32 matrix products."""
-    a, product = jnp.ones((size, size)), jax.jit(jnp.matmul)
-    seconds(lambda: product(a, a))
-    return 2 * size**3 / min(seconds(lambda: product(a, a))[0] for _ in range(repeats)) / 1e9
-
-
-def processor() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

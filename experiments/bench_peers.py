@@ -1,0 +1,186 @@
+"""fcljax's engine beside plain loops of our own in JAX and torch, on one core.
+
+    python experiments/bench_peers.py --repeats 3
+    python experiments/bench_peers.py --profile          # what stands in FPPL's way to the peak, part by part
+    python experiments/bench_peers.py --only mlp tiny
+
+Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, and FPPL
+and PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation. All ways of a workload do the
+same work in float32 and take turns; compilation is apart. Samples are rows that pass through the network,
+FPPL's prototype pass included. In torch, FPPL and PILoRA are the papers' algorithms as their releases compute
+them, without the gradients that nobody reads, and lean (peers/torch_vit.py). torch is optional.
+
+The share of the peak is that of useful FLOPs: matrix products of real rows in the cheapest known form
+(peers/prompted.py, useful_flops), over the fastest product that numpy or jax made in the same run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from peers.pin import one_core
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    options = parse(sys.argv[1:])
+    one_core(options.core)
+    print(report(options), flush=True)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--core", type=int, default=None, help="the processor's core to run on")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="tiny sizes: does it work?")
+    parser.add_argument("--profile", action="store_true", help="FPPL's round part by part, and nothing else")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    return parser.parse_args(arguments)
+
+
+def report(options: argparse.Namespace) -> str:
+    """Markdown of everything; what is found meanwhile goes to stderr."""
+    from peers import contest, machine
+
+    size = 256 if options.small else 2048
+    peaks = [{"numpy": machine.numpy_peak(size), "jax": machine.peak(size)}]
+    rows: list[contest.Row] = []
+    found = ""
+    if options.profile:
+        found = profile(options, max(peaks[0].values()))
+    for name in () if options.profile else options.only:
+        for workload in WORKLOADS[name](options.small):
+            rows += contest.measure(workload, options.repeats)
+            for row in rows[-len(workload.ways) :]:
+                print(f"{workload.name}, {row.way}: {row.rate:,.0f} samples/s", file=sys.stderr, flush=True)
+    peaks.append({"numpy": machine.numpy_peak(size), "jax": machine.peak(size)})
+    said = [f"{name} {before:.0f} and {peaks[1][name]:.0f}" for name, before in peaks[0].items()]
+    lines = [
+        f"{machine.processor()}, one core; matrix products of {size} x {size} before and after, GFLOP/s: "
+        f"{', '.join(said)}"
+    ]
+    found = found or contest.table(rows, max(max(each.values()) for each in peaks))
+    return "\n\n".join([*lines, found, *contest.left_out()])
+
+
+def profile(options: argparse.Namespace, peak: float) -> str:
+    """FPPL's round part by part."""
+    from peers import ablation
+
+    from fcljax.federated.sweep import Lanes
+
+    return ablation.profile(prompted_work("fppl", options.small), Lanes(1, "loop"), peak, options.repeats)
+
+
+# ---- workloads ---------------------------------------------------------------------------------------------
+
+
+def dense_workload(name: str, small: bool) -> Iterable[Any]:
+    """A whole network that trains."""
+    from peers import contest, dense, game
+
+    from fcljax.federated.sweep import Lanes
+
+    work = dense_sizes(small)[name]
+    federation = dense.game_of(work)
+    lanes = {"fcljax": Lanes(1, "loop")}
+    if not work.convs:  # side by side, every client's convolution would have kernels of its own
+        lanes["fcljax, 8 lanes side by side"] = Lanes(8, "vmap")
+    ways = {n: lambda each=each: game.round_of(federation, each) for n, each in lanes.items()}
+    ways["JAX, a call per step"] = lambda: dense.jax_steps(work, federation)
+    if not work.convs:  # in a loop of XLA's, the gradient of jax's own convolution is 40 times slower
+        ways["JAX, a call per client"] = lambda: dense.jax_clients(work, federation)
+    if contest.has_torch():
+        ways["torch"] = lambda: dense.torch_steps(work, federation)
+    samples = sum(work.rows) * work.epochs
+    return [contest.Workload(title(name), samples, 0, made(ways))]
+
+
+def dense_sizes(small: bool) -> dict[str, Any]:
+    """The CNN has the convolutions of the usual one for EMNIST; tiny clients have 1 to 4 steps each."""
+    from peers.dense import Dense, skewed
+
+    if small:
+        return {
+            "cnn": Dense((8, 8, 1), (4, 4), (8,), 10, skewed(3, 6, 2), 4),
+            "mlp": Dense((16,), (), (8,), 10, skewed(5, 6, 2), 4),
+            "tiny": Dense((8,), (), (4,), 4, skewed(20, 3, 1), 4),
+        }
+    return {
+        "cnn": Dense((28, 28, 1), (32, 64), (128,), 62, skewed(50, 40, 5), 20),
+        "mlp": Dense((784,), (), (200, 200), 62, skewed(200, 100, 10), 20),
+        "tiny": Dense((64,), (), (32,), 10, skewed(5000, 12, 3), 10),
+    }
+
+
+def prompted_workload(name: str, small: bool) -> Iterable[Any]:
+    """Training, then evaluation, of a method on a ViT."""
+    from peers import contest, game, prompted
+
+    from fcljax.federated.sweep import Lanes
+
+    work = prompted_work(name, small)
+    federation, rows = prompted.game_of(work), prompted.rows_seen(work)
+    rounds: dict[str, Callable] = {
+        "fcljax": lambda: game.round_of(federation, Lanes(1, "loop")),
+        "JAX, a call per step": lambda: prompted.jax_steps(work, federation),
+    }
+    tests: dict[str, Callable] = {
+        "fcljax": lambda: prompted.predict_of(work, federation),
+        "JAX, a call per step": lambda: prompted.jax_predict(work, federation),
+    }
+    if contest.has_torch():
+        from peers import torch_vit
+
+        for how in torch_vit.WAYS[name]:
+            rounds[f"torch, {how}"] = lambda how=how: torch_vit.ROUNDS[name](work, federation, how)
+        for how in ("released", "lean"):
+            tests[f"torch, {how}"] = lambda how=how: torch_vit.PREDICTS[name](work, federation, how)
+    train, test = prompted.useful_flops(work)
+    yield contest.Workload(title(name), rows, train, made(rounds))
+    yield contest.Workload(f"{title(name)}, evaluation", work.test, test, made(tests))
+
+
+def prompted_work(name: str, small: bool) -> Any:
+    """Clients of uneven sizes whose rows fill 8 batches in all."""
+    import dataclasses
+
+    from peers.prompted import Work
+
+    from fcljax.models.vit import VITS, ViTConfig
+
+    if small:
+        vit = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
+        return Work(name, vit, (6, 2), 4, epochs=1, test=6, blocks=1)
+    vit = dataclasses.replace(VITS["vit_ti16"], image_size=64)
+    return Work(name, vit, (100, 70, 50, 36), 32)
+
+
+def made(ways: dict[str, Callable]) -> tuple:
+    """Ways by name, as they are measured."""
+    from peers import contest
+
+    return tuple(contest.Way(name, make) for name, make in ways.items())
+
+
+def title(name: str) -> str:
+    """Of a workload in the table."""
+    return {
+        "cnn": "CNN, 50 clients", "mlp": "MLP, 200 clients", "tiny": "5,000 tiny clients",
+        "fppl": "FPPL, ViT-Ti/16", "pilora": "PILoRA, ViT-Ti/16",
+    }[name]  # fmt: skip
+
+
+WORKLOADS: dict[str, Callable[[bool], Iterable[Any]]] = {
+    "cnn": lambda small: dense_workload("cnn", small),
+    "mlp": lambda small: dense_workload("mlp", small),
+    "tiny": lambda small: dense_workload("tiny", small),
+    "fppl": lambda small: prompted_workload("fppl", small),
+    "pilora": lambda small: prompted_workload("pilora", small),
+}
+
+
+if __name__ == "__main__":
+    main()

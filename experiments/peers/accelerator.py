@@ -1,0 +1,223 @@
+"""What bench_gpu.py measures, in series; each series is a process of its own and tells what it finds at once.
+
+A process of its own has a peak of memory that is nobody else's, and can be stopped when its time is over.
+Nothing here needs a GPU.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from fcljax.data.streaming import Host
+from fcljax.federated.sweep import Lanes
+from fcljax.models.vit import VITS, ViTConfig
+from peers.contest import has_torch
+from peers.game import Game, round_of
+from peers.machine import best, device, peak, processor, seconds
+from peers.prompted import Work, game_of, predict_of, rows_seen, useful_flops
+
+MODES = ("vmap", "loop", "unroll")
+TYPES = ("bfloat16", "float32")
+Found = dict[str, Any]  # one line of what was found
+
+
+class Sizes(NamedTuple):
+    """How large everything is."""
+
+    vit: ViTConfig
+    clients: int
+    rows: int  # of each client
+    batch: int
+    test: int
+    lanes: tuple[int, ...]
+    square: int  # rows of the matrices whose product is the ceiling
+    copied: int  # bytes
+    blocks: int  # that have prompts
+    repeats: int
+
+
+FULL = Sizes(VITS["vit_b16"], 32, 32, 32, 512, (1, 2, 4, 8, 16, 32), 8192, 2**29, 5, 3)
+MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
+SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
+
+
+def work_of(sizes: Sizes, dtype: str) -> Work:
+    """FPPL with one epoch and the prototype pass."""
+    vit = dataclasses.replace(sizes.vit, dtype=dtype)
+    rows = (sizes.rows,) * sizes.clients
+    return Work("fppl", vit, rows, sizes.batch, epochs=1, test=sizes.test, blocks=sizes.blocks)
+
+
+# ---- series ------------------------------------------------------------------------------------------------
+
+
+def ceilings(sizes: Sizes) -> Iterator[Found]:
+    """Matrix products and copies by themselves."""
+    yield {"device": device(), "processor": processor(), "jax": jax.__version__}
+    named = {
+        "bfloat16": ("bfloat16", None), "float32, default precision": ("float32", None),
+        "float32, highest precision": ("float32", "highest"),
+    }  # fmt: skip
+    for name, (dtype, precision) in named.items():
+        yield {"ceiling": name, "tflops": peak(sizes.square, 3, dtype, precision) / 1e3}
+    host, twice = np.ones(sizes.copied // 4, np.float32), 2 * sizes.copied
+    there = jax.device_put(host)
+    yield {"ceiling": "host to device", "gb_s": sizes.copied / best(lambda: jax.device_put(host), 3) / 1e9}
+    # a copy that XLA cannot leave out; it reads and writes
+    change = jax.jit(lambda x: x + 1.0)
+    taken = best(lambda: change(there), 3)
+    yield {"ceiling": "device to device, read and written", "gb_s": twice / taken / 1e9}
+
+
+def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop", "unroll"]) -> Iterator[Found]:
+    """Client images per second by the number of lanes, from few to many: memory is the peak so far. What is
+    begun is told first, for who would stop it."""
+    work = work_of(sizes, dtype)
+    game = game_of(work)
+    for i, lanes in enumerate(sizes.lanes):
+        setting = {"training": dtype, "mode": mode, "lanes": lanes}
+        yield {"begins": setting, "then": [setting | {"lanes": more} for more in sizes.lanes[i + 1 :]]}
+        yield setting | tried(lambda lanes=lanes: rate_of(work, game, Lanes(lanes, mode), sizes.repeats))
+        jax.clear_caches()
+
+
+def rate_of(work: Work, game: Game, lanes: Lanes, repeats: int) -> Found:
+    """A round's images per second, what it computes, how long it took to compile, and memory."""
+    spent = timed(round_of(game, lanes), repeats)
+    rows, flops = rows_seen(work), useful_flops(work)[0]
+    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return spent.rates(rows) | {
+        "tflops": flops / spent.median / 1e12,
+        "compilation_s": round(max(0.0, spent.first - spent.median), 1),
+        "peak_gib": None if used is None else round(used / 2**30, 2),
+    }
+
+
+class Spent(NamedTuple):
+    """Seconds of the first call, and of the others."""
+
+    first: float
+    times: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the others."""
+        return statistics.median(self.times)
+
+    def rates(self, images: int) -> Found:
+        """Images per second: median and range."""
+        return {
+            "images_s": images / self.median, "lowest": images / max(self.times),
+            "highest": images / min(self.times),
+        }  # fmt: skip
+
+
+def timed(call: Callable[[], Any], repeats: int) -> Spent:
+    """A call that compiles, and so many more."""
+    first = seconds(call)[0]
+    return Spent(first, tuple(seconds(call)[0] for _ in range(repeats)))
+
+
+def tried(measure: Callable[[], Found]) -> Found:
+    """What was found, or why not: a setting that needs too much memory is a result too."""
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:  # jax's error of the backend and torch's are of this kind
+        lines = str(error).splitlines() or [type(error).__name__]
+        full = "RESOURCE_EXHAUSTED" in lines[0] or "out of memory" in lines[0].lower()
+        return {"failed": "out of memory" if full else lines[0][:200]}
+
+
+def evaluation(sizes: Sizes) -> Iterator[Found]:
+    """Test images per second, un-prompted features not cached."""
+    for dtype in TYPES:
+        work = work_of(sizes, dtype)
+
+        def measure(work: Work = work) -> Found:
+            spent = timed(predict_of(work, game_of(work)), sizes.repeats)
+            return spent.rates(work.test) | {"tflops": useful_flops(work)[1] / spent.median / 1e12}
+
+        yield {"evaluation": dtype} | tried(measure)
+
+
+def streaming(sizes: Sizes) -> Iterator[Found]:
+    """Images on the host that are copied in windows while the device works, against resident ones."""
+    work = work_of(sizes, "bfloat16")
+    game, lanes = game_of(work), Lanes(min(4, sizes.clients), "vmap")
+    split = jax.tree.map(np.asarray, game.data)
+    window = 4 * lanes.count * work.batch
+    for name, data in {"resident": game.data, "host": Host(split, window)}.items():
+
+        def measure(data: Any = data) -> Found:
+            return timed(round_of(game._replace(data=data), lanes), sizes.repeats).rates(rows_seen(work))
+
+        yield {"streaming": name, "window": window, "lanes": lanes.count} | tried(measure)
+    alone = best(lambda: Host(split, window).take(np.arange(len(split.label), dtype=np.int32)), sizes.repeats)
+    yield {"streaming": "copies alone", "images_s": len(split.label) / alone}
+
+
+def torch_loop(sizes: Sizes) -> Iterator[Found]:
+    """The authors' algorithm as a plain loop in torch, on its GPU."""
+    if not has_torch():
+        yield {"torch": "left out: not installed"}
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield {"torch": "left out: torch sees no CUDA device"}
+        return
+    yield from torch_ways(sizes, "cuda")
+
+
+def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
+    """The same on any device of torch's: as released, without unused gradients, and lean in two types."""
+    import torch
+
+    from peers import torch_vit
+
+    work = work_of(sizes, "float32")
+    game, rows, flops = game_of(work), rows_seen(work), useful_flops(work)[0]
+    settings = (("released", "highest"), ("frozen", "highest"), ("lean", "high"), ("lean", "bfloat16"))
+    for how, precision in settings:
+        torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
+        half = precision == "bfloat16"
+
+        def measure(how: torch_vit.How = how, half: bool = half) -> Found:
+            play = torch_vit.fppl_round(work, game, how, where)
+
+            def once() -> Any:
+                with torch.autocast(torch.device(where).type, torch.bfloat16, enabled=half):
+                    return play()
+
+            spent = timed(once, sizes.repeats)
+            return spent.rates(rows) | {"tflops": flops / spent.median / 1e12}
+
+        name = {"highest": "float32", "high": "float32, TF32 allowed", "bfloat16": "bfloat16"}[precision]
+        yield {"torch": how, "type": name} | tried(measure)
+
+
+SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
+    "ceilings": ceilings,
+    "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
+    "evaluation": evaluation,
+    "torch": torch_loop,
+    "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),
+    "streaming": streaming,
+    "bfloat16 loop": functools.partial(training, dtype="bfloat16", mode="loop"),
+    "float32 loop": functools.partial(training, dtype="float32", mode="loop"),
+    "bfloat16 unroll": functools.partial(training, dtype="bfloat16", mode="unroll"),
+    "float32 unroll": functools.partial(training, dtype="float32", mode="unroll"),
+}
+
+
+def play_series(name: str, sizes: Sizes, say: Callable[[Found], None]) -> None:
+    """Everything that a series finds, as it is found, with the seconds since its start."""
+    start = time.perf_counter()
+    for found in SERIES[name](sizes):
+        say(found | {"at_s": round(time.perf_counter() - start, 1)})

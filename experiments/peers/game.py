@@ -1,0 +1,84 @@
+"""A federation in the middle of its stream, and one round of it by the engine."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fcljax.federated.check import Example
+from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
+from fcljax.federated.schedule import Roster, capacities
+from fcljax.federated.sweep import Fetch, Lanes
+from fcljax.types import Frozen, Method, PyTree, Task
+
+KEY = jax.random.key(0)
+SLOTS = 128  # clients per chunk, as in a run
+
+
+class Game(NamedTuple):
+    """A federation before a round. `fetch` reads rows of `data`; `server` is what the round starts from."""
+
+    method: Method
+    frozen: Frozen
+    server: PyTree
+    data: PyTree
+    roster: Roster
+    task: Task
+    fetch: Fetch
+
+
+def deal(rows: Sequence[int], label: np.ndarray, classes: int) -> Roster:
+    """Clients with so many rows each, in the order of the rows."""
+    ends = np.cumsum(rows)
+    owned = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+    held = np.stack([np.bincount(label[own], minlength=classes) for own in owned]).astype(np.int32)
+    return Roster(np.concatenate(owned), np.concatenate([[0], ends]).astype(np.int64), held)
+
+
+def rows_of(roster: Roster, client: int) -> np.ndarray:
+    """The rows of a client."""
+    return roster.rows[roster.offset[client] : roster.offset[client + 1]]
+
+
+def engine_of(game: Game, lanes: Lanes) -> Engine:
+    """The engine of a federation."""
+    rooms = capacities(game.method, [game.roster], lanes.count, SLOTS)
+    return make_engine(game.method, game.fetch, lanes, rooms, Example(game.frozen, game.data, game.task))
+
+
+def round_of(game: Game, lanes: Lanes) -> Callable[[], PyTree]:
+    """A call that plays the round with all clients, always from the same start -> the server after it."""
+    engine, clients = engine_of(game, lanes), len(game.roster.count)
+    states = [init_clients(game.method, game.server, clients, KEY)]
+
+    def once() -> PyTree:
+        server, states[0], _ = run_round(
+            engine, game.frozen, game.server, states[0], game.data, game.roster, np.arange(clients),
+            game.task, 0, KEY,
+        )  # fmt: skip
+        if max(engine.traces.values()) > 1:
+            raise RuntimeError(f"a function was traced twice: {engine.traces}")
+        return server
+
+    return once
+
+
+def mean_tree(trees: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
+    """FedAvg as a plain loop has it: the weighted mean of parameters."""
+    share = np.asarray(weights, np.float32) / np.sum(weights)
+    return jax.tree.map(lambda *x: sum(s * leaf for s, leaf in zip(share, x, strict=True)), *trees)
+
+
+def add_tree(total: PyTree, tree: PyTree, share: float) -> PyTree:
+    """The same as a running sum."""
+    return jax.tree.map(lambda a, b: a + share * b, total, tree)
+
+
+def task_of(index: int, task_classes: int, tasks: int) -> Task:
+    """Task number `index` of a stream of equal tasks, on the device."""
+    ids = np.arange(task_classes * tasks, dtype=np.int32)
+    mine = ids // task_classes == index
+    task = Task.of_numpy(np.int32(index), ids[mine], mine, ids // task_classes <= index)
+    return jax.tree.map(jnp.asarray, task)

@@ -1,0 +1,231 @@
+"""What experiments/bench_peers.py compares is the same work: plain loops give the engine's numbers."""
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_runs
+
+sys.path.append(str(small_runs.ROOT / "experiments"))
+
+import bench_gpu
+import bench_peers
+from peers import ablation, accelerator, contest, dense, game, prompted
+
+from fcljax.federated.sweep import Lanes
+from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
+
+MLP = dense.Dense((6,), (), (5,), 3, (7, 2, 4), batch=3, epochs=2, rate=0.3)
+CNN = dense.Dense((4, 4, 1), (2, 3), (5,), 3, (4, 3), batch=3, rate=0.3)
+MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
+
+
+def in_order(client, epoch, rows):
+    return np.arange(rows)
+
+
+def unshuffled(federation):
+    """The same federation, whose clients read their rows in order."""
+    (each,) = federation.method.rounds
+    (phase,) = each.program.phases
+    program = each.program._replace(phases=(phase._replace(view=phase.view._replace(shuffle=False)),))
+    return federation._replace(method=federation.method._replace(rounds=(each._replace(program=program),)))
+
+
+@functools.cache
+def by_engine(work):
+    """The weights after a round, by name."""
+    federation = dense.game_of(work)
+    server = game.round_of(unshuffled(federation), Lanes(2, "vmap"))()
+    return dense.weights_of(federation._replace(server=server))
+
+
+def assert_same(found, expected, **tolerance):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.asarray(found[name]), np.asarray(value), err_msg=name, **tolerance)
+
+
+def test_plain_loops_in_jax_give_the_engines_model():
+    federation = dense.game_of(MLP)
+    expected = by_engine(MLP)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), expected, dense.weights_of(federation))
+    assert min(moved.values()) > 1e-3  # a round that changes nothing would agree with anything
+    for loop in (dense.jax_steps, dense.jax_clients):
+        assert_same(loop(MLP, federation, in_order)(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("work", [MLP, pytest.param(CNN, marks=pytest.mark.long)], ids=["mlp", "cnn"])
+def test_the_loop_in_torch_gives_the_engines_model(work):
+    pytest.importorskip("torch")
+    federation = dense.game_of(work)
+    assert_same(dense.torch_steps(work, federation, in_order)(), by_engine(work), atol=1e-5)
+
+
+@functools.cache
+def one_batch(method):
+    """A batch without augmentation, and a federation whose step is gradient descent at a rate so large that
+    the gradient can be read from it."""
+    work = prompted.Work(
+        method, MICRO, (6, 3), 6, test=8, augment=False, optimiser="sgd", rate=1000.0, blocks=2
+    )  # fmt: skip
+    federation = prompted.game_of(work)
+    rows = jnp.asarray(game.rows_of(federation.roster, 0))
+    image, label, _ = federation.fetch(federation.data, rows, jax.random.split(game.KEY, 6), True)
+    loss, before, after = prompted.clients_step(federation, image, label)
+    gradient = jax.tree.map(lambda a, b: (a - b) / work.rate, before, after)
+    return work, federation, image, label, loss, gradient
+
+
+@pytest.mark.parametrize("how", ["released", "frozen", "lean"])
+def test_fppl_in_torch_has_our_loss_and_gradients(how):
+    torch = pytest.importorskip("torch")
+    from peers import torch_vit
+
+    work, federation, image, label, loss, gradient = one_batch("fppl")
+    net = torch_vit.Fppl(work, federation, how)
+    prototype = torch_vit.tensor(federation.server.steps[0].vector).mean(0)[prompted.TASK_CLASSES :]
+    theirs = torch_vit.fppl_loss(net, torch_vit.tensor(image), torch_vit.tensor(label).long(), prototype)
+    theirs.backward()
+    assert theirs.item() == pytest.approx(loss, rel=1e-4)
+    found = {
+        "prompt": net.prompt.grad[1], "psi": net.psi.grad, "sigma": net.sigma.grad,
+        "kernel": net.fc.weight.grad.T,
+    }  # fmt: skip
+    gate = gradient.adapter.gate
+    expected = {
+        "prompt": gradient.adapter.prompt, "psi": gate.psi, "sigma": gate.sigma,
+        "kernel": gradient.classifier.kernel,
+    }  # fmt: skip
+    assert_same(found, expected, atol=1e-4 * float(jnp.abs(gradient.adapter.prompt).max()), rtol=1e-4)
+    assert not torch.any(net.prompt.grad[0])
+    assert (net.vit.patch.weight.grad is not None) == (how == "released")
+
+
+@pytest.mark.parametrize("how", ["released", "lean"])
+def test_pilora_in_torch_has_our_loss_and_gradients(how):
+    pytest.importorskip("torch")
+    from peers import torch_vit
+
+    work, federation, image, label, loss, gradient = one_batch("pilora")
+    net = torch_vit.Pilora(work, federation, how)
+    theirs, _ = torch_vit.pilora_loss(net, torch_vit.tensor(image), torch_vit.tensor(label).long())
+    theirs.backward()
+    assert theirs.item() == pytest.approx(loss, rel=1e-4)
+    found = {name: x.grad for name, x in zip(gradient.adapter._fields, net.pairs[1], strict=True)}
+    assert_same(found, {n: x[0] for n, x in gradient.adapter._asdict().items()}, atol=1e-5, rtol=1e-4)
+    centres = np.stack([x.grad for x in net.centres[prompted.TASK_CLASSES :]])
+    np.testing.assert_allclose(centres, gradient.classifier, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["fppl", "pilora"])
+def test_the_plain_loss_in_jax_has_our_loss_and_gradients(method):
+    work, federation, image, label, loss, gradient = one_batch(method)
+    part, fixed = prompted.start_of(work, federation)
+    of = lambda part: prompted.LOSSES[method](
+        work, part, federation.frozen.network, fixed, image, label, jnp.ones(len(label))
+    )
+    (plain, _), found = jax.jit(jax.value_and_grad(of, has_aux=True))(part)
+    assert float(plain) == pytest.approx(loss, rel=1e-4)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient._replace(stats=())), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3)
+
+
+def test_flops_of_the_formula_are_those_of_the_compiled_network():
+    vit = dataclasses.replace(MICRO, width=64, mlp=256, heads=4, image_size=32)
+    frozen, image = parameter_shapes(vit), jnp.zeros((2, 32, 32, 3))
+    lowered = jax.jit(lambda frozen, image: apply_vit(vit, frozen, image).cls).lower(frozen, image)
+    # XLA counts sums, norms and activations too
+    assert 0.85 < 2 * prompted.forward_flops(vit, 0, 0) / lowered.cost_analysis()["flops"] < 1
+
+
+def test_the_products_that_are_timed_are_those_that_are_counted():
+    batch, prompts, blocks = 3, 20, 2
+    vit = dataclasses.replace(MICRO, depth=4)
+    flops = lambda shapes: sum(2 * n * rows * inner * to for n, rows, inner, to in shapes) / batch
+    shapes = ablation.shapes(vit, batch, prompts, blocks)
+    pairs = ablation.attention_shapes(vit, prompts, blocks)
+    attention = sum(4 * queries * keys * vit.width for queries, keys in pairs)
+    assert flops(shapes) + attention == prompted.forward_flops(vit, prompts, blocks)
+    assert flops(shapes[3:]) + 2 * attention == prompted.backward_flops(vit, prompts, blocks)
+
+
+def test_even_clients_have_the_same_rows_in_full_batches():
+    work = prompted.Work("fppl", MICRO, (100, 70, 50, 36), 32)
+    assert ablation.even_rows(work) == (64, 64, 64, 64)
+    with pytest.raises(ValueError, match="35"):
+        ablation.even_rows(work._replace(rows=(30, 5)))
+
+
+# ---- the benches themselves --------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_table_has_a_row_for_every_way(capsys):
+    text = bench_peers.report(bench_peers.parse(["--small", "--repeats", "1", "--only", "tiny"]))
+    ways = ["fcljax", "fcljax, 8 lanes side by side", "JAX, a call per step", "JAX, a call per client"]
+    ways += ["torch"] * contest.has_torch()
+    rows = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 5,000")]
+    assert rows == ways
+    assert "Flower: " in text and "GFLOP/s: numpy" in text
+
+
+def test_shares_and_ratios_are_those_of_the_medians():
+    work = contest.Workload("w", 100, 6 * 10**9, ())
+    rows = [contest.Row(work, "fcljax", (1.0, 2.0, 4.0), 3.0), contest.Row(work, "other", (4.0, 4.0), 0.0)]
+    first, second = contest.table(rows, peak=10.0).splitlines()[2:]
+    assert first == "| w | fcljax | 50 | 25 to 100 | 1.00 | 3.0 | 30 % |"
+    assert second == "| w | other | 25 | 25 to 25 | 0.50 | 0.0 | 15 % |"
+
+
+@pytest.mark.long
+def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
+    found = [*accelerator.ceilings(accelerator.SMALL)]
+    found += accelerator.training(accelerator.SMALL._replace(lanes=(2,)), "bfloat16", "vmap")
+    text = bench_gpu.markdown(found)
+    assert "| bfloat16 | vmap | 2 |" in text and "not told |" in text
+    assert "Default for bfloat16: 2 lanes, vmap" in text
+
+
+def setting(lanes, **more):
+    return {"training": "float32", "mode": "vmap", "lanes": lanes, **more}
+
+
+def test_the_default_is_the_fewest_lanes_close_to_the_best():
+    rates = {1: 50.0, 4: 98.0, 8: 100.0, 16: 99.0}
+    found = [setting(lanes, images_s=rate, compilation_s=1.0, peak_gib=None) for lanes, rate in rates.items()]
+    (line,) = bench_gpu.defaults([*found, setting(32, failed="out of memory")])
+    assert line.startswith("Default for float32: 4 lanes, vmap")
+
+
+def test_what_needs_too_much_memory_is_a_row():
+    def measure():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    line = setting(32) | accelerator.tried(measure)
+    assert "| float32 | vmap | 32 | out of memory |" in bench_gpu.markdown([line])
+
+
+def test_what_a_broken_series_had_found_is_kept(tmp_path, monkeypatch):
+    begins = {"begins": setting(2), "then": [setting(4)]}
+    script = tmp_path / "series.py"
+    said = [f"print({json.dumps(json.dumps(line))})" for line in (setting(1), begins)]
+    script.write_text("\n".join([*said, "raise SystemExit('boom')"]))
+    monkeypatch.setattr(bench_gpu, "HERE", script)
+    first, _, *failed = bench_gpu.in_a_process("float32 vmap", True, time.monotonic() + 600, 600)
+    assert first == setting(1)
+    assert [line["lanes"] for line in failed] == [2, 4] and failed[0]["failed"] == "boom"
+
+
+@pytest.mark.long
+def test_the_authors_loop_runs_in_every_type():
+    pytest.importorskip("torch")
+    found = list(accelerator.torch_ways(accelerator.SMALL, "cpu"))
+    assert [line["torch"] for line in found] == ["released", "frozen", "lean", "lean"]
+    assert all(line["images_s"] > 0 for line in found)
