@@ -1,20 +1,22 @@
 """Measure the engine; one JSON line per setting.
 
     python experiments/bench_engine.py                 # everything
-    python experiments/bench_engine.py slots lanes     # some of: slots packed lanes memory
+    python experiments/bench_engine.py slots lanes     # some of: slots packed lanes memory scale
 
 slots: slot efficiency of packed lanes. packed: one packed round against the same steps dispatched one by one
 from Python. lanes: training examples per second of each lane mode, on a small network and on FPPL over the
-packaged micro ViT. memory: peak resident memory of a process that trains 1,000 or 10,000 clients. Times are
-the best of several repeats of a compiled round.
+packaged micro ViT. memory: peak resident memory of a process that trains 1,000 or 10,000 clients. scale: a
+round of 1,000 to 100,000 clients that all take part, and of 200 out of 1,000,000, whose uploads are added up
+or gathered: seconds, microseconds per client, memory. Times are the best of several repeats of a compiled
+round; memory is the high-water mark of a process of its own, as Linux keeps it.
 """
 
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +54,9 @@ KEY = jax.random.key(0)
 TASK = make_tasks(CLASSES, 1)[0]
 
 
-def small_method(epochs: int = 1) -> Method:
-    """FedAvg of a two-layer network on vectors: so little arithmetic that what is measured is the engine."""
+def small_method(epochs: int = 1, channel: str = "mean") -> Method:
+    """FedAvg of a two-layer network on vectors: so little arithmetic that what is measured is the engine.
+    Uploads are averaged on their way ("mean") or kept for the server one by one ("gather")."""
     sgd = optax.sgd(0.1)
 
     def init(key, frozen):
@@ -72,15 +75,24 @@ def small_method(epochs: int = 1) -> Method:
         update, optimiser = sgd.update(gradient, optimiser)
         return (optax.apply_updates(params, update), optimiser), {"loss": Weighted(loss, jnp.ones(()))}
 
+    def finish(ctx, local, state):
+        return Upload(**{channel: local[0]}, weight=ctx.info.rows), state
+
+    def serve(turn, server, aggregate, key):
+        if channel == "mean":
+            return aggregate.mean, {}
+        share = aggregate.weight / jnp.sum(aggregate.weight)
+        return jax.tree.map(lambda each: jnp.tensordot(share, each, 1), aggregate.gather), {}
+
     program = Program(
         start=lambda ctx, state, key: (ctx.wire, sgd.init(ctx.wire)),
         phases=(Phase(View(epochs, BATCH), step),),
-        finish=lambda ctx, local, state: (Upload(mean=local[0], weight=ctx.info.rows), state),
+        finish=finish,
     )
     return Method(
         init=init,
         broadcast=lambda turn, server: Broadcast(server),
-        rounds=(Round(program, lambda turn, server, aggregate, key: (aggregate.mean, {})),),
+        rounds=(Round(program, serve),),
         predict=lambda turn, server, batch: logits(server, batch),
     )
 
@@ -110,14 +122,16 @@ def _seconds(function) -> float:
 
 
 def timed_round(
-    method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3
-):
-    """(seconds of one round, rows it reads, traces)."""
-    rooms = capacities(method, [roster], lanes.count, 128)
+    method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3,
+    ids: np.ndarray | None = None,
+):  # fmt: skip
+    """(seconds of one round, rows it reads, traces); `ids` take part, or all."""
+    ids = np.arange(len(roster.count)) if ids is None else ids
+    share = len(ids) / len(roster.count)
+    rooms = capacities(method, [roster], lanes.count, 128, share)
     engine = make_engine(method, reader, lanes, rooms, Example(frozen, data, task))
     server = method.init(KEY, frozen)
-    ids = np.arange(len(roster.count))
-    states = [init_clients(method, server, len(ids), KEY)]
+    states = [init_clients(method, server, len(roster.count), KEY)]
     reports = []
 
     def once():
@@ -211,38 +225,54 @@ def emit_modes(model: str, method: Method, roster: Roster, data, frozen=(), repe
 
 def memory() -> None:
     """Peak resident memory of fresh processes that differ in the number of clients only."""
-    peaks = {}
-    for clients in (1_000, 10_000):
-        out = subprocess.run(
-            [sys.executable, __file__, "one-memory", str(clients)], check=True, capture_output=True, text=True
-        ).stdout
-        peaks[clients] = json.loads(out)
-        emit("memory", clients=clients, **peaks[clients])
-    growth = peaks[10_000]["peak_rss_mb"] - peaks[1_000]["peak_rss_mb"]
-    data = peaks[10_000]["data_mb"] - peaks[1_000]["data_mb"]
-    emit("memory", growth_mb=round(growth, 1), growth_of_data_mb=round(data, 1))
+    small, large = (in_a_process("memory", clients, clients, "mean") for clients in (1_000, 10_000))
+    growth = {key: round(large[key] - small[key], 1) for key in ("peak_mb", "data_mb")}
+    emit("memory", growth_mb=growth["peak_mb"], growth_of_data_mb=growth["data_mb"])
 
 
-def one_memory(clients: int) -> None:
-    """A round of `clients` clients with 8 rows each, in this process."""
-    label = np.tile(np.arange(CLASSES), clients * 8 // CLASSES + 1)[: clients * 8]
-    parts = np.arange(len(label)).reshape(clients, 8)
-    roster = Roster(*client_rows(list(parts), label, TASK), count_matrix(label, list(parts), CLASSES))
-    image = np.random.default_rng(0).normal(size=(len(label), WIDTH)).astype(np.float32)
+def scale() -> None:
+    """Rounds of many clients."""
+    for channel in ("mean", "gather"):
+        for clients, taking_part in ((1_000, 1_000), (10_000, 10_000), (100_000, 100_000), (1_000_000, 200)):
+            in_a_process("scale", clients, taking_part, channel)
+
+
+def in_a_process(bench: str, clients: int, taking_part: int, channel: str) -> dict[str, float]:
+    """What `many_clients` finds in a process of its own, whose memory is nobody else's."""
+    command = [sys.executable, __file__, "many-clients", *map(str, (clients, taking_part)), channel]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    emit(bench, **json.loads(out))
+    return json.loads(out)
+
+
+def many_clients(clients: int, taking_part: int, channel: str) -> None:
+    """Rounds of `clients` clients with 8 rows each of which some take part, in this process. Where there are
+    more than 100,000, several share the same rows, so that the data fit."""
+    own = min(clients, 100_000) * 8
+    label = np.tile(np.arange(CLASSES), own // CLASSES + 1)[:own]
+    rows = np.tile(np.arange(own, dtype=np.int32), -(-clients * 8 // own))[: clients * 8]
+    counts = np.zeros((clients, CLASSES), np.int32)
+    np.add.at(counts, (np.repeat(np.arange(clients), 8), label[rows]), 1)
+    roster = Roster(rows, np.arange(clients + 1, dtype=np.int64) * 8, counts)
+    image = np.random.default_rng(0).normal(size=(own, WIDTH)).astype(np.float32)
     data = (jnp.asarray(image), jnp.asarray(label, jnp.int32))
-    seconds, rows, traces = timed_round(small_method(), roster, data, Lanes(8, "vmap"))
+    ids = np.sort(np.random.default_rng(1).permutation(clients)[:taking_part])
+    before = high_water_mb()
+    seconds, _, traces = timed_round(small_method(channel=channel), roster, data, Lanes(8, "vmap"), ids=ids)
     held = image.nbytes + sum(array.nbytes for array in (label, *roster[:3]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        json.dumps(
-            dict(
-                peak_rss_mb=round(peak, 1),
-                data_mb=round(held / 2**20, 1),
-                examples_per_s=round(rows / seconds),
-                traces=traces,
-            )
-        )
-    )
+    found = {
+        "clients": clients, "taking_part": taking_part, "channel": channel, "seconds": round(seconds, 3),
+        "us_per_participant": round(1e6 * seconds / taking_part, 1), "peak_mb": round(high_water_mb(), 1),
+        "before_mb": round(before, 1), "data_mb": round(held / 2**20, 1), "traces": traces,
+    }  # fmt: skip
+    print(json.dumps(found))
+
+
+def high_water_mb() -> float:
+    """The most memory that this process has had resident. `resource.getrusage` would also know that of the
+    process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def emit(bench: str, **values: object) -> None:
@@ -252,9 +282,9 @@ def emit(bench: str, **values: object) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the named benches, or all."""
-    benches = {"slots": slots, "packed": packed, "lanes": lanes, "memory": memory}
-    if arguments[:1] == ["one-memory"]:
-        return one_memory(int(arguments[1]))
+    benches = {"slots": slots, "packed": packed, "lanes": lanes, "memory": memory, "scale": scale}
+    if arguments[:1] == ["many-clients"]:
+        return many_clients(int(arguments[1]), int(arguments[2]), arguments[3])
     unknown = [name for name in arguments if name not in benches]
     if unknown:
         sys.exit(f"bench: unknown name {unknown[0]!r}; choose from: {', '.join(benches)}")

@@ -473,7 +473,9 @@ def convert(name: str, type_: Any, value: object) -> Any:
         return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
     plain = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
     try:
-        if not plain or (type_ is int and not _is_whole(value)):
+        # Python reads digits of every script: what looks like one number here could be another to a reader
+        other_digits = type_ in (int, float) and not str(value).isascii()
+        if not plain or other_digits or (type_ is int and not _is_whole(value)):
             raise TypeError
         if "\0" in str(value):
             raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")

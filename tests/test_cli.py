@@ -107,6 +107,8 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "3"], ["'3'", "--"]),
         (["run", "linear", "--tasks", "three"], ["tasks", "'three'", "whole number"]),
         (["run", "linear", "--tasks", "2.5"], ["tasks", "'2.5'", "whole number"]),
+        (["run", "linear", "--tasks", "\u0662"], ["tasks", "whole number"]),
+        (["run", "linear", "--lr", "\u0662"], ["lr", "number"]),
         (["run", "linear", "--lr", "fast"], ["lr", "'fast'", "number"]),
         (["run", "linear", "--lr", "nan"], ["lr", "nan", "0.001"]),
         (["run", "linear", "--lr", "-0.1"], ["lr", "-0.1", "positive"]),

@@ -583,6 +583,20 @@ def test_signals_inside_a_block_that_is_not_to_be_broken_take_effect_after_it():
     assert done == ["written"] and caught.value.number == signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_in_a_destructor_is_not_lost(number):
+    class Closing:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # the signal is taken here, where Python lets no exception out
+
+    with pytest.raises(KeyboardInterrupt) as caught, signals.terminable():
+        Closing()
+        for _ in range(1000):
+            time.sleep(0.01)
+    assert signals.number_of(caught.value) == number
+
+
 def test_what_is_said_of_an_interrupted_command_is_true_for_it(tmp_path, monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

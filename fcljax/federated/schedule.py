@@ -177,25 +177,27 @@ def plan_round(
     Raises:
       InputError: more participants than the capacity was made for; their uploads would have no row to go to.
     """
-    ids = ids[roster.count[ids] > 0]
+    held = roster.count
+    ids = ids[held[ids] > 0]
     if len(ids) > capacity.participants:
         raise InputError(
             f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
             f"participation"
         )
-    by_size = np.argsort(-roster.count[ids], kind="stable")
+    by_size = np.argsort(-held[ids], kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
-    planned = [_plan_chunk(program, roster, ids, group, round_, lanes, capacity) for group in groups]
-    useful = sum(int(phase_steps(roster.count[ids], phase.view).sum()) for phase in program.phases)
+    planned = [
+        _plan_chunk(program, roster, held, ids[group], group, round_, lanes, capacity) for group in groups
+    ]
+    useful = sum(int(phase_steps(held[ids], phase.view).sum()) for phase in program.phases)
     paid = lanes * sum(int(tick) for chunk in planned for tick in chunk.ticks)
     return planned, (useful, paid)
 
 
-def _plan_chunk(program, roster, ids, group, round_, lanes, capacity) -> Chunk:
-    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its
-    lane."""
-    chosen, n = ids[group], len(group)
-    count = roster.count[chosen]
+def _plan_chunk(program, roster, held, chosen, group, round_, lanes, capacity) -> Chunk:
+    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its lane.
+    `held` are the rows of all clients, `group` the places of `chosen` among the participants."""
+    n, count = len(group), held[chosen]
     pad = capacity.slots - n
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     plays = pack(np.sum(steps, axis=0), lanes)

@@ -54,8 +54,9 @@ class Shapes(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """What a round has received so far, of P participants. `mean` holds sums of weight * leaf; it, `sum` and
-    `metrics` are in float32 at the least."""
+    """What a round has received so far, of P participants; or what a chunk has, whose clients have a row for
+    each of its slots. `mean` holds sums of weight * leaf; it, `sum` and `metrics` are in float32 at the
+    least."""
 
     mean: PyTree
     sum: PyTree
@@ -65,6 +66,9 @@ class Accumulator(NamedTuple):
     valid: Bool[Array, " P"]
     rejected: Int[Array, ""]
     metrics: tuple[Metrics, ...]
+
+
+_GATHERED = ("gather", "weight", "id", "valid")  # fields of an accumulator with a row for every client
 
 
 class Carry(NamedTuple):
@@ -142,7 +146,7 @@ def _receive(
     negative weight, get weight 0 and are counted."""
     sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), slot.shape)
     weight, valid, rejected = finite_guard(upload._replace(weight=sent), sent, end)
-    position = jnp.where(valid, chunk.position[slot], acc.valid.shape[0])
+    position = jnp.where(valid, slot, acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
     return acc._replace(
         mean=add_rows(acc.mean, upload.mean, valid, weight),
@@ -161,8 +165,14 @@ def _receive(
 def part_of_chunk(
     accumulator: Accumulator, states: PyTree, chunk: Chunk, capacity: Capacity
 ) -> tuple[Accumulator, PyTree]:
-    """An empty accumulator for what the chunk's clients send, and their states."""
-    return jax.tree.map(jnp.zeros_like, accumulator), states_of_chunk(states, chunk, capacity)
+    """An empty accumulator for what the chunk's clients send, and their states. It has a row per slot, not
+    per participant: the loop carries it, and what it carries is cleared and copied for every chunk."""
+    by_slot = lambda tree: jax.tree.map(lambda x: jnp.zeros((len(chunk.id), *x.shape[1:]), x.dtype), tree)
+    empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(
+        gather=by_slot(accumulator.gather), weight=by_slot(accumulator.weight), id=by_slot(accumulator.id),
+        valid=by_slot(accumulator.valid),
+    )  # fmt: skip
+    return empty, states_of_chunk(states, chunk, capacity)
 
 
 def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity) -> PyTree:
@@ -174,10 +184,14 @@ def close_chunk(
     accumulator: Accumulator, states: PyTree, carry: Carry, chunk: Chunk, capacity: Capacity
 ) -> tuple[Accumulator, PyTree]:
     """What the chunk's clients sent and their new states, merged with everybody's."""
-    there, received = jnp.where(carry.written, chunk.id, capacity.clients), carry.accumulator
-    states = jax.tree.map(lambda all_, new: all_.at[there].set(new, mode="drop"), states, carry.states)
-    merged = jax.tree.map(lambda a, b: a | b if a.dtype == bool else a + b, accumulator, received)
-    return merged._replace(id=jnp.where(received.valid, received.id, accumulator.id)), states
+    received = carry.accumulator
+    put = lambda where: lambda everybody, new: everybody.at[where].set(new, mode="drop")
+    states = jax.tree.map(put(jnp.where(carry.written, chunk.id, capacity.clients)), states, carry.states)
+    rows = put(jnp.where(received.valid, chunk.position, capacity.participants))
+    parts = {name: (getattr(accumulator, name), getattr(received, name)) for name in Accumulator._fields}
+    add = lambda a, b: a | b if a.dtype == bool else a + b
+    merged = {name: jax.tree.map(rows if name in _GATHERED else add, *pair) for name, pair in parts.items()}
+    return Accumulator(**merged), states
 
 
 def memories(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:

@@ -1,11 +1,14 @@
 """Signals that end a run: SIGINT and SIGTERM at once, and one that the user names after the round in hand."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+AGAIN = 0.05  # seconds until a signal that was lost is sent again
 
 
 class Stopped(KeyboardInterrupt):
@@ -30,8 +33,29 @@ def terminable() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
         raise Stopped(number)
 
-    with _handled(signal.SIGTERM, stop):
+    with _handled(signal.SIGTERM, stop), _sent_again(stop):
         yield
+
+
+@contextlib.contextmanager
+def _sent_again(stop: Callable[[int, object], None]) -> Iterator[None]:
+    """A signal may come while a destructor or a callback of the garbage collector runs, which no exception
+    leaves: Python prints it and goes on. Inside the block such a signal is sent again a moment later."""
+    hook = sys.unraisablehook
+
+    def lost(error: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(error.exc_value, KeyboardInterrupt):
+            return hook(error)
+        number = number_of(error.exc_value)
+        if number == signal.SIGTERM:
+            signal.signal(number, stop)  # it is ignored since it came
+        threading.Timer(AGAIN, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = lost
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 @contextlib.contextmanager
