@@ -11,6 +11,7 @@ from fcljax import __version__
 from fcljax.commands.comparing import compare
 from fcljax.commands.data import data
 from fcljax.commands.listing import list_
+from fcljax.commands.reproducing import reproduce
 from fcljax.commands.running import check, run
 from fcljax.commands.sweeping import sweep
 from fcljax.commands.weights import convert, embed, pretrain, pretrain_decoder
@@ -25,6 +26,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax list                    methods, adapters, data sets and backbones, and what does not go together
   fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of them
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
+  fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -73,7 +75,8 @@ def dispatch(arguments: list[str]) -> int:
     """
     commands = {
         "run": run, "check": check, "list": list_, "compare": compare, "data": data, "convert": convert,
-        "embed": embed, "sweep": sweep, "pretrain": pretrain, "pretrain-decoder": pretrain_decoder,
+        "embed": embed, "sweep": sweep, "reproduce": reproduce, "pretrain": pretrain,
+        "pretrain-decoder": pretrain_decoder,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
