@@ -188,12 +188,12 @@ def _header(path: str, text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _row(path: str, line: str, count: int) -> Row:
-    words, equals, numbers = line.rpartition(" = ")
+    words, _, numbers = line.rpartition(" = ")
     try:
-        method, *options = shlex.split(words)
-    except ValueError:
-        equals = ""
-    if not equals:
+        method, *options = shlex.split(words) or [""]
+    except ValueError:  # a quote that does not end
+        method, options = "", []
+    if not method:
         raise InputError(f"{path}: row: {line!r} is not METHOD [OPTIONS] = NUMBERS")
     read = tuple(_number(path, word) for word in numbers.split())
     if len(read) != count:
@@ -340,7 +340,7 @@ HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interva
 
 def lines(results: Iterable[Result]) -> list[tuple[str, ...]]:
     """The cells of the table: a line for each row and metric."""
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for result in results:
         metrics = zip(result.table.metrics, result.row.numbers, result.values, strict=True)
         for place, (metric, number, values) in enumerate(metrics):
@@ -416,7 +416,7 @@ def _grid(rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     """Text of which Markdown makes nothing else."""
-    return re.sub(r"([|`*_<\[\]\\])", r"\\\1", text)
+    return re.sub(r"([|`*_<\[\\])", r"\\\1", text)
 
 
 def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
