@@ -13,6 +13,7 @@ import small_runs
 from fcljax import config
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
+from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.pretrained import ConvertOptions
@@ -69,7 +70,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_.add("pretrain-decoder")
+    commands_ |= {"pretrain-decoder", "reproduce"}
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
@@ -78,7 +79,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         own = {name: value for name, value in given.items() if name not in files}
         config.resolve(call[1], config.from_mapping(call[1], own, "README"))
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
-    others |= {"pretrain-decoder": (PretrainDecoderConfig, 1)}
+    others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "reproduce": (ReproduceOptions, 3)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used
