@@ -14,6 +14,7 @@ from fcljax import config
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.commands.reproducing import ReproduceOptions
+from fcljax.commands.sweeping import SweepOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.pretrained import ConvertOptions
@@ -70,7 +71,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_ |= {"pretrain-decoder", "reproduce"}
+    commands_ |= {"pretrain-decoder", "reproduce", "sweep"}
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
@@ -80,6 +81,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         config.resolve(call[1], config.from_mapping(call[1], own, "README"))
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "reproduce": (ReproduceOptions, 3)}
+    others |= {"sweep": (SweepOptions, 2)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used

@@ -200,9 +200,11 @@ def test_mini_takes_the_methods_own_rates_and_the_rows():
     )  # fmt: skip
     assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
     vfcl = {run.method: run.cfg for run in planned("vfcl", "table5").runs}
-    assert (vfcl["glfc"].lr, vfcl["glfc"].full_lr, vfcl["glfc"].optimiser) == (1e-3, 3e-4, "adam")
+    assert (vfcl["glfc"].lr, vfcl["glfc"].full_lr, vfcl["glfc"].optimiser) == (0.01, 0.01, "sgd")
     assert (vfcl["vfcl"].optimiser, vfcl["vfcl"].pool, vfcl["vfcl"].exemplars) == ("sgd", "order", 2)
     assert vfcl["vfcl"].backbone == "resnet_micro" and vfcl["cfed"].surrogate == "digits"
+    hepco = {run.method: run.cfg for run in planned("hepco", "table1").runs}
+    assert (hepco["fedavg-ft"].lr, hepco["fedavg-ft"].full_lr, hepco["fed-cprompt"].lr) == (5e-5, 5e-5, 1e-3)
     weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
     assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
 
@@ -273,7 +275,7 @@ def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsy
     assert cli.main(["reproduce", "x", "table1", "--seeds", "3", "--out", "out"]) == 0
     said, out = capsys.readouterr().out, Path("out")
     text = (out / "table.md").read_text()
-    assert "| linear | A\\_avg (%) | 40.00 ± 1.00 | 40.00 ± 0.82 | 3 | +0.00 | -2.48 to +2.48 |  |" in text
+    assert "| linear | A\\_avg (%) | 40.00 ± 1.00 | 40.00 ± 0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
     assert "Of 1 pairs of rows that the paper orders by a clear gap 1 are ordered alike here." in text
     assert "Of 1 pairs" in said and "a slow one learns less" in said and "mini scale" in said
     found = json.loads((out / "table.json").read_text())

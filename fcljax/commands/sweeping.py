@@ -109,7 +109,7 @@ def _part(options: type, given: object, where: str) -> Any:
         part = config.fill(options, given or {}, "options")
         config.check_ranges(part)
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+        raise InputError(f"{where}: {str(error).removeprefix('options: ')}") from None
     return part
 
 

@@ -4,12 +4,14 @@ start the same command, which writes to files that all machines must see by the 
 import contextlib
 import dataclasses
 import importlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from fcljax.errors import InputError, one_line
+from fcljax.files import write_text
 from fcljax.options import option
 from fcljax.runs import jobs
 from fcljax.runs.jobs import Job
@@ -80,10 +82,14 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     ray = extra("ray", "ray")
     mine = not ray.is_initialized()
     if mine:
+        ending = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        signal.signal(signal.SIGTERM, ending)  # Ray's own ends it before it has ended the runs
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
 
     def start(job: Job) -> Task:
+        told = jobs.stop_file(job)
+        told.unlink(missing_ok=True)
         running = remote.remote(job)
 
         def code() -> int | None:
@@ -91,7 +97,8 @@ def _ray(options: RayOptions) -> Iterator[Start]:
                 return None
             return _code(lambda: ray.get(running), job)
 
-        return Task(code, lambda number: ray.cancel(running))
+        # Ray's own cancel was seen to leave the run's process behind
+        return Task(code, lambda number: write_text(told, str(number)))
 
     try:
         yield start

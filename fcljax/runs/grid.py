@@ -249,3 +249,6 @@ def _check_different(planned: list[Planned]) -> None:
         other = found.setdefault((run.method, run.cfg), run.name)
         if other is not run.name:
             raise InputError(f"grid: {other} and {run.name} are the same run, with the same settings")
+    names = [run.name for run in planned]
+    if len(set(names)) < len(names):  # as likely as that two sha256 begin with the same 24 bits
+        raise InputError("grid: two runs would have the same folder; change a variant's name or a value")

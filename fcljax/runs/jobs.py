@@ -51,16 +51,28 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def work(job: Job) -> int:
-    """Make a run, from start to end, and return its exit code. What ends this process is passed on."""
+    """Make a run, from start to end, and return its exit code. What ends this process is passed on, and so is
+    a signal whose number stands in the file of `stop_file`."""
+    told = stop_file(job)
+    if told.exists():
+        return 128 + signal.SIGTERM
     process = start(job)
     try:
         while process.poll() is None:
-            time.sleep(0.2)  # Ray's interrupt does not end a longer wait
+            time.sleep(0.2)
+            if told.exists():
+                process.send_signal(int(told.read_text()))
+                process.wait()
     except BaseException as stop:
         process.send_signal(number_of(stop) if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
         process.wait()
         raise
     return process.returncode
+
+
+def stop_file(job: Job) -> Path:
+    """Where an engine that passes no signals on says that a run shall end."""
+    return Path(f"{job.log}.stop")
 
 
 class Again:

@@ -16,7 +16,7 @@ IMAGES: Mapping[str, int] = {"private": 40, "sampled": 100}
 
 VALUES: dict[str, Any] = {
     # as the packaged network and the glyphs are meant to be seen
-    "checkpoint": None, "decoder": None, "stem": None, "heads": None, "dtype": "float32", "image_size": 32,
+    "checkpoint": None, "decoder": None, "stem": None, "heads": None, "dtype": "float32", "image_size": None,
     "store_size": None, "class_list": None, "preprocess": "fppl", "normalise": "checkpoint", "augment": None,
     "glyph_test": 10, "eval_batch_size": 64, "data_budget": None, "lanes": None, "lane_mode": None,
     "devices": 1,
@@ -56,8 +56,9 @@ def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunCon
         the mixture of digits and glyphs. `surrogate`, where a method has it: digits.
       glyph_train: 20 images of a class; 40 with private streams, 100 with sampled clients. `glyph_test`: 10.
       backbone: vit_micro with its packaged weights and decoder, or resnet_micro for convolutional networks;
-        with `image_size` 32, `preprocess` fppl, the weights' own pixels and no random crops or flips, since
-        mirrored letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where images lie: as usual.
+        at their own `image_size` of 32 and 16, with `preprocess` fppl, the weights' own pixels and no random
+        crops or flips, since mirrored letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where
+        images lie: as usual.
       tasks, clients: at most 5. rounds, epochs: at most 3; where a task has one round, 9 epochs.
       batch_size: at most 16; of the server (`server_batch_size`) the same.
       partition, beta, imbalance, population, participation, class_order, train_share and all else of who
@@ -65,7 +66,9 @@ def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunCon
         task's labels, of which there are 20 here; and a pool of CIFAR-100's superclasses becomes one of
         neighbours in the class order, five of them as before.
       lr and all other rates, with the optimiser that they belong to: as `fcljax run METHOD` has them, since
-        those of the paper are for longer schedules and larger networks.
+        those of the paper are for longer schedules and larger networks. Not so of convolutional networks,
+        which begin with random values: there all methods have those of the file, as in the paper, since many
+        of the methods' own are meant for networks that are trained already.
       blocks with prompts or LoRA pairs: as many as before, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 of a class, and 100 in all.
       Epochs and steps of training on the server, and of generators: at most those of MOST.
@@ -80,10 +83,11 @@ def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunCon
         for name, most in MOST.items()
         if getattr(settings, name, None) is not None
     }
-    usual = config.run_class(method, settings.adapter)()
-    small |= {name: getattr(usual, name) for name in USUAL if hasattr(settings, name)}
     small |= _data(settings) | _schedule(settings)
     small["backbone"] = "resnet_micro" if settings.backbone in CONVNETS else "vit_micro"
+    if small["backbone"] == "vit_micro":
+        usual = config.run_class(method, settings.adapter)()
+        small |= {name: getattr(usual, name) for name in USUAL if hasattr(settings, name)}
     changed = {name: value for name, value in small.items() if name not in kept}
     return config.resolve(method, dataclasses.replace(settings, **changed))
 

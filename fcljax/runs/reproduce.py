@@ -154,7 +154,9 @@ def _settings(
         return [(row, cfg, "") for row, cfg in full]
     small: list[tuple[Row, RunConfig | None, str]] = []
     for row, cfg in full:
-        kept = varied | (set(read(row.method, row.options)) - set(MOST))  # a row's schedule is the paper's too
+        kept = varied | (
+            set(read(row.method, row.options)) - set(MOST)
+        )  # a row's schedule is the paper's too
         try:
             small.append((row, mini(row.method, cfg, kept), ""))
         except InputError as error:
@@ -271,11 +273,12 @@ def _plain_pair(pair: Pair) -> dict[str, Any]:
 def shown(made: Plan, found: Sequence[Result], scale: Scale) -> Shown:
     """The table for a terminal."""
     table = Shown(title=title_of(made, scale))
-    for name in tables.HEAD:
+    head, *lines = tables.lines(found)
+    for name in head:
         table.add_column(
             name, overflow="fold", justify="left" if name in ("row", "metric", "note") else "right"
         )
-    for cells in tables.lines(found):
+    for cells in lines:
         add_row(table, *cells)
     return table
 

@@ -338,8 +338,14 @@ def _mean_of(metric: str, result: Result) -> float | None:
 HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interval", "note")
 
 
-def lines(results: Iterable[Result]) -> list[tuple[str, ...]]:
-    """The cells of the table: a line for each row and metric."""
+def lines(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """The cells of the table: its head, and a line for each row and metric. Without the column of notes if
+    there are none."""
+    cells = [HEAD, *_cells(results)]
+    return cells if any(each.why for each in results) else [line[:-1] for line in cells]
+
+
+def _cells(results: Iterable[Result]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = []
     for result in results:
         metrics = zip(result.table.metrics, result.row.numbers, result.values, strict=True)
@@ -400,7 +406,7 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
 def markdown(title: str, notes: Sequence[str], results: Sequence[Result], claims: Sequence[str]) -> str:
     """All of it as Markdown."""
     pairs = orderings(results)
-    parts = [f"# {title}", *notes, _grid([HEAD, *lines(results)]), " ".join(order_lines(pairs))]
+    parts = [f"# {title}", *notes, _grid(lines(results)), " ".join(order_lines(pairs))]
     different = otherwise(pairs)
     if different:
         parts += ["Ordered in another way:", "\n".join(f"- {_cell(line)}" for line in different)]
