@@ -154,9 +154,8 @@ def _settings(
         return [(row, cfg, "") for row, cfg in full]
     small: list[tuple[Row, RunConfig | None, str]] = []
     for row, cfg in full:
-        kept = varied | (
-            set(read(row.method, row.options)) - set(MOST)
-        )  # a row's schedule is the paper's too
+        # what a row says of its schedule is of the paper's length too
+        kept = varied | (set(read(row.method, row.options)) - set(MOST))
         try:
             small.append((row, mini(row.method, cfg, kept), ""))
         except InputError as error:
