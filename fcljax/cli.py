@@ -14,6 +14,7 @@ from fcljax.commands.data import data
 from fcljax.commands.health import doctor
 from fcljax.commands.listing import list_
 from fcljax.commands.report import report
+from fcljax.commands.reproducing import reproduce
 from fcljax.commands.running import check, run
 from fcljax.commands.sweeping import sweep
 from fcljax.commands.watch import watch
@@ -31,6 +32,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax report RUN_DIR...       one HTML page over finished runs, which loads nothing
   fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
+  fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -45,8 +47,8 @@ USAGE = """usage: fcljax COMMAND ...
 
 COMMANDS = {
     "run": run, "check": check, "list": list_, "compare": compare, "report": report, "watch": watch,
-    "sweep": sweep, "data": data, "convert": convert, "embed": embed, "pretrain": pretrain,
-    "pretrain-decoder": pretrain_decoder, "doctor": doctor,
+    "sweep": sweep, "reproduce": reproduce, "data": data, "convert": convert, "embed": embed,
+    "pretrain": pretrain, "pretrain-decoder": pretrain_decoder, "doctor": doctor,
     "completion": lambda arguments: completion(arguments, COMMANDS),
 }  # fmt: skip
 

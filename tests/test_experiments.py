@@ -1,6 +1,7 @@
 """The files in experiments/ are claims: each says where its numbers come from, loads, and sends what it
 says."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -10,20 +11,22 @@ import small_runs
 import yaml
 
 from fcljax.adapters import ADAPTERS
-from fcljax.commands import running
+from fcljax.commands import reproducing, running
 from fcljax.data.tasks import make_tasks
+from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
 from fcljax.models.networks import CONVNETS, make_network
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.runs import reproduce, tables
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import traffic_by_round, wire_shapes
 from fcljax.scenario import Scenario
 from fcljax.types import Frozen, Setting
 
 FOLDER = small_runs.ROOT / "experiments"
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(path for path in FOLDER.glob("*.yaml") if tables.MARK in path.read_text())
 CLASSES = {
     "imagenet_r_hepco": 200,
     "domainnet": 345,
@@ -35,16 +38,16 @@ CLASSES = {
     "+folder:not_mnist": 293,
 }
 TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
-FIELDS = ("source", "expected", "upload", "seeds", "status", "cost", "run")
-STATUS = ("unverified", "reproduced", "not reproduced")
+
+
+def table_of(file):
+    """The file as `fcljax reproduce` reads it."""
+    return tables.parse(str(file), file.read_text(), yaml.safe_load(file.read_text()))
 
 
 def header(file):
-    """The comment at the top: field -> text; the first line is the title."""
-    title, *lines = [
-        line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")
-    ]
-    return {"title": title} | dict(line.split(": ", 1) for line in lines)
+    """The lines of the header that come once: field -> text."""
+    return table_of(file).fields
 
 
 def parts(command):
@@ -87,10 +90,8 @@ def test_every_row_of_fppl_in_the_papers_tables_has_a_file():
 
 @each
 def test_the_header_names_source_expectation_status_and_cost(file):
+    assert table_of(file).title and table_of(file).rows
     found = header(file)
-    assert found["title"]
-    assert set(FIELDS) <= set(found)
-    assert found["status"] in STATUS
     assert (
         found["status"] == "unverified" or found["cost"] != "not measured"
     )  # who has run it knows what it cost
@@ -107,9 +108,47 @@ def test_the_command_in_the_header_runs_this_file(file, monkeypatch):
 
 @each
 def test_the_first_seed_of_the_header_is_the_files(file):
-    first, *others = [int(seed) for seed in header(file)["seeds"].split(",")]
+    first, *others = table_of(file).seeds
     assert load(file)[1].seed == first
     assert len({first, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_row_is_a_run(file):
+    table = table_of(file)
+    for row in table.rows:
+        given = reproducing.read(row.method, row.options)
+        cfg = reproduce.settings_of(table, row, reproducing.read)
+        assert {name: getattr(cfg, name) for name in given} == given
+        shared = ("dataset", "checkpoint", "tasks", "seed", "fidelity", "lr", "rounds")
+        assert all(getattr(cfg, name) == table.settings.get(name, getattr(cfg, name))
+                   for name in shared if name not in given)  # fmt: skip
+
+
+def test_every_metric_is_a_summarys():
+    summary = json.loads((small_runs.finished("linear") / "summary.json").read_text())
+    metrics = {metric for file in FILES for metric in table_of(file).metrics}
+    assert len(metrics) > 5 and all(tables.value_of(summary, metric) is not None for metric in metrics)
+
+
+def test_the_row_of_a_files_own_method_has_its_settings():
+    for file in FILES[::8]:
+        table, (method, cfg) = table_of(file), load(file)
+        plain = [row for row in table.rows if row.words() == method]
+        assert [reproduce.settings_of(table, row, reproducing.read) for row in plain] == [cfg] * len(plain)
+
+
+def test_what_is_not_a_rows_own_is_dropped_and_nothing_else():
+    table = table_of(FOLDER / "vfcl_table1.yaml")
+    row = next(row for row in table.rows if row.method == "glfc")
+    cfg = reproduce.settings_of(table, row, reproducing.read)
+    assert (cfg.lr, cfg.full_lr, cfg.optimiser) == (0.01, 0.01, "sgd") and not hasattr(cfg, "prior_weight")
+    alone = table_of(FOLDER / "hepco_table1_cifar-100.yaml").rows[1]
+    cfg = reproduce.settings_of(table_of(FOLDER / "hepco_table1_cifar-100.yaml"), alone, reproducing.read)
+    assert (cfg.partition, cfg.clients, cfg.rounds, cfg.epochs) == ("iid", 1, 1, 20)
+    wrong = table._replace(settings=dict(table.settings) | {"prior_wait": 1})
+    with pytest.raises(InputError, match=r"vfcl_table1.yaml: row 'glfc': .*unknown key 'prior_wait'"):
+        reproduce.settings_of(wrong, row, reproducing.read)
 
 
 @each_of_fppl
@@ -211,23 +250,6 @@ def test_the_settings_of_hepco_are_the_papers(file):
         assert running.settings(baseline, {}, running.Paths(config=str(file))).rounds == 10
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        "--wo-previous",
-        "--wo-kl --wo-mse",
-        "--wo-kl",
-        "--wo-mse",
-        "--wo-prompt-distillation",
-        "--wo-classifier-distillation",
-    ],
-)
-def test_the_rows_of_hepco_s_ablation_are_options(switches):
-    command = f"fcljax run hepco --config {FOLDER / 'hepco_table3.yaml'} {switches}"
-    method, paths, given = parts(command)
-    assert len(given) == len(switches.split()) and running.settings(method, given, running.Paths(**paths))
-
-
 # ---- pMAE --------------------------------------------------------------------------------------------------
 
 PMAE = sorted(FOLDER.glob("pmae_*.yaml"))
@@ -256,13 +278,6 @@ def test_the_settings_of_pmae_are_the_papers(file):
         assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 10
 
 
-@pytest.mark.parametrize("switch", ["--wo-recon-prompt", "--restore-images 1", "--wo-restore-pool"])
-def test_the_rows_of_pmae_s_ablation_are_options(switch):
-    command = f"fcljax run pmae --config {FOLDER / 'pmae_table3_b0.5.yaml'} {switch}"
-    method, paths, given = parts(command)
-    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))
-
-
 # ---- VFCL --------------------------------------------------------------------------------------------------
 
 VFCL = sorted(FOLDER.glob("vfcl_*.yaml"))
@@ -282,15 +297,6 @@ def test_the_settings_of_vfcl_are_the_papers(file):
     assert (cfg.clients, cfg.rounds) == ((5, 20) if fedweit else (10, 10))
     assert (cfg.pool is not None) == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
     assert cfg.backbone == ("densenet121" if file.stem in ("vfcl_table10", "vfcl_table11") else "resnet18")
-
-
-@pytest.mark.parametrize(
-    "switch", ["--merge average", "--prior-weight 0", "--global-share 1", "--merge conflation"]
-)
-def test_the_rows_of_vfcl_s_ablations_are_options(switch):
-    command = f"fcljax run vfcl --config {FOLDER / 'vfcl_table1.yaml'} {switch}"
-    method, paths, given = parts(command)
-    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))
 
 
 # ---- PILoRA ------------------------------------------------------------------------------------------------
@@ -319,25 +325,3 @@ def test_the_settings_of_a_column_are_the_papers(file):
     tiny = cfg.dataset == "tiny_imagenet"
     assert (cfg.lr, cfg.lora_lr) == ((5e-3, 5e-6) if tiny else (2e-3, 1e-5))
     assert (cfg.backbone, cfg.preprocess, cfg.normalise) == ("vit_b16", "pilora", "release")
-
-
-@each_of_pilora
-@pytest.mark.parametrize("method", ["joint", "ewc", "lwf", "icarl", "fedclm", "fedncm"])
-def test_the_settings_of_a_column_serve_every_baseline(file, method):
-    assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 30
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--headtune"],
-        ["--wo-reweight"],
-        ["--wo-orthogonality"],
-        ["--adapter", "full"],
-        ["--adapter", "linear"],
-    ],
-)
-def test_the_rows_of_table_three_are_options(options):
-    command = ["fcljax", "run", "pilora", "--config", str(FOLDER / "pilora_table3_a6.yaml"), *options]
-    method, paths, given = parts(shlex.join(command))
-    assert len(given) == 1 and running.settings(method, given, running.Paths(**paths))

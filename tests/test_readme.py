@@ -14,6 +14,7 @@ from fcljax import config
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.commands.health import DoctorOptions
+from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
@@ -73,7 +74,7 @@ def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_mos
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_ |= {"pretrain-decoder", "sweep", "doctor", "completion", "report", "watch"}
+    commands_ |= {"pretrain-decoder", "sweep", "reproduce", "doctor", "completion", "report", "watch"}
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
@@ -84,6 +85,7 @@ def test_commands_have_options_that_exist(monkeypatch):
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
     others |= {"doctor": (DoctorOptions, 2)}
+    others |= {"reproduce": (ReproduceOptions, 3)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used

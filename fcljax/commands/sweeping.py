@@ -48,7 +48,7 @@ def sweep(arguments: list[str]) -> int:
     options = config.fill(SweepOptions, given, "options")
     config.check_ranges(options)
 
-    from fcljax.runs import grid, sweeps
+    from fcljax.runs import grid, page, sweeps
 
     file = arguments[0]
     runs = grid.plan(file)
@@ -70,6 +70,8 @@ def sweep(arguments: list[str]) -> int:
     say(console, f"folder of the sweep: {out}")
     if figure:
         say(console, f"accuracy curve: {figure}")
+        if page.try_report(sweeps.finished(outcomes, out), out / page.NAME, lambda line: say(console, line)):
+            say(console, f"report: {out / page.NAME}")
     return int(any(outcome.state != "finished" for outcome in outcomes.values()))
 
 

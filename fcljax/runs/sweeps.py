@@ -265,10 +265,15 @@ def _rounds(folder: Path) -> int:
 # ---- what is said at the end -------------------------------------------------------------------------------
 
 
+def finished(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
+    """The folders of the runs that finished."""
+    return [out / name for name, outcome in outcomes.items() if outcome.state == "finished"]
+
+
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
     """A table of what did not finish, if anything, and those of `compare` over what did, with its figure."""
-    finished = [out / name for name, outcome in outcomes.items() if outcome.state == "finished"]
-    compared, figure = compare(finished, out / "accuracy.png") if finished else ([], None)
+    done = finished(outcomes, out)
+    compared, figure = compare(done, out / "accuracy.png") if done else ([], None)
     failed = Table("run", "exit code", "why", title="failed")
     for name, found in outcomes.items():
         if found.state != "finished":

@@ -1,0 +1,122 @@
+"""`fcljax reproduce SYSTEM TABLE`."""
+
+import dataclasses
+import secrets
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from fcljax import config
+from fcljax.commands.arguments import ProgramOptions, parse
+from fcljax.commands.running import parse_run
+from fcljax.errors import InputError
+from fcljax.options import option
+from fcljax.runs import signals
+from fcljax.runs.seeds import MOST
+from fcljax.terminal import say
+
+USAGE = "fcljax reproduce SYSTEM TABLE"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReproduceOptions(ProgramOptions):
+    """Options of `fcljax reproduce`."""
+
+    # mini: the same design in minutes on two CPU cores, without downloads, for the order of the rows; paper:
+    # as the files say, whose status and cost are then updated
+    scale: Literal["mini", "paper"] = "mini"
+    # seeds of each row, from the first of its file on; default: 1, and at the paper's scale as many as it had
+    seeds: int | None = option(None, most=MOST)
+    out: str | None = None  # folder of the runs and tables, a new one; default: runs/reproduce-...-TIME
+    resume: str | None = None  # folder to go on with; the number of seeds may be larger than before
+    jobs: int = 1  # runs at a time
+    experiments: str = "experiments"  # folder with the files of the tables, that of the repository
+    dry_run: bool = False  # only list the runs
+
+
+def reproduce(arguments: list[str]) -> int:
+    """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    names = [] if wants_help else arguments[:2]
+    if not wants_help and (len(names) < 2 or any(name.startswith("-") for name in names)):
+        raise InputError(f"table: none given; usage: {USAGE} [options], such as fppl table3")
+    given = parse(
+        {"reproduce": ReproduceOptions()}, arguments[len(names) :], USAGE,
+        "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds.",
+    )  # fmt: skip
+    options = config.fill(ReproduceOptions, given, "options")
+    config.check_ranges(options)
+
+    from fcljax.runs import reproduce as work
+    from fcljax.runs import sweeps
+
+    if options.resume and options.out:
+        raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
+    files = work.find(options.experiments, *names)
+    plan = work.plan(files, options.scale, options.seeds, read)
+    console = Console()
+    if options.dry_run:
+        console.print(sweeps.plan_table(plan.runs))
+        return 0
+    out = Path(options.resume or options.out or _new_folder(names, options.scale))
+    cache = ("--compile-cache", options.compile_cache) if options.compile_cache else ()
+    ways = sweeps.Ways([None] * options.jobs, options=cache)
+    try:
+        outcomes = sweeps.sweep(plan.runs, out, options.resume is not None, ways, Console(stderr=True))
+    except KeyboardInterrupt as stop:
+        advice = f"go on with: {_command(arguments, out)}" if (out / sweeps.PLAN).exists() else ""
+        raise signals.Stopped(signals.number_of(stop), advice) from None
+    return _tell(plan, outcomes, options.scale, out, console)
+
+
+def read(method: str, words: Sequence[str]) -> dict[str, Any]:
+    """The options of a row, by field name."""
+    return parse_run(method, list(words), "", "")
+
+
+def _tell(plan: Any, outcomes: Any, scale: Any, out: Path, console: Console) -> int:
+    """Write and show what has come out."""
+    from fcljax.runs import reproduce as work
+    from fcljax.runs import tables
+
+    found = work.results(plan, outcomes)
+    work.write(plan, found, outcomes, scale, out, lambda line: say(console, line))
+    console.print(work.shown(plan, found, scale))
+    pairs = tables.orderings(found)
+    told = [*work.notes_of(plan, scale)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
+    told += [f"the paper in words: {claim}" for claim in work.claims_of(plan)]
+    if scale == "paper":
+        told += work.update(found, outcomes, plan, _device())
+    for line in [*told, f"table: {out / work.TEXT}"]:
+        say(console, line)
+    return int(any(each.why for each in found))
+
+
+def _device() -> str:
+    """What the runs of this machine have run on."""
+    import jax
+
+    device = jax.devices()[0]
+    return f"{device.platform} {device.device_kind}".strip()
+
+
+def _command(arguments: list[str], out: Path) -> str:
+    """The command that goes on with a folder."""
+    kept, rest = [], list(arguments)
+    while rest:
+        word, *rest = rest
+        name, equals, _ = word.partition("=")
+        if name in ("--out", "--resume"):
+            rest = rest if equals else rest[1:]
+        else:
+            kept.append(word)
+    return shlex.join(["fcljax", "reproduce", *kept, "--resume", str(out)])
+
+
+def _new_folder(names: Sequence[str], scale: str) -> str:
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return f"runs/reproduce-{'-'.join(names)}-{scale}-{stamp}"

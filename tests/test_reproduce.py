@@ -1,0 +1,348 @@
+"""`fcljax reproduce`: rows as runs, mini scale, what is written, and mistakes in one line."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_runs
+from test_experiments import FILES, FOLDER, network_with_shapes
+
+from fcljax import cli, config
+from fcljax.commands.reproducing import _command, read
+from fcljax.data.files.dataset import Dataset
+from fcljax.errors import InputError
+from fcljax.methods import find_method
+from fcljax.runs import reproduce, sweeps, tables
+from fcljax.runs.build import make_method
+from fcljax.runs.mini import MOST, USUAL, VALUES, mini
+from fcljax.runs.sweeps import Outcome
+from fcljax.scenario import make_scenario
+from fcljax.types import Setting
+
+TINY = """# A table of one file
+# source: nobody, table 1
+# metrics: A_avg A_last
+# row: linear = {0} -
+# row: linear --lr 0.01 = {1} 50
+# claim: a slow one learns less
+# upload: 3 numbers
+# seeds: 7, 8, 9
+# status: unverified
+# cost: not measured
+# run: fcljax run linear --config x_table1.yaml
+{{dataset: digits, tasks: 2, clients: 2, rounds: 1, epochs: 1, batch_size: 64, image_size: 8, seed: 7}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder `experiments` with one file, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "x_table1.yaml").write_text(TINY.format("40+-1", "90+-1"))
+    return tmp_path / "experiments"
+
+
+def planned(system, table, scale="mini", seeds=None, folder=FOLDER):
+    return reproduce.plan(reproduce.find(folder, system, table), scale, seeds, read)
+
+
+# ---- what is asked for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "usage: fcljax reproduce SYSTEM TABLE [options], such as fppl table3"),
+        (["fppl"], "usage: fcljax reproduce SYSTEM TABLE"),
+        (["fppl", "--scale", "mini"], "usage: fcljax reproduce SYSTEM TABLE"),
+        (["fpl", "table3"], "system: unknown value 'fpl'; did you mean 'fppl'?"),
+        (["fppl", "tabel3"], "table: unknown value 'tabel3'; did you mean 'table3'?"),
+        (["fppl", "table3", "--scale", "full"], "scale: unknown value 'full'"),
+        (["fppl", "table3", "--seeds", "0"], "seeds: 0 is too small; nearest valid value: 1"),
+        (["fppl", "table3", "--jobs", "0"], "jobs: 0 is too small; nearest valid value: 1"),
+        (["fppl", "table3", "--sed", "1"], "did you mean '--seeds'?"),
+        (["fppl", "table3", "--out", "a", "--resume", "b"], "resume: 'b' has its own folder"),
+        (["fppl", "table3", "--resume", "nothing"], "resume: 'nothing' is no folder of a sweep"),
+        (["fppl", "table3", "--experiments", "nowhere"], "experiments: no folder 'nowhere'"),
+        (["fppl", "table3", "--experiments", "."], "experiments: no file in '.' has a header"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    where = [] if "--experiments" in arguments else ["--experiments", str(FOLDER)]
+    assert cli.main(["reproduce", *arguments, *where[: 2 * bool(len(arguments) > 1)]]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_that_is_no_run_is_named(folder, capsys):
+    path = folder / "x_table1.yaml"
+    path.write_text(path.read_text().replace("linear --lr", "linear --lora-lr"))
+    assert cli.main(["reproduce", "x", "table1"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "lora_lr goes with" in err
+
+
+def test_rows_are_runs_with_the_files_first_seeds(folder):
+    made = planned("x", "table1", "paper", None, folder)
+    assert [run.name for run in made.runs] == [
+        f"linear_seed-{seed}" for seed in (7, 8, 9)
+    ] + [f"linear_lr-0.01-{made.runs[3].name[-13:-7]}_seed-{seed}" for seed in (7, 8, 9)]  # fmt: skip
+    assert [run.cfg.lr for run in made.runs] == [1e-3] * 3 + [1e-2] * 3
+    assert made.runs[3].given["lr"] == 0.01 and "lr" not in made.runs[0].given
+    assert [len(part.runs) for part in made.parts] == [3, 3]
+    (table,) = reproduce.find(folder, "x", "table1")
+    assert reproduce.seeds_of(table, "mini", None) == [7]
+    assert reproduce.seeds_of(table, "paper", None) == [7, 8, 9]
+    assert reproduce.seeds_of(table, "mini", 5) == [7, 8, 9, 10, 11]
+
+
+def test_what_the_plan_gives_a_run_is_all_of_it():
+    run = planned("hepco", "table3").runs[2]
+    again = config.resolve(run.method, config.from_mapping(run.method, run.given, "given"))
+    assert again == run.cfg
+
+
+def test_rows_with_the_same_settings_share_their_runs():
+    made = planned("fppl", "table1")
+    assert len(made.runs) == 1 and reproduce.shared(made) == ["fppl [cub-200], fppl [imagenet-r]"]
+    assert len(planned("fppl", "table1", "paper").runs) == 6
+    assert not reproduce.shared(planned("fppl", "table3"))
+
+
+# ---- mini scale --------------------------------------------------------------------------------------------
+
+
+def labels_only(cfg):
+    """The glyphs of a run, and the digits of a mixture, without their pixels."""
+    digits = 10 * (cfg.dataset == "mix:digits+glyphs")
+    train = np.concatenate(
+        [np.repeat(np.arange(digits), 143), np.repeat(np.arange(100), cfg.glyph_train) + digits]
+    )
+    test = np.repeat(np.arange(100 + digits), 10)
+    image = lambda rows: np.zeros((len(rows), 1, 1, 3), np.uint8)
+    names = tuple(map(str, range(100 + digits)))
+    sources = tuple([0] * digits + [1] * 100) if digits else None
+    return Dataset(cfg.dataset, image(train), train, image(test), test, names, sources=sources)
+
+
+def first_of_each():
+    """A run for each method and adapter of all tables, at mini scale."""
+    found = {}
+    for name in sorted({tables.name_of(file)[:2] for file in FILES}):
+        for run in planned(*name).runs:
+            found.setdefault((run.method, run.cfg.adapter, run.cfg.partition), run)
+    return list(found.values())
+
+
+def test_mini_runs_can_be_built_of_every_method():
+    runs = first_of_each()
+    assert len({run.method for run in runs}) >= 25
+    for run in runs:
+        can_be_built(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted({tables.name_of(file)[:2] for file in FILES}), ids="-".join)
+def test_every_mini_run_can_be_built(name):
+    made = planned(*name)
+    assert not [part.why for part in made.parts if part.why]
+    for run in made.runs:
+        can_be_built(run)
+
+
+@functools.cache
+def network(name):
+    return network_with_shapes(name)[0]
+
+
+def can_be_built(run):
+    cfg = run.cfg
+    assert (cfg.dataset in ("glyphs", "mix:digits+glyphs"), cfg.checkpoint) == (True, None)
+    scenario = make_scenario(labels_only(cfg), cfg, cfg.rounds, find_method(run.method).joint)
+    first = scenario.tasks[0]
+    setting = Setting(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
+    assert make_method(run.method, cfg, setting, network(cfg.backbone))
+    rows = sum(int(roster.count.sum()) for of_task in scenario.rosters for roster in of_task[:1])
+    assert 200 <= rows <= 10_000
+
+
+def test_mini_keeps_the_design_and_what_a_row_sets():
+    (table,) = reproduce.find(FOLDER, "hepco", "table3")
+    full = reproduce.settings_of(table, table.rows[1], read)
+    small = mini("hepco", full)
+    same = ("partition", "imbalance", "category_ratio", "wo_previous", "class_order", "fidelity", "pool_size")
+    assert all(getattr(small, name) == getattr(full, name) for name in same) and small.wo_previous
+    assert (small.tasks, small.clients, small.rounds, small.epochs, small.batch_size) == (5, 5, 3, 3, 16)
+    assert (small.backbone, small.dataset, small.augment, small.normalise) == (
+        "vit_micro", "glyphs", None, "checkpoint",
+    )  # fmt: skip
+    assert mini("hepco", full, {"epochs"}).epochs == 10
+    changed = {
+        field.name
+        for field in dataclasses.fields(full)
+        if getattr(full, field.name) != getattr(small, field.name)
+    }
+    told = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "alpha", "pool"}
+    assert changed <= told and all(name in mini.__doc__ for name in ("alpha", "surrogate", "exemplars"))
+
+
+def test_mini_takes_the_methods_own_rates_and_the_rows():
+    runs = {run.name.partition("_")[0]: run.cfg for run in planned("pilora", "table1").runs}
+    assert (runs["pilora"].lr, runs["ewc"].lr, runs["ewc"].optimiser, runs["ewc"].momentum) == (
+        0.1, 0.01, "sgd", 0.9,
+    )  # fmt: skip
+    assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
+    vfcl = {run.method: run.cfg for run in planned("vfcl", "table5").runs}
+    assert (vfcl["glfc"].lr, vfcl["glfc"].full_lr, vfcl["glfc"].optimiser) == (0.01, 0.01, "sgd")
+    assert (vfcl["vfcl"].optimiser, vfcl["vfcl"].pool, vfcl["vfcl"].exemplars) == ("sgd", "order", 2)
+    assert vfcl["vfcl"].backbone == "resnet_micro" and vfcl["cfed"].surrogate == "digits"
+    hepco = {run.method: run.cfg for run in planned("hepco", "table1").runs}
+    assert (hepco["fedavg-ft"].lr, hepco["fedavg-ft"].full_lr, hepco["fed-cprompt"].lr) == (5e-5, 5e-5, 1e-3)
+    weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
+    assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
+
+
+def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():
+    assert [run.cfg.clients for run in planned("fppl", "table4").runs] == [20, 30, 40]
+    assert {run.cfg.clients for run in planned("fppl", "table3").runs} == {5}
+
+
+def test_mini_keeps_the_share_of_labels_that_a_client_owns():
+    owned = {run.name.split("_")[1]: run.cfg.alpha for run in planned("pilora", "table1").runs}
+    assert (owned["a2"], owned["a4"], owned["a6"]) == (4, 8, 12)
+    owned = {run.name.split("_")[1]: run.cfg.alpha for run in planned("pilora", "table2").runs}
+    assert (owned["a4"], owned["a8"], owned["a12"]) == (4, 8, 12)
+
+
+def test_all_rows_of_a_file_see_the_same_images():
+    made = planned("hepco", "table1")
+    assert {run.cfg.glyph_train for run in made.runs} == {100}
+    alone = next(run.cfg for run in made.runs if run.method == "centralized-prompt")
+    assert (alone.clients, alone.rounds, alone.epochs, alone.partition) == (1, 1, 9, "iid")
+
+
+def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
+    def refuse(method, settings, kept):
+        if settings.lr == 0.01:
+            raise InputError("lr: not so fast")
+        return mini(method, settings, kept)
+
+    monkeypatch.setattr(reproduce, "mini", refuse)
+    made = planned("x", "table1", folder=folder)
+    assert [part.why for part in made.parts] == ["", "cannot run at mini scale: lr: not so fast"]
+    (run,) = made.runs
+    found = reproduce.results(made, {run.name: Outcome("failed", 2, "no data", None)})
+    assert [each.why for each in found] == ["failed: no data", made.parts[1].why]
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------
+
+
+def summary(A_avg, A_last):
+    """That of a finished run, with other accuracies."""
+    found = json.loads((small_runs.finished("linear") / "summary.json").read_text())
+    return found | {"A_avg": A_avg, "A_last": A_last}
+
+
+@pytest.fixture
+def swept(monkeypatch):
+    """A sweep that makes no run: those at a rate of 0.01 have an A_avg of 0.9, 0.01 more with each seed, the
+    others of 0.4."""
+
+    def sweep(runs, out, resume, ways, console):
+        out.mkdir(exist_ok=resume)
+        outcomes = {}
+        for run in runs:
+            shutil.copytree(small_runs.finished("linear"), out / run.name, dirs_exist_ok=True)
+            more = 0.01 * (run.cfg.seed - 8)
+            found = summary(0.9 + more if run.cfg.lr == 0.01 else 0.4 + more, 0.5)
+            (out / run.name / "summary.json").write_text(json.dumps(found))
+            outcomes[run.name] = Outcome("finished", 0, "", found)
+        return outcomes
+
+    monkeypatch.setattr(sweeps, "sweep", sweep)
+
+
+def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsys):
+    before = (folder / "x_table1.yaml").read_bytes()
+    assert cli.main(["reproduce", "x", "table1", "--seeds", "3", "--out", "out"]) == 0
+    said, out = capsys.readouterr().out, Path("out")
+    text = (out / "table.md").read_text()
+    assert "| linear | A\\_avg (%) | 40.00 ± 1.00 | 40.00 ± 0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
+    assert "Of 1 pairs of rows that the paper orders by a clear gap 1 are ordered alike here." in text
+    assert "Of 1 pairs" in said and "a slow one learns less" in said and "mini scale" in said
+    found = json.loads((out / "table.json").read_text())
+    assert found["order"]["alike"] == 1 and found["rows"][1]["metrics"]["A_avg"]["values"] == [89, 90, 91]
+    assert (out / "accuracy.png").stat().st_size > 1000
+    assert (folder / "x_table1.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("paper", "seeds", "status"),
+    [("90+-1", "3", "reproduced"), ("70+-9", "3", "not reproduced"), ("90", "2", "unverified")],
+)
+def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, folder, swept, capsys):
+    path = folder / "x_table1.yaml"
+    path.write_text(TINY.format("40", paper))
+    before = path.read_text()
+    arguments = ["reproduce", "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
+    assert cli.main(arguments) == 0
+    table = tables.parse(str(path), path.read_text(), {})
+    assert table.fields["status"] == status
+    assert ("stays as it was" in capsys.readouterr().out) == (status == "unverified")
+    if status == "unverified":
+        assert path.read_text() == before
+    else:
+        assert table.fields["cost"].startswith("6 runs, 0.0") and " hours in all, cpu" in table.fields["cost"]
+        lines = zip(before.splitlines(), path.read_text().splitlines(), strict=True)
+        assert [old[:8] for old, new in lines if old != new] == ["# status", "# cost: "]
+    assert not list(folder.glob(".*"))
+
+
+def test_a_run_that_failed_is_said_and_counts_for_nothing(folder, monkeypatch, capsys):
+    def sweep(runs, out, resume, ways, console):
+        out.mkdir()
+        return {run.name: Outcome("failed", 2, "dataset: 'x' is not here", None) for run in runs}
+
+    monkeypatch.setattr(sweeps, "sweep", sweep)
+    before = (folder / "x_table1.yaml").read_bytes()
+    assert cli.main(["reproduce", "x", "table1", "--scale", "paper", "--out", "out"]) == 1
+    assert "failed: dataset: 'x' is not here" in Path("out/table.md").read_text()
+    assert "Of 1 further pairs a row was not run." in capsys.readouterr().out
+    assert (folder / "x_table1.yaml").read_bytes() == before
+
+
+def test_only_the_plan_is_listed_when_nothing_is_to_be_run(folder, capsys):
+    assert cli.main(["reproduce", "x", "table1", "--dry-run", "--seeds", "2"]) == 0
+    assert "4 runs" in capsys.readouterr().out and sorted(path.name for path in Path().iterdir()) == [
+        "experiments"
+    ]
+
+
+def test_the_advice_of_a_stopped_run_is_the_command_that_goes_on():
+    arguments = ["fppl", "table3", "--seeds", "3", "--out", "a b", "--jobs=2"]
+    assert _command(arguments, Path("a b")) == (
+        "fcljax reproduce fppl table3 --seeds 3 --jobs=2 --resume 'a b'"
+    )
+    assert _command(["x", "y", "--resume=c"], Path("c")) == "fcljax reproduce x y --resume c"
+
+
+@pytest.mark.long
+def test_the_smallest_table_is_reproduced_at_mini_scale_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))
+    arguments = ["reproduce", "fppl", "table1", "--experiments", str(FOLDER)]
+    assert cli.main([*arguments, "--out", "out"]) == 0
+    rows = json.loads((tmp_path / "out" / "table.json").read_text())["rows"]
+    assert len(rows) == 2 and all(row["seeds"] == 1 for row in rows)
+    assert all(50 < row["metrics"]["A_avg"]["mean"] < 100 for row in rows)
+    logs = {path: path.read_bytes() for path in (tmp_path / "out").glob("*/metrics.jsonl")}
+    assert cli.main([*arguments, "--resume", "out"]) == 0
+    assert logs and {path: path.read_bytes() for path in logs} == logs
