@@ -74,8 +74,11 @@ def check_deployable(cfg: RunConfig) -> None:
             f"pool: {cfg.pool!r} makes the tasks from the rows of all clients, which no server has; nearest: "
             f"None"
         )
-    for field in dataclasses.fields(EngineConfig):
-        if field.name != "eval_every_round" and getattr(cfg, field.name) != field.default:
+    simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
+    for field in dataclasses.fields(RunConfig):
+        if field.name not in simulated or field.name == "eval_every_round":
+            continue
+        if getattr(cfg, field.name) != field.default:
             raise InputError(
                 f"{field.name}: {getattr(cfg, field.name)!r} is for simulations: clients have machines of "
                 f"their own, and a server alone cannot go on where a run broke off; nearest: "

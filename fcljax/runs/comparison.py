@@ -21,7 +21,9 @@ Summary = dict[str, Any]  # the content of a summary.json
 
 SETTING = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 # settings that decide where and how fast a run is made, and its numbers by rounding at most
-ASIDE = {"seed", "data_dir", "data_budget", *(field.name for field in dataclasses.fields(EngineConfig))}
+ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
+    "seed", "data_dir", "data_budget", "devices",
+}  # fmt: skip
 
 
 class Group(NamedTuple):
