@@ -297,6 +297,7 @@ ROBUST = {
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rule", ROBUST)
+@pytest.mark.long
 def test_two_finite_uploads_of_either_huge_sign_leave_a_robust_rule_near_the_others(rule, dtype):
     near = jax.tree.map(lambda leaf: leaf.astype(dtype), stacked(k=8))
     poisoned = jax.tree.map(lambda leaf: leaf.at[3].set(FAR).at[5].set(-FAR), near)

@@ -242,6 +242,7 @@ def test_only_old_classes_are_rehearsed():
     assert set(LABEL[np.asarray(memory.row)[places]].tolist()) == {1, 3}
 
 
+@pytest.mark.long
 def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_the_client_has_kept():
     """The memory holds row numbers, no images: the engine reads those. Through the engine, with a step that
     only looks at what it gets."""
@@ -287,6 +288,7 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
     assert play[1]["past_are_old"] == 1
 
 
+@pytest.mark.long
 def test_exemplars_are_a_clients_own():
     memory, _ = history("icarl")[3][1]  # and LwF's teacher
     rows = np.asarray(memory.exemplars.row)

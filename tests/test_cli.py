@@ -338,7 +338,7 @@ def test_version_and_usage(capsys):
         assert all(f"fcljax {command}" in usage for command in ("run", "list", "compare", "pretrain"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", small_runs.some(METHODS, ("fppl", "vfcl")))
 def test_help_of_a_method_names_every_option(method, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["run", method, "--help"])
@@ -482,6 +482,7 @@ def test_data_show_draws_images_and_who_holds_what(capsys):
     assert "1438" in out and "32x32" in out
 
 
+@pytest.mark.long
 def test_data_show_leaves_out_what_is_held_out(capsys):
     assert cli.main(["data", "show", "digits", "--holdout", "0.25", "--out", "pictures"]) == 0
     out = capsys.readouterr().out

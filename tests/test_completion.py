@@ -10,14 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+import small_runs
 
 from fcljax import cli, config
 from fcljax.adapters import ADAPTERS
 from fcljax.commands import completion, running
 from fcljax.methods import METHODS
 from fcljax.options import flag
+from fcljax.runs import hosts
 
-MORE = {flag(field.name) for field in dataclasses.fields(running.Paths)}
+MORE = {flag(each.name) for kind in (running.Paths, hosts.HostOptions) for each in dataclasses.fields(kind)}
 
 
 @functools.cache
@@ -30,7 +32,7 @@ def offered(method, adapter):
     return [word for key in keys for word in table().get(key, ())]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", small_runs.some(METHODS, ("fppl", "ewc")))
 def test_a_method_has_its_options_on_every_adapter_and_no_others(method):
     for adapter in (name for name in ADAPTERS if name not in METHODS[method].excludes):
         fields = dataclasses.fields(config.run_class(method, adapter))

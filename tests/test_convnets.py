@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_runs
 from flax import linen as nn
 from jax import lax
 from safetensors.numpy import load_file, save_file
@@ -191,7 +192,7 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features():
 # ---- other libraries' weights ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["resnet", "resnet_cifar", "densenet"])
+@pytest.mark.parametrize("name", small_runs.some(["resnet", "resnet_cifar", "densenet"], ("resnet",)))
 def test_torchvision_weights_give_torchvision_outputs(name):
     expected = np.load(GOLDEN / "convnets.npz")
     loaded = load_backbone(None, str(GOLDEN / f"torchvision_{name}.safetensors"), 40)

@@ -93,6 +93,7 @@ def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
 
 
 @pytest.mark.parametrize("lanes", [Lanes(1, "loop"), Lanes(2, "vmap"), Lanes(2, "unroll")])
+@pytest.mark.long
 def test_clients_train_on_the_classes_of_their_own_task(lanes):
     """Both hold the same two rows, of classes 1 and 3, and take one step from w = 0 at rate 0.1. Client 0, at
     task 0, sees the first only: w = 0.1 * 1 * (1, 0, 0). Client 1, at task 1, sees the other only, and task 1

@@ -66,7 +66,7 @@ def load(file):
 
 
 # a few of them here, all in `make test-long`
-each = pytest.mark.parametrize("file", small_runs.some(FILES, FILES[::6]), ids=lambda file: file.stem)
+each = pytest.mark.parametrize("file", small_runs.some(FILES, FILES[::12]), ids=lambda file: file.stem)
 PILORA = sorted(FOLDER.glob("pilora_*.yaml"))
 each_of_pilora = pytest.mark.parametrize(
     "file", small_runs.some(PILORA, PILORA[::5]), ids=lambda file: file.stem

@@ -416,6 +416,7 @@ def test_the_knowledge_base_has_what_each_client_sent_last_and_nothing_of_those_
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.long
 def test_a_task_is_handed_at_most_so_many_of_what_is_known_each_once(count):
     state = remember(EMPTY, 0, arrived([1, 2], [0, 2], [True, True]))
     state = remember(state, 1, arrived([3], [1], [True]))
@@ -525,6 +526,7 @@ def test_it_keeps_to_the_protocol_on_lora():
     check_method(method, read, Example(Frozen(jax.eval_shape(NETWORK.init, KEY)), DATA, TASKS[0]))
 
 
+@pytest.mark.long
 def test_it_keeps_to_the_protocol_on_a_resnet():
     network, example = micro_resnet()
     check_method(method_of("fedweit", network=network), read, example)

@@ -440,6 +440,7 @@ def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_a
     assert not adapter.gate.psi[2].any()
 
 
+@pytest.mark.long
 def test_the_first_round_of_a_task_has_no_unified_loss():
     results = []
     for wo_unified in (False, True):

@@ -195,6 +195,7 @@ def test_prompts_are_compared_by_a_sum_of_squares():
     assert np.isclose(0.2 * 20 * 768 * 0.01, 30.72)
 
 
+@pytest.mark.long
 def test_prompts_that_are_sums_are_compared_without_being_made():
     """With the gradients that generators need, for clients far from the server's model and near to it."""
     _, _, model, params, aggregate, _ = world()
@@ -238,6 +239,7 @@ def test_a_generator_has_as_many_parameters_as_the_release(classes, scalars):
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)) == scalars
 
 
+@pytest.mark.long
 def test_batch_normalisation_uses_the_batch_in_training_and_what_it_remembers_after_it():
     shape = GeneratorConfig(3, 4, 2, 2)
     generator = init_generator(shape, KEY)

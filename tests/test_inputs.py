@@ -95,6 +95,7 @@ def test_augment_decides_over_the_data_set():
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
 
+@pytest.mark.long
 def test_joint_training_has_all_classes_in_one_task():
     def tasks(method):
         values = {"image_size": "8", "tasks": "5"}
@@ -265,6 +266,7 @@ def test_features_are_the_class_tokens_of_the_clean_view(inputs, splits, feature
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 359])
+@pytest.mark.long
 def test_features_of_images_on_the_host_have_the_same_bits(rows, inputs, splits, features):
     host = Host(jax.tree.map(np.asarray, splits[1]), rows)
     found = frozen_features(inputs, 64)(build.frozen_of(inputs.backbone), host)

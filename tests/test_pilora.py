@@ -344,6 +344,7 @@ def expected_loss_of_prototypes(server, data, current):
         ("intended", dict(adapter="full"), None),
     ],
 )
+@pytest.mark.long
 def test_the_reported_loss_is_the_papers_or_the_releases(fidelity, fields, pairs):
     method, server = make(fidelity, **fields)
     data = batch([2, 3, 3])

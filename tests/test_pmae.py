@@ -245,6 +245,7 @@ def communication_mean(values, weight):
     return weighted_mean(values, weight, jnp.ones(2, bool))
 
 
+@pytest.mark.long
 def test_without_the_reconstructive_prompt_there_is_none():
     """Oracle 17: the ablation is honoured: nothing of it trains or travels, and images are rebuilt all the
     same."""
@@ -336,6 +337,7 @@ def test_the_pool_has_each_clients_newest_upload_of_the_task_and_the_prompts_of_
     assert not np.asarray(second.prompt[1]).any() and np.asarray(third.prompt[1]).any()
 
 
+@pytest.mark.long
 def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     method = method_of("pmae", **VALUES)
     server, states = begin(method)
@@ -470,6 +472,7 @@ def test_the_pool_of_earlier_tasks_changes_the_last_round_of_a_task_and_no_other
     assert rows[0][3] == rows[1][3] + rows[0][1] and rows[0][:3] == rows[1][:3]
 
 
+@pytest.mark.long
 def test_a_result_that_is_not_finite_is_not_kept():
     method = method_of("pmae", **VALUES | {"tune_lr": 1e38})
     server, states = begin(method)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 from micro import FORMULA, KEY, SCALE, SETTING, TASKS, TINY, WIDTH, by_hand, compiled, method_of, turn_of
 from toys import same
 
@@ -306,7 +307,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["l2p", "dualprompt"])
+@pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
     pull = {"l2p": "l2p_pull", "dualprompt": "dual_pull"}[name]

@@ -74,6 +74,7 @@ def prepared(cfg):
 # ---- training ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_it_learns_what_hidden_patches_look_like_and_leaves_the_encoder_as_it_is(here):
     found = pretrain_decoder(config(here, "long", steps=100, lr=1.0, checkpoint_every=100, validate=8))
     assert found["validation loss"] < 0.6 * found["validation loss of the mean patch"]
@@ -133,6 +134,7 @@ def test_killed_and_resumed_equals_uninterrupted(here, first, monkeypatch):
     assert not (here / "killed.checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_training_that_diverges_ends_at_once_says_so_and_leaves_nothing(here, monkeypatch):
     before, steps, step = set(here.iterdir()), [], module._step
     monkeypatch.setattr(module, "_step", lambda *arguments: steps.append(arguments[-3]) or step(*arguments))

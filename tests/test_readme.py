@@ -118,8 +118,8 @@ def test_files_and_links_exist(page):
     text = page.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
     links = [link for link in links if link and not link.startswith("http")]
-    named = re.findall(r"`((?:fcljax|experiments)/[\w./]+)`", text)
-    named += re.findall(r"experiments/[\w.-]+\.yaml", text)
+    named = re.findall(r"`((?:fcljax|experiments)/[a-z_][\w./]*)`", text)
+    named += re.findall(r"experiments/[a-z][\w.-]+\.yaml", text)
     if page.name in ("results.md", "contributing.md", "changelog.md"):  # they include another file
         named += re.findall(r'--8<-- "(.*)"', text)
         assert named
