@@ -158,7 +158,8 @@ IMAGES = {"cfed", "target", "glfc", "lga", *(name for name in METHODS if name.en
 
 
 @pytest.mark.parametrize(
-    "name", some(sorted(set(METHODS) - {"fedncm", "fedrecon"} - IMAGES), ("fppl", "pilora", "hepco", "ewc", "vfcl"))
+    "name",
+    some(sorted(set(METHODS) - {"fedncm", "fedrecon"} - IMAGES), ("fppl", "pilora", "hepco", "ewc", "vfcl")),
 )
 def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(name):
     """Adapter and classifier together: 0.01 is far less than two steps of either."""
