@@ -86,7 +86,7 @@ def test_a_row_that_is_no_run_is_named(folder, capsys):
     path.write_text(path.read_text().replace("linear --lr", "linear --lora-lr"))
     assert cli.main(["reproduce", "x", "table1"]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "lora_lr goes with" in err
+    assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "--lora-lr goes with" in err
 
 
 def test_rows_are_runs_with_the_files_first_seeds(folder):
