@@ -206,6 +206,7 @@ PRIVATE: dict[str, Any] = {"category_ratio": 0.5}  # likewise, of private stream
 POOLED: dict[str, Any] = {"pool_classes": 5}  # and of those with a pool
 
 YAML_BYTES, YAML_DEPTH = 1 << 20, 20  # most of a file of settings
+MOST_SEEDS = 100  # more at once is rather a seed that was taken for a number of seeds
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 

@@ -16,7 +16,6 @@ from fcljax.commands.running import parse_run
 from fcljax.errors import InputError
 from fcljax.options import option
 from fcljax.runs import signals
-from fcljax.runs.seeds import MOST
 from fcljax.terminal import say
 
 USAGE = "fcljax reproduce SYSTEM TABLE"
@@ -30,7 +29,7 @@ class ReproduceOptions(ProgramOptions):
     # as the files say, whose status and cost are then updated
     scale: Literal["mini", "paper"] = "mini"
     # seeds of each row, from the first of its file on; default: 1, and at the paper's scale as many as it had
-    seeds: int | None = option(None, most=MOST)
+    seeds: int | None = option(None, most=config.MOST_SEEDS)
     out: str | None = None  # folder of the runs and tables, a new one; default: runs/reproduce-...-TIME
     resume: str | None = None  # folder to go on with; the number of seeds may be larger than before
     jobs: int = 1  # runs at a time

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fcljax.errors import InputError, one_line
 from fcljax.options import check_ranges, option
@@ -98,6 +97,8 @@ def gathered(text: str) -> list[str]:
     """What each process says, in the order of their numbers; all must call it together."""
     if jax.process_count() == 1:
         return [text]
+    from jax.experimental import multihost_utils  # a run of one process need not load it
+
     mine = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
@@ -144,6 +145,7 @@ def spread(tree: Any) -> Any:
     """Arrays of process 0 in every process, bit for bit; those of the others give the shapes."""
     if jax.process_count() == 1:
         return tree
+    from jax.experimental import multihost_utils
 
     def one(x: Any) -> jax.Array:
         host = np.asarray(x)

@@ -10,14 +10,13 @@ import yaml
 from rich.console import Console
 
 from fcljax import config
-from fcljax.config import RunConfig
+from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder, write_text
 from fcljax.runs import loop, metrics, origin, page, report
 from fcljax.terminal import say
 
 LIST = "seeds.yaml"
-MOST = 100  # more at once is rather a seed that was taken for a number of seeds
 
 
 def parse_seeds(text: str, first: int) -> list[int]:
@@ -35,8 +34,8 @@ def parse_seeds(text: str, first: int) -> list[int]:
             raise InputError(f"seeds: {text!r} must be different whole numbers below {2**32}")
         return seeds
     count = int(parts[0])
-    if not 1 <= count <= MOST:
-        nearest = MOST if count else 1
+    if not 1 <= count <= MOST_SEEDS:
+        nearest = MOST_SEEDS if count else 1
         raise InputError(f"seeds: {count} runs; nearest: {nearest}; a run with seed {count}: --seed {count}")
     return [first + i for i in range(count)]
 
