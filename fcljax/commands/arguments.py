@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ def keep_compiled(option: str | None) -> None:
     from fcljax.runs import compiled
 
     compiled.keep(option, lambda line: say(Console(stderr=True), line))
+
+
+def passed_on(options: ProgramOptions) -> tuple[str, ...]:
+    """The same options as arguments of a command that this one starts."""
+    return ("--compile-cache", options.compile_cache) if options.compile_cache else ()
 
 
 # Given as an option, it asks a command which options it has. No command line can hold a NUL.
@@ -113,6 +120,31 @@ def print_rows(rows: Sequence[tuple[str, object]]) -> None:
     for name, value in rows:
         add_row(table, name, value)
     Console().print(table)
+
+
+def words_before(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What was typed before the first option, such as files, and the rest."""
+    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    return list(arguments[:split]), list(arguments[split:])
+
+
+def names_before(arguments: list[str], count: int, missing: str) -> tuple[list[str], list[str]]:
+    """The `count` names that a command begins with, and the rest; if help is asked for, no names and all.
+
+    Raises:
+      InputError: with the text `missing`, if there are fewer.
+    """
+    if {"-h", "--help"} & set(arguments):
+        return [], arguments
+    if len(words_before(arguments)[0]) < count:
+        raise InputError(missing)
+    return arguments[:count], arguments[count:]
+
+
+def new_folder(*parts: str) -> str:
+    """A folder in runs/ that no other command has: the parts of its name, the time, and a number."""
+    # two runs may begin in the same second, and clocks may be set back
+    return "runs/" + "-".join([*parts, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(3)])
 
 
 def slug(text: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fcljax.commands.arguments import parse
+from fcljax.commands.arguments import parse, words_before
 from fcljax.errors import InputError
 from fcljax.terminal import say
 
@@ -25,21 +25,21 @@ def compare(arguments: list[str]) -> int:
     from fcljax.runs import page
     from fcljax.runs.comparison import compare as compare_runs
 
-    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    folders, rest = words_before(arguments)
     given = parse(
-        {"compare": CompareOptions()}, arguments[split:], "fcljax compare", "A table and a figure over runs."
+        {"compare": CompareOptions()}, rest, "fcljax compare", "A table and a figure over runs."
     )
-    if not arguments[:split]:
+    if not folders:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
-    out = given.get("out") or Path(arguments[0]).parent / "accuracy.png"
+    out = given.get("out") or Path(folders[0]).parent / "accuracy.png"
     html = Path(out).with_suffix(".html") if given.get("out") else Path(out).with_name(page.NAME)
     if html == Path(out):
         raise InputError(f"out: {str(out)!r} is for the figure; nearest: {str(html.with_suffix('.png'))!r}")
-    tables, figure = compare_runs(arguments[:split], out)
+    tables, figure = compare_runs(folders, out)
     console = Console()
     for table in tables:
         console.print(table)
     say(console, f"accuracy curve: {figure}")
-    if page.try_report(arguments[:split], html, lambda line: say(Console(stderr=True), line)):
+    if page.try_report(folders, html, lambda line: say(Console(stderr=True), line)):
         say(console, f"report: {html}")
     return 0

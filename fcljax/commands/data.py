@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import parse, print_rows
+from fcljax.commands.arguments import names_before, parse, print_rows
 from fcljax.errors import InputError, choose
 from fcljax.terminal import add_row, plain
 
@@ -56,11 +56,8 @@ def _data_prepare(arguments: list[str]) -> int:
     from fcljax.data.files.sources import prepare
     from fcljax.runs.inputs import image_options
 
-    name, given = _named(
-        arguments, "fcljax data prepare NAME", PrepareOptions, "Make a data set ready for runs."
-    )
-    options = config.settle(config.fill(PrepareOptions, {**given, "dataset": name}, "options"))
-    config.check_ranges(options)
+    about = "Make a data set ready for runs."
+    name, options = _named(arguments, "fcljax data prepare NAME", PrepareOptions, about)
     info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
     print_rows(
         [
@@ -75,22 +72,20 @@ def _data_prepare(arguments: list[str]) -> int:
 def _data_show(arguments: list[str]) -> int:
     from fcljax.runs.show import ShowConfig, show
 
-    name, given = _named(
-        arguments, "fcljax data show NAME", ShowConfig, "Images, and which client would hold which class."
-    )
-    options = config.settle(config.fill(ShowConfig, {**given, "dataset": name}, "options"))
-    config.check_ranges(options)
+    about = "Images, and which client would hold which class."
+    _, options = _named(arguments, "fcljax data show NAME", ShowConfig, about)
     print_rows(show(options, options.out or "."))
     return 0
 
 
-def _named(arguments: list[str], prog: str, options: type, description: str) -> tuple[str, dict[str, Any]]:
-    """A data set's name and the options after it."""
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    if not wants_help and (not arguments or arguments[0].startswith("-")):
-        raise InputError(f"dataset: no name given; usage: {prog} [options]; `fcljax data list` has the names")
-    given = parse({"options": options()}, arguments if wants_help else arguments[1:], prog, description)
-    return arguments[0], given
+def _named(arguments: list[str], prog: str, options: type, description: str) -> tuple[str, Any]:
+    """A data set's name, and the options after it, filled in and checked."""
+    missing = f"dataset: no name given; usage: {prog} [options]; `fcljax data list` has the names"
+    names, rest = names_before(arguments, 1, missing)
+    given = parse({"options": options()}, rest, prog, description)
+    filled = config.settle(config.fill(options, {**given, "dataset": names[0]}, "options"))
+    config.check_ranges(filled)
+    return names[0], filled
 
 
 SUBCOMMANDS = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from fcljax.commands.arguments import parse
+from fcljax.commands.arguments import parse, words_before
 from fcljax.terminal import add_row, say
 
 
@@ -22,14 +22,14 @@ class DoctorOptions:
 
 def doctor(arguments: list[str]) -> int:
     """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
-    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    checkpoints, rest = words_before(arguments)
     given = parse(
-        {"doctor": DoctorOptions()}, arguments[split:], "fcljax doctor [CHECKPOINT...]",
+        {"doctor": DoctorOptions()}, rest, "fcljax doctor [CHECKPOINT...]",
         "What a run would need of this machine, and what to do about what is missing.",
     )  # fmt: skip
     from fcljax.runs.doctor import examine, healthy
 
-    findings = examine(arguments[:split], given.get("data_dir"))
+    findings = examine(checkpoints, given.get("data_dir"))
     well, console = healthy(findings), Console()
     if given.get("json"):
         print(json.dumps({"healthy": well, "findings": [each._asdict() for each in findings]}, indent=2))

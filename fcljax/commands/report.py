@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.console import Console
 
-from fcljax.commands.arguments import parse
+from fcljax.commands.arguments import parse, words_before
 from fcljax.errors import InputError
 from fcljax.terminal import say
 
@@ -21,11 +21,11 @@ def report(arguments: list[str]) -> int:
     """`fcljax report RUN_DIR... [--out FILE]`."""
     from fcljax.runs import page
 
-    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    folders, rest = words_before(arguments)
     given = parse(
-        {"report": ReportOptions()}, arguments[split:], "fcljax report", "A page over finished runs."
+        {"report": ReportOptions()}, rest, "fcljax report", "A page over finished runs."
     )
-    if not arguments[:split]:
+    if not folders:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")
-    say(Console(), f"report: {page.report(arguments[:split], given.get('out'))}")
+    say(Console(), f"report: {page.report(folders, given.get('out'))}")
     return 0

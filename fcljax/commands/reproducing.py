@@ -1,9 +1,7 @@
 """`fcljax reproduce SYSTEM TABLE`."""
 
 import dataclasses
-import secrets
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, parse
+from fcljax.commands.arguments import ProgramOptions, names_before, new_folder, parse, passed_on
 from fcljax.commands.running import parse_run
 from fcljax.errors import InputError
 from fcljax.options import option
@@ -39,12 +37,10 @@ class ReproduceOptions(ProgramOptions):
 
 def reproduce(arguments: list[str]) -> int:
     """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    names = [] if wants_help else arguments[:2]
-    if not wants_help and (len(names) < 2 or any(name.startswith("-") for name in names)):
-        raise InputError(f"table: none given; usage: {USAGE} [options], such as fppl table3")
+    missing = f"table: none given; usage: {USAGE} [options], such as fppl table3"
+    names, rest = names_before(arguments, 2, missing)
     given = parse(
-        {"reproduce": ReproduceOptions()}, arguments[len(names) :], USAGE,
+        {"reproduce": ReproduceOptions()}, rest, USAGE,
         "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds.",
     )  # fmt: skip
     options = config.fill(ReproduceOptions, given, "options")
@@ -61,9 +57,8 @@ def reproduce(arguments: list[str]) -> int:
     if options.dry_run:
         console.print(sweeps.plan_table(plan.runs))
         return 0
-    out = Path(options.resume or options.out or _new_folder(names, options.scale))
-    cache = ("--compile-cache", options.compile_cache) if options.compile_cache else ()
-    ways = sweeps.Ways([None] * options.jobs, options=cache)
+    out = Path(options.resume or options.out or new_folder("reproduce", *names, options.scale))
+    ways = sweeps.Ways([None] * options.jobs, options=passed_on(options))
     try:
         outcomes = sweeps.sweep(plan.runs, out, options.resume is not None, ways, Console(stderr=True))
     except KeyboardInterrupt as stop:
@@ -114,8 +109,3 @@ def _command(arguments: list[str], out: Path) -> str:
         else:
             kept.append(word)
     return shlex.join(["fcljax", "reproduce", *kept, "--resume", str(out)])
-
-
-def _new_folder(names: Sequence[str], scale: str) -> str:
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    return f"runs/reproduce-{'-'.join(names)}-{scale}-{stamp}"

@@ -1,9 +1,7 @@
 """`fcljax run METHOD` and `fcljax check METHOD`: a run's settings from all that can give them."""
 
 import dataclasses
-import secrets
 import shlex
-import time
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, slug
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, new_folder, parse, slug
 from fcljax.errors import InputError
 from fcljax.options import flag
 from fcljax.runs import hosts, signals
@@ -36,18 +34,12 @@ class Paths(ProgramOptions):
 
 def run(arguments: list[str]) -> int:
     """`fcljax run METHOD [options]`."""
-    from fcljax.methods import METHODS
-
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(
-            f"method: none given; try: fcljax run fppl; choose from: {', '.join(METHODS)}; or give a file of "
-            "your own"
-        )
+    _check_named("run", arguments)
     method, given, paths, host_options = _read(arguments)
     hosts.check(host_options)
     resolved = settings(method, given, paths)
     if host_options.coordinator is None:
-        return _play(method, resolved, paths, paths.resume or paths.out or _new_folder(method, resolved))
+        return _play(method, resolved, paths, paths.resume or paths.out or _folder(method, resolved))
     if paths.seeds or (paths.resume and _seeds(resolved, paths)):
         raise InputError("seeds: processes with a coordinator run one seed at a time; leave out --seeds")
     command = ["-m", "fcljax.commands.worker", "LOG", *arguments]
@@ -62,7 +54,7 @@ def join(arguments: list[str], log: TextIO) -> int:
         asked = resolved.devices if paths.resume or resolved.devices > 1 else given.get("devices")
         devices = hosts.agreed(lambda: hosts.devices_of(asked))
         resolved = dataclasses.replace(resolved, devices=devices)
-        out = hosts.told(lambda: paths.resume or paths.out or _new_folder(method, resolved))
+        out = hosts.told(lambda: paths.resume or paths.out or _folder(method, resolved))
         hosts.tell_folder(out, log)
         same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
         hosts.check_same({"options": same})
@@ -134,13 +126,9 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
 def check(arguments: list[str]) -> int:
     """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
     not."""
-    from fcljax.methods import METHODS, find_method
+    from fcljax.methods import find_method
 
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(
-            f"method: none given; try: fcljax check fppl; choose from: {', '.join(METHODS)}; or give a file "
-            "of your own"
-        )
+    _check_named("check", arguments)
     method, arguments = arguments[0], arguments[1:]
     find_method(method)
     given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
@@ -164,10 +152,19 @@ def check(arguments: list[str]) -> int:
     return 0 if all(statement.holds for statement in statements) else 1
 
 
-def _new_folder(method: str, resolved: config.RunConfig) -> str:
-    # two runs may begin in the same second, and clocks may be set back
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    return f"runs/{slug(method)}-{slug(resolved.dataset)}-s{resolved.seed}-{stamp}"
+def _check_named(command: str, arguments: list[str]) -> None:
+    """Raise InputError, naming the methods there are, unless the arguments begin with one."""
+    from fcljax.methods import METHODS
+
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(
+            f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
+            "file of your own"
+        )
+
+
+def _folder(method: str, resolved: config.RunConfig) -> str:
+    return new_folder(slug(method), slug(resolved.dataset), f"s{resolved.seed}")
 
 
 def parse_run(method: str, arguments: list[str], prog: str, description: str) -> dict[str, Any]:

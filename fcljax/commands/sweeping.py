@@ -3,16 +3,14 @@
 import dataclasses
 import os
 import re
-import secrets
 import shlex
-import time
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, parse, slug
+from fcljax.commands.arguments import ProgramOptions, names_before, new_folder, parse, passed_on, slug
 from fcljax.errors import InputError
 from fcljax.runs import signals
 from fcljax.terminal import say
@@ -38,11 +36,10 @@ class SweepOptions(ProgramOptions):
 
 def sweep(arguments: list[str]) -> int:
     """`fcljax sweep FILE.yaml [options]`: exit code 1 if a run failed."""
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    if not wants_help and (not arguments or arguments[0].startswith("-")):
-        raise InputError("sweep: no file given; usage: fcljax sweep FILE.yaml [options]")
+    missing = "sweep: no file given; usage: fcljax sweep FILE.yaml [options]"
+    files, rest = names_before(arguments, 1, missing)
     given = parse(
-        {"sweep": SweepOptions()}, arguments if wants_help else arguments[1:], "fcljax sweep FILE.yaml",
+        {"sweep": SweepOptions()}, rest, "fcljax sweep FILE.yaml",
         "Many runs: a grid of options, variants and seeds, some at a time.",
     )  # fmt: skip
     options = config.fill(SweepOptions, given, "options")
@@ -50,14 +47,14 @@ def sweep(arguments: list[str]) -> int:
 
     from fcljax.runs import grid, page, sweeps
 
-    file = arguments[0]
+    file = files[0]
     runs = grid.plan(file)
     ways = ways_of(options, file, runs)
     console = Console()
     if options.dry_run:
         console.print(sweeps.plan_table(runs))
         return 0
-    out = Path(options.resume or options.out or _new_folder(file))
+    out = Path(options.resume or options.out or new_folder("sweep", slug(file)))
     try:
         outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
     except KeyboardInterrupt as stop:
@@ -100,8 +97,7 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
         engines.extra(module, "ray" if module == "ray" else "slurm")
     usual = 1 if options.engine == "local" else len(runs)
     slots = devices[: options.jobs] if devices else [None] * (options.jobs or usual)
-    cache = ("--compile-cache", options.compile_cache) if options.compile_cache else ()
-    return Ways(slots, options.engine, slurm, ray, cache)
+    return Ways(slots, options.engine, slurm, ray, passed_on(options))
 
 
 def _part(options: type, given: object, where: str) -> Any:
@@ -140,8 +136,3 @@ def _devices(options: SweepOptions, runs: list) -> list[str]:
             f"devices: the run {several.name} needs {several.cfg.devices}, and each would have one"
         )
     return names
-
-
-def _new_folder(file: str) -> str:
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    return f"runs/sweep-{slug(file)}-{stamp}"

@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.console import Console
 
-from fcljax.commands.arguments import parse
+from fcljax.commands.arguments import names_before, parse
 from fcljax.errors import InputError
 
 
@@ -21,17 +21,15 @@ def watch(arguments: list[str]) -> int:
     from fcljax.runs import signals
     from fcljax.runs.watch import watch as watch_runs
 
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    if not wants_help and (not arguments or arguments[0].startswith("-")):
-        raise InputError("run: no run directory given; usage: fcljax watch RUN_DIR [--once]")
-    rest = arguments if wants_help else arguments[1:]
+    missing = "run: no run directory given; usage: fcljax watch RUN_DIR [--once]"
+    folders, rest = names_before(arguments, 1, missing)
     given = parse({"watch": WatchOptions()}, rest, "fcljax watch RUN_DIR", "Follow runs in the terminal.")
     options = WatchOptions(**given)
     if not 0.1 <= options.every <= 3600:  # false for NaN too
         nearest = 0.1 if options.every < 0.1 else 3600
         raise InputError(f"every: {options.every} seconds; nearest valid value: {nearest}")
     try:
-        watch_runs(arguments[0], Console(), options.every, options.once)
+        watch_runs(folders[0], Console(), options.every, options.once)
     except KeyboardInterrupt as stop:
         return 128 + signals.number_of(stop)
     return 0

@@ -1,9 +1,10 @@
 """`fcljax convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with them."""
 
 from pathlib import Path
+from typing import Any
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, print_rows, slug
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, print_rows, slug, words_before
 from fcljax.errors import InputError
 from fcljax.runs import signals
 
@@ -13,11 +14,11 @@ def convert(arguments: list[str]) -> int:
     from fcljax.models.weights.pretrained import ConvertOptions
     from fcljax.models.weights.pretrained import convert as write
 
-    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    files, usage = arguments[:split], "fcljax convert SRC [DST]"
+    files, rest = words_before(arguments)
+    usage = "fcljax convert SRC [DST]"
     given = parse(
         {"convert": ConvertOptions()},
-        arguments[split:],
+        rest,
         usage,
         "A checkpoint as .safetensors with its provenance.",
     )
@@ -34,15 +35,13 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    groups = {"embed": EmbedConfig(), "files": ProgramOptions()}
-    given = parse(groups, arguments, "fcljax embed", "Frozen features of a data set.")
-    compile_cache = given.pop("compile_cache", None)
-    options = config.settle(config.fill(EmbedConfig, given, "options"))
+    options, cache = _parsed(EmbedConfig, arguments, "embed", "Frozen features of a data set.")
+    options = config.settle(options)
     config.check_ranges(options)
     backbone = (
         Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
     )
-    keep_compiled(compile_cache)
+    keep_compiled(cache)
     summary = write(options, options.out or f"{slug(options.dataset)}-{slug(backbone)}.npz")
     print_rows(list(summary.items()))
     return 0
@@ -53,11 +52,8 @@ def pretrain(arguments: list[str]) -> int:
     from fcljax.runs.pretrain import PretrainConfig
     from fcljax.runs.pretrain import pretrain as train
 
-    groups = {"pretrain": PretrainConfig(), "files": ProgramOptions()}
-    given = parse(groups, arguments, "fcljax pretrain", "Train the packaged micro ViT again.")
-    compile_cache = given.pop("compile_cache", None)
-    options = config.fill(PretrainConfig, given, "options")
-    keep_compiled(compile_cache)
+    options, cache = _parsed(PretrainConfig, arguments, "pretrain", "Train the packaged micro ViT again.")
+    keep_compiled(cache)
     summary = train(options)
     for name, value in summary.items():
         print(f"{name}: {value}")
@@ -69,12 +65,9 @@ def pretrain_decoder(arguments: list[str]) -> int:
     from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
     from fcljax.runs.pretrain_decoder import pretrain_decoder as train
 
-    groups = {"pretrain-decoder": PretrainDecoderConfig(), "files": ProgramOptions()}
     about = "A masked autoencoder's decoder for a frozen encoder."
-    given = parse(groups, arguments, "fcljax pretrain-decoder", about)
-    compile_cache = given.pop("compile_cache", None)
-    options = config.fill(PretrainDecoderConfig, given, "options")
-    keep_compiled(compile_cache)
+    options, cache = _parsed(PretrainDecoderConfig, arguments, "pretrain-decoder", about)
+    keep_compiled(cache)
     try:
         print_rows(list(train(options).items()))
     except KeyboardInterrupt as error:
@@ -82,3 +75,11 @@ def pretrain_decoder(arguments: list[str]) -> int:
         advice = "go on with the same command and --resume" if begun else ""
         raise signals.Stopped(signals.number_of(error), advice) from None
     return 0
+
+
+def _parsed(kind: type, arguments: list[str], command: str, about: str) -> tuple[Any, str | None]:
+    """The options of a command as a `kind`, and its `--compile-cache`."""
+    groups = {command: kind(), "files": ProgramOptions()}
+    given = parse(groups, arguments, f"fcljax {command}", about)
+    cache = given.pop("compile_cache", None)
+    return config.fill(kind, given, "options"), cache
