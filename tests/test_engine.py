@@ -27,7 +27,7 @@ from toys import (
 
 from fcljax.federated.aggregation import coordinate_median
 from fcljax.federated.engine import Lanes, init_clients, run_round
-from fcljax.types import Batch, Turn, View
+from fcljax.types import Batch, Phase, Turn, Upload, View, Weighted
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,47 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain
     assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
     assert set(engine.traces.values()) == {1}
     assert ("refresh 1 0" in engine.traces) == (name == "personal")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    small_runs.some(
+        [*itertools.product(TOYS, ("loop1", "loop3", "unroll2"))],
+        [("recalling", "loop3"), ("two_pass", "loop1")],
+    ),
+)
+def test_batches_as_short_as_their_rows_change_no_number(name, way, data, deals, plain):
+    participation = PARTICIPATION.get(name, 1.0)
+    engine = toys.build(TOYS[name](), deals, *toys.WAYS[way], participation, short=True)
+    assert_as_plain(toys.drive_engine(engine, data, deals, participation), plain[name])
+    assert set(engine.traces.values()) == {1}
+
+
+@pytest.mark.parametrize(("short", "lanes", "keeps", "computed"), [
+    (False, Lanes(1, "loop"), False, [4, 4, 4, 4, 4]),
+    (True, Lanes(1, "loop"), False, [4, 1, 4, 4, 3]),
+    (True, Lanes(2, "unroll"), False, [4, 1, 4, 4, 3]),
+    (True, Lanes(2, "vmap"), False, [4, 4, 4, 4, 4]),
+    (True, Lanes(1, "loop"), True, [4, 4, 4, 4, 4]),
+])  # fmt: skip
+def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, lanes, keeps, computed, data):
+    """Two clients with 5 and 11 rows in batches of 4. Lanes that are batched share one program, and a client
+    who keeps its last batch needs room for all of it."""
+
+    def width(ctx, local, batch, key):
+        rows = Weighted(jnp.float32(len(batch.mask)), jnp.float32(1))
+        return {**local, "kept": batch.row if keeps else local["kept"]}, {"rows": rows}
+
+    begin = lambda ctx, state, key: {"weight": ctx.wire, "kept": jnp.zeros(4, jnp.int32)}
+    send = lambda ctx, local, state: (Upload(mean=local["weight"], weight=ctx.info.rows), state)
+    method = toys.toy(begin, (Phase(View(1, 4, augment=False), width),), send)
+    mine = np.flatnonzero(tasks()[0].current[np.asarray(data.label)])
+    roster = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
+    engine = toys.build(method, [roster], lanes, short=short)
+    *_, report = run_round(
+        engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY
+    )
+    assert report.metrics["rows"] * len(computed) == pytest.approx(sum(computed))
 
 
 @pytest.mark.parametrize("way", small_runs.some(toys.WAYS, ("vmap3", "loop3")))

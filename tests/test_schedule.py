@@ -19,6 +19,7 @@ from fcljax.federated.schedule import (
     participants,
     phase_steps,
     plan_round,
+    step_widths,
     tabulate,
 )
 from fcljax.types import Method, Phase, Program, Round, Task, View
@@ -85,6 +86,43 @@ def test_longest_first_packs_5_4_3_3_3_onto_two_lanes_as_by_hand():
 
 def test_a_client_of_10_rows_takes_three_steps_of_4_in_each_of_2_epochs():
     assert phase_steps(np.array([10, 8, 0]), View(epochs=2, batch_size=4)).tolist() == [6, 4, 0]
+
+
+def padded(counts, size, widths):
+    """Rows that are computed beyond those of the clients, over the latter."""
+    batches = np.concatenate([np.diff(np.minimum(np.arange(0, n + size, size), n)) for n in counts])
+    chosen = np.asarray(widths)[np.searchsorted(widths, batches[batches > 0])]
+    return chosen.sum() / np.sum(counts) - 1
+
+
+def test_widths_follow_from_the_rows_that_are_left_of_the_last_batches():
+    """100, 70, 50 and 36 rows in batches of 32 leave 4, 6, 18 and 4."""
+    counts = np.array([100, 70, 50, 36] * 40)
+    assert step_widths(View(2, 32), counts) == (6, 18, 32)
+    assert step_widths(View(1, 32), counts) == (6, 32)  # 18 would save 14 rows of 40 clients
+    assert padded(counts, 32, (6, 18, 32)) == pytest.approx(4 / 256)
+    assert padded(counts, 32, (32,)) == pytest.approx(96 / 256)
+
+
+def test_a_width_that_saves_little_is_not_compiled():
+    assert step_widths(View(10, 32), np.array([100, 70, 50, 36])) == (32,)  # 960 rows are padding
+    assert step_widths(View(10, 32), np.array([64] * 100)) == (32,)  # none is
+    assert step_widths(View(1, 32), np.array([3200 - 4] * 1000)) == (32,)  # 4,000, but one in 800
+    assert step_widths(View(1, 32), np.array([], int)) == (32,)
+
+
+@UNTIMED
+@given(st.integers(1, 300), st.integers(1, 2000), st.integers(0, 2**32 - 1))
+def test_few_widths_keep_the_padding_of_any_clients_small(size, most, seed):
+    """Uniform sizes: two further widths leave a sixth of a batch or so; padding of less than a 32nd, or of
+    few rows, is left alone."""
+    counts = np.random.default_rng(seed).integers(0, most, 5000, endpoint=True)
+    widths = step_widths(View(3, size), counts)
+    assert sorted(set(widths)) == list(widths) and widths[-1] == size and len(widths) <= 3
+    if counts.any():
+        sixth = size / 6 * (counts > 0).sum() / counts.sum()
+        few = 1000 / 3 / counts.sum()
+        assert padded(counts[counts > 0], size, widths) <= 1.15 * sixth + 0.08 + few
 
 
 @UNTIMED

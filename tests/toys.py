@@ -370,7 +370,7 @@ def recalling() -> Method:
         return jax.random.randint(key, (RECALLS,), -1, MEMORY)
 
     def step(ctx, local, batch, key):
-        joined = tuple(leaf[TRAIN.batch_size :] for leaf in batch[:4])
+        joined = tuple(leaf[-RECALLS:] for leaf in batch[:4])
         return train(ctx, {**local, "joined": joined}, batch, key)
 
     def remember(ctx, local, batch, key):
@@ -567,10 +567,15 @@ EXAMPLE = Example(FROZEN, rows(), tasks()[0])
 
 
 def build(
-    method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, **options
-) -> Engine:
-    """An engine with room for these rosters."""
+    method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, short=False,
+    **options,
+) -> Engine:  # fmt: skip
+    """An engine with room for these rosters. short: no batch is padded."""
     shapes = capacities(method, deals, lanes.count, slots, participation)
+    assert all(len(widths) == 1 for each in shapes for widths in each.widths)  # too few rows to be worth it
+    if short:
+        every = lambda each: tuple(tuple(range(1, widths[-1] + 1)) for widths in each.widths)
+        shapes = tuple(each._replace(widths=every(each)) for each in shapes)
     return make_engine(method, fetch, lanes, shapes, EXAMPLE, **options)
 
 

@@ -14,6 +14,7 @@ from fcljax.federated.sweep import Fetch, Lanes
 from fcljax.types import Frozen, Method, PyTree, Task
 
 KEY = jax.random.key(0)
+TASKS = 10
 SLOTS = 128  # clients per chunk, as in a run
 
 
@@ -44,7 +45,8 @@ def rows_of(roster: Roster, client: int) -> np.ndarray:
 
 def engine_of(game: Game, lanes: Lanes) -> Engine:
     """The engine of a federation."""
-    rooms = capacities(game.method, [game.roster], lanes.count, SLOTS)
+    # shapes as of a run of ten such tasks: what is worth a compilation depends on how often it is used
+    rooms = capacities(game.method, [game.roster] * TASKS, lanes.count, SLOTS)
     return make_engine(game.method, game.fetch, lanes, rooms, Example(game.frozen, game.data, game.task))
 
 

@@ -221,8 +221,8 @@ def _player(
 
     def play(i, call, carry, window, past, rows, places, first, ticks):
         locate, ticks = functools.partial(in_window, rows, places, first), (first, first + ticks)
-        carry = sweep(program, i, call, begun(carry), window, past, locate, ticks, fetch=fetch, lanes=mine)
-        return ending(carry)
+        how = {"fetch": fetch, "lanes": mine, "widths": capacity.widths[i]}
+        return ending(sweep(program, i, call, begun(carry), window, past, locate, ticks, **how))
 
     def window_sweep(i, *args):
         *args, parted = args
@@ -504,8 +504,10 @@ def work_alone(
 
 
 def alone(capacity: Capacity) -> Capacity:
-    """The capacity of an engine that plays one client at a time, and knows the state of no other."""
-    return capacity._replace(clients=1, participants=1)
+    """The capacity of an engine that plays one client at a time, and knows the state of no other; how many
+    rows the others have it does not know either, so that all batches are padded to the full size."""
+    full = tuple(widths[-1:] for widths in capacity.widths)
+    return capacity._replace(clients=1, participants=1, widths=full)
 
 
 def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, rows, ids) -> Carry:

@@ -17,6 +17,12 @@ from fcljax.types import Method, Program, Task, View
 
 Ints = Int[np.ndarray, "..."]
 
+MOST_WIDTHS = 3  # of a step's program: each is compiled once more
+TRIED_WIDTHS = 256
+# What a further width must save in a round of all tasks, as a share of what is computed and in rows. On one
+# core of a CPU a ViT-Ti's step is compiled in the time of 1,000 to 2,000 rows, and a run has several rounds.
+WORTH_SHARE, WORTH_ROWS = 1 / 32, 1000
+
 
 class Roster(NamedTuple):
     """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i +
@@ -42,6 +48,7 @@ class Capacity(NamedTuple):
     slots: int  # clients per chunk
     rows: int  # training rows per chunk
     ticks: tuple[int, ...]  # per phase
+    widths: tuple[tuple[int, ...], ...]  # per phase: rows that a step may be computed for, see `step_widths`
 
 
 class Table(NamedTuple):
@@ -98,6 +105,33 @@ def phase_steps(count: Ints, view: View) -> Ints:
     return view.epochs * -(-count // view.batch_size)
 
 
+def step_widths(view: View, counts: Ints) -> tuple[int, ...]:
+    """Numbers of rows, ascending, that a step's program is compiled for; the last one is the batch size.
+
+    The last batch of an epoch has what is left of a client's rows, and is padded to the next of these. Those
+    that save most are chosen one after the other, as long as one is worth its compilation.
+
+    Args:
+      view: batches and epochs of a phase.
+      counts: rows of each client, in all tasks together.
+    """
+    counts, size = counts[counts > 0], view.batch_size
+    left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
+    least = max(WORTH_ROWS, WORTH_SHARE * size * int(phase_steps(counts, view).sum()))
+    some = left[np.unique(np.linspace(0, len(left) - 1, TRIED_WIDTHS).astype(int))] if len(left) else left
+
+    def computed(widths: tuple[int, ...]) -> int:
+        return view.epochs * int(np.sum(clients * np.asarray(widths)[np.searchsorted(widths, left)]))
+
+    widths: tuple[int, ...] = (size,)
+    while len(widths) < MOST_WIDTHS and len(some):
+        better = min((tuple(sorted({*widths, int(width)})) for width in some), key=computed)
+        if computed(widths) - computed(better) < least:
+            break
+        widths = better
+    return widths
+
+
 def pack(length: Ints, lanes: int) -> list[list[int]]:
     """Longest-processing-time-first: the items of each lane in playing order. Ties go to the lower index, so
     the result is unique."""
@@ -142,9 +176,10 @@ def capacity(
     ticks = tuple(
         max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True)
     )
-    return Capacity(
-        len(rosters[0].count), max(1, most), slots, max(1, max(int(c.sum()) for c in head)), ticks
-    )
+    everybody = np.concatenate(counts)
+    widths = tuple(step_widths(phase.view, everybody) for phase in program.phases)
+    rows = max(1, max(int(c.sum()) for c in head))
+    return Capacity(len(rosters[0].count), max(1, most), slots, rows, ticks, widths)
 
 
 def capacities(

@@ -254,10 +254,10 @@ def open_chunk(
 
 def sweep(
     program: Program, index: int, call: Call, carry: Carry, data: PyTree, past: Past, locate: Callable,
-    ticks: tuple, *, fetch: Fetch, lanes: Lanes,
+    ticks: tuple, *, fetch: Fetch, lanes: Lanes, widths: tuple[int, ...],
 ) -> Carry:  # fmt: skip
     """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table
-    names.
+    names, with as many rows as the least of the widths that holds its batch.
 
     locate(tick, lane, slot, step) -> (row ids, mask, where `data` has these rows)
     """
@@ -266,17 +266,25 @@ def sweep(
     each = functools.partial(over_lanes, lanes=lanes.count, mode=lanes.mode)
     begin = functools.partial(_begin, program, index, call, each)
     finish = functools.partial(_finish, program, index, call, each)
+    # batched lanes take their steps with one program, which would be that of every width in turn
+    widths = widths[-1:] if lanes.count > 1 and lanes.mode == "vmap" else widths
 
     def work(tick, lane, slot, step, active, local):
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, 1 + index), step)
         rows, mask, place = locate(tick, lane, slot, step)
         ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
         draw = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(call.key, _DRAWS), index), step)
-        batch = _read(fetch, phase.view.augment, data, rows, place, mask, jax.random.fold_in(key, 0), draw)
-        if phase.recall:
-            past_rows = _recalled(fetch, phase.recall, ctx, past, slot, local, step_key, draw)
-            batch = join(batch, past_rows)
-        new, metrics = phase.step(ctx, local, batch, step_key)
+
+
+        def step_of(width):
+            mine = rows[:width], place[:width], mask[:width]
+            batch = _read(fetch, phase.view.augment, data, *mine, jax.random.fold_in(key, 0), draw)
+            if phase.recall:
+                past_rows = _recalled(fetch, phase.recall, ctx, past, slot, local, step_key, draw)
+                batch = join(batch, past_rows)
+            return phase.step(ctx, local, batch, step_key)
+
+        new, metrics = _at_width(step_of, widths, mask)
         return select(active, new, local), {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
@@ -293,6 +301,17 @@ def sweep(
 
     first, last = ticks  # the trip count is data, so one trace serves rounds of any length
     return jax.lax.fori_loop(first, last, tick, carry)
+
+
+def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: Bool[Array, " B"]) -> PyTree:
+    """function(width) for the least of the widths, in ascending order, that holds the real rows; they come
+    first. Draws that belong to rows are the same for every width. A step that returns something of its batch
+    is computed in full."""
+    result = lambda width: jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: function(width)))
+    if len(widths) == 1 or any(result(width) != result(widths[-1]) for width in widths[:-1]):
+        return function(widths[-1])
+    index = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask))
+    return jax.lax.switch(index, [functools.partial(function, width) for width in widths])
 
 
 def _begin(program: Program, index: int, call: Call, each: Callable, slot, start, carry: Carry) -> PyTree:
