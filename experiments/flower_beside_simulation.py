@@ -21,8 +21,9 @@ from fcljax.commands import running
 from fcljax.config import RunConfig
 from fcljax.federated.engine import init_clients
 from fcljax.runs import loop
-from fcljax.runs.build import build, with_queries
+from fcljax.runs.build import build
 from fcljax.runs.checkpoint import State
+from fcljax.runs.queries import with_queries
 from fcljax.runs.records import Clock, Records
 from fcljax.runs.summary import traffic_by_round, wire_shapes
 from fcljax.types import PyTree
@@ -36,14 +37,14 @@ def simulated(method: str, cfg: RunConfig) -> tuple[list[PyTree], list[dict[str,
     one client in each of the method's rounds."""
     exp, states, past = build(method, cfg), [], ()
     with Clock({}) as clock:
-        exp = with_queries(exp, cfg, clock)
+        exp = with_queries(exp, cfg)
         server = loop.first_server(exp)
         clients = init_clients(exp.method, server, cfg.clients, jax.random.fold_in(exp.key, loop.CLIENTS))
         state = State(server, clients, jax.random.key_data(exp.key))
         play = loop.make_play(exp, cfg, Records(), clock)
         for t in range(len(exp.scenario.tasks)):
             for r in range(cfg.rounds):
-                state, kept, _ = play(state, past, t, r, r == cfg.rounds - 1)
+                state, kept, _ = play(exp.train, state, past, t, r, r == cfg.rounds - 1)
                 past += () if kept is None else (kept,)
                 states.append(jax.device_get(state.server))
     return states, [each._asdict() for each in traffic_by_round(exp, wire_shapes(exp))]

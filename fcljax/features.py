@@ -76,9 +76,9 @@ def make_predict(
 def make_features(
     features: Callable, read: Callable, batch_size: int, advance: Callable[[int], None] = lambda rows: None,
     mesh: Mesh | None = None,
-) -> Callable[[PyTree, Split | Host], Float[Array, "N ..."] | np.ndarray]:
-    """cache(frozen, split) -> features of all images under the clean view, on the device, or in numpy for a
-    `Host`.
+) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
+    """cache(frozen, split, rows) -> features of these images, by default of all, under the clean view, on the
+    device, or in numpy for a `Host`.
 
     Args:
       features: (frozen, image [B, S, S, 3]) -> [B, ...].
@@ -99,9 +99,10 @@ def make_features(
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(rows), *shape.shape[1:]), shape.dtype))
 
-    def cache(frozen: PyTree, split: Split | Host) -> Array | np.ndarray:
-        rows = np.arange(len((split.tree if isinstance(split, Host) else split).label))
-        capacity = min(len(rows), BATCHES_PER_CALL * batch_size * size(mesh))
+    def cache(frozen: PyTree, split: Split | Host, rows: np.ndarray | None = None) -> Array | np.ndarray:
+        everything = np.arange(len((split.tree if isinstance(split, Host) else split).label))
+        rows = everything if rows is None else rows
+        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * size(mesh))
         found = _over_rows(loops, frozen, split, rows, batch_size, capacity, advance)
         return found if isinstance(split, Host) else jnp.asarray(found)
 

@@ -27,7 +27,7 @@ from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
-from fcljax.runs import build
+from fcljax.runs import build, queries
 from fcljax.runs.inputs import (
     feature_file,
     fetch,
@@ -318,7 +318,7 @@ def test_a_run_takes_the_features_that_embed_has_left(tmp_path, monkeypatch, cap
     reference = small_runs.finished("fppl")
     common = ["--data-dir", str(tmp_path / "data")]
     assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
-    monkeypatch.setattr(build, "frozen_features", lambda *args: lambda *args: pytest.fail("computed again"))
+    monkeypatch.setattr(queries, "frozen_features", lambda *a, **k: lambda *a: pytest.fail("computed again"))
     assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))
     capsys.readouterr()

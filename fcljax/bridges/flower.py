@@ -277,13 +277,13 @@ def _rounds(
     evaluate, past = None if exp.method.personal else make_evaluate(exp, cfg.eval_batch_size), ()
     for t, r in itertools.product(range(len(exp.scenario.tasks)), range(cfg.rounds)):
         last, row = r == cfg.rounds - 1, NOT_EVALUATED
-        state, kept, done = play(state, past, t, r, last)
+        state, kept, done = play(exp.train, state, past, t, r, last)
         if kept is not None:
             past += (kept,)
             records.add(kept_rows=len(kept.label))
         if evaluate and (last or cfg.eval_every_round):
             with clock("eval"):
-                row = evaluate(state, t, records)
+                row = evaluate(exp.test, state, t, records)
             if last:
                 records.keep(*row)
         line = record(records, t, r, done, *row)

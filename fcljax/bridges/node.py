@@ -22,9 +22,10 @@ from fcljax.errors import InputError
 from fcljax.federated.engine import Work, client_states, work_alone
 from fcljax.methods import find_method
 from fcljax.runs import origin
-from fcljax.runs.build import Experiment, assemble, setting_of, with_queries
+from fcljax.runs.build import Experiment, assemble, setting_of
 from fcljax.runs.inputs import Inputs, load_inputs
 from fcljax.runs.loop import CLIENTS, first_server
+from fcljax.runs.queries import with_queries
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, Turn, Upload
 
@@ -167,7 +168,7 @@ def client_experiment(method: str, cfg: RunConfig, own: Own | None, rows: int) -
     holding = hold(method, cfg, own)
     setting = setting_of(holding.scenario, cfg)._replace(rows=rows)
     exp = assemble(method, cfg, holding.inputs, holding.scenario, setting, by_itself=True)
-    return with_queries(exp, cfg, splits=("train",))
+    return with_queries(exp, cfg, ("train",))
 
 
 def first_state(exp: Experiment, client: int) -> PyTree:
@@ -262,7 +263,7 @@ def server_experiment(
     """
     scenario = scenario_of_counts(inputs.dataset, cfg, cfg.rounds, find_method(method).joint, rows)
     exp = assemble(method, cfg, inputs, scenario, setting_of(scenario, cfg))
-    return with_queries(exp, cfg, splits=("test",))
+    return with_queries(exp, cfg, ("test",))
 
 
 def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:

@@ -1,7 +1,5 @@
 """From settings to everything that a run needs: the method, its engine, the data and who holds them."""
 
-import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,12 +29,10 @@ from fcljax.runs.inputs import (
     Inputs,
     device_mesh,
     fetch,
-    frozen_features,
     load_inputs,
     make_splits,
     network_of,
     read_clean,
-    saved_features,
 )
 from fcljax.scenario import Scenario, make_scenario
 from fcljax.terms import norm_bound, prox
@@ -212,35 +208,3 @@ def placed(exp: Experiment) -> Experiment:
     mesh = exp.engine.mesh
     train, test = ready(exp.train, mesh), ready(exp.test, mesh)
     return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test)
-
-
-def with_queries(
-    exp: Experiment, cfg: RunConfig, section: Callable = contextlib.nullcontext,
-    splits: tuple[str, ...] = ("test", "train"),
-) -> Experiment:  # fmt: skip
-    """The experiment with query features cached wherever the input is deterministic.
-
-    That is the test split always, and the training split if some phase reads it without augmentation.
-    Features that `fcljax embed` left are taken as they are. The time is booked where the features are used:
-    `section` is entered as "eval" and "client". `splits`: those that somebody reads.
-    """
-    if not exp.method.queries:
-        return exp
-    compute = frozen_features(exp.inputs, cfg.eval_batch_size, mesh=exp.engine.mesh)
-
-    def cached(split: Split | Host, part: str) -> Split | Host:
-        features = saved_features(cfg, exp.inputs, part)
-        features = jax.block_until_ready(compute(exp.frozen, split)) if features is None else features
-        if isinstance(split, Host):
-            return split._replace(tree=split.tree._replace(query=np.asarray(features)))
-        return split._replace(query=exp.engine.place(jnp.asarray(features)))
-
-    if "test" in splits:
-        with section("eval"):
-            exp = exp._replace(test=cached(exp.test, "test"))
-    phases = [phase for each in exp.method.rounds for phase in each.program.phases]
-    clean = [not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases]
-    if not any(clean) or "train" not in splits:
-        return exp
-    with section("client"):
-        return exp._replace(train=cached(exp.train, "train"))

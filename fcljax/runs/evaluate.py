@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host
 from fcljax.features import Predicted, make_predict
 from fcljax.runs import metrics
 from fcljax.runs.build import Experiment
@@ -32,28 +34,29 @@ class Evaluated(NamedTuple):
 NOT_EVALUATED = Evaluated(None, None, None)
 
 
-def make_evaluate(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
-    """evaluate(state, t, records) -> accuracies after task t; the records get the confusion matrix and the
-    calibration, and where clients are evaluated as themselves everyone's accuracies."""
+def make_evaluate(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
+    """evaluate(test, state, t, records) -> accuracies after task t. `test`: the test split, as in the
+    experiment or with query features; the records get the confusion matrix and the calibration, and where
+    clients are evaluated as themselves everyone's accuracies."""
     make = _of_clients if exp.method.personal else _of_server
     return make(exp, batch_size)
 
 
-def _of_server(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
+def _of_server(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
     label, tasks = exp.scenario.test_label, exp.scenario.tasks
     make = lambda predict: make_predict(predict, exp.read, batch_size, len(label), exp.engine.mesh)
     predict = make(exp.method.predict)
     merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
     count = functools.partial(metrics.confusion_matrix, num_classes=exp.setting.classes)
 
-    def evaluate(state: State, t: int, records: Records) -> Evaluated:
+    def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
         rows = np.flatnonzero(tasks[t].seen[label])
         truth, classes = label[rows], [task.classes for task in tasks[: t + 1]]
         task_of = _task_of([task.current for task in tasks[: t + 1]])
 
         def found_by(predict: Callable) -> Predicted:
             records.add(evaluated_images=len(rows))
-            return predict(_turn(exp, t), (state.server,), exp.test, rows, task_of)
+            return predict(_turn(exp, t), (state.server,), test, rows, task_of)
 
         accuracy = lambda label: metrics.task_accuracy(count(truth, label), classes).tolist()
         found = found_by(predict)
@@ -64,13 +67,13 @@ def _of_server(exp: Experiment, batch_size: int) -> Callable[[State, int, Record
     return evaluate
 
 
-def _of_clients(exp: Experiment, batch_size: int) -> Callable[[State, int, Records], Evaluated]:
+def _of_clients(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
     label = exp.scenario.test_label
     predict = _predict_clients(exp, exp.method.predict_client, batch_size)
 
-    def evaluate(state: State, t: int, records: Records) -> Evaluated:
+    def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
         founds, truths, everyone, told = [], [], [], []
-        for client, (rows, found) in enumerate(predict(state, t)):
+        for client, (rows, found) in enumerate(predict(test, state, t)):
             records.add(evaluated_images=len(rows))
             truth = label[rows]
             of_task = [exp.scenario.current(task, client)[truth] for task in range(t + 1)]
@@ -107,20 +110,20 @@ def _task_of(current: Sequence) -> Int[np.ndarray, " C"]:
 
 def _predict_clients(
     exp: Experiment, function: Callable | None, batch_size: int
-) -> Callable[[State, int], Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
-    """predict(state, t) -> for each client the test rows of the classes that it has held up to task t, and
-    what its own model says of them."""
+) -> Callable[..., Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
+    """predict(test, state, t) -> for each client the test rows of the classes that it has held up to task t,
+    and what its own model says of them."""
     label = exp.scenario.test_label
     assert function is not None
     predict = make_predict(function, exp.read, batch_size, len(label), exp.engine.mesh)
 
-    def each(state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
+    def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(exp.scenario.learned(t)):
             turn = _own_turn(exp, t, client, learned) if exp.method.personal else _turn(exp, t)
             rows = np.flatnonzero(learned[label])
             own = jax.tree.map(lambda x, i=client: x[i], state.clients)
             task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
-            yield rows, predict(turn, (state.server, own), exp.test, rows, task_of)
+            yield rows, predict(turn, (state.server, own), test, rows, task_of)
 
     return each
 
@@ -157,9 +160,8 @@ def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) ->
     if exp.method.predict_client is None:
         return None
     label, predict = exp.scenario.test_label, _predict_clients(exp, exp.method.predict_client, batch_size)
-    return [
-        float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in predict(state, t)
-    ]
+    found = predict(exp.test, state, t)
+    return [float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in found]
 
 
 def sampled_calibration(exp: Experiment, state: State, t: int, batch_size: int) -> dict[str, Any] | None:
@@ -167,7 +169,7 @@ def sampled_calibration(exp: Experiment, state: State, t: int, batch_size: int) 
     the mean of their probabilities, in place of their means; None for other methods."""
     if exp.method.predict_drawn is None:
         return None
-    found = list(_predict_clients(exp, exp.method.predict_drawn, batch_size)(state, t))
+    found = list(_predict_clients(exp, exp.method.predict_drawn, batch_size)(exp.test, state, t))
     truth, own = (
         np.concatenate([exp.scenario.test_label[rows] for rows, _ in found]),
         _together([f for _, f in found]),

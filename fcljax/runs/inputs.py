@@ -271,10 +271,10 @@ def _host(split: Split, window: float) -> Host:
 def frozen_features(
     inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None,
     mesh: Mesh | None = None,
-) -> Callable[[PyTree, Split | Host], Array | np.ndarray]:
-    """(params, split) -> the backbone's class token [N, width] of every image under the clean view: what
-    prompt methods query. `advance` is told how many images more are done; the devices of `mesh` share the
-    batches."""
+) -> Callable[..., Array | np.ndarray]:
+    """(params, split, rows) -> the backbone's class token [n, width] of these images, by default of all,
+    under the clean view: what prompt methods query. `advance` is told how many images more are done; the
+    devices of `mesh` share the batches."""
     network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
     features = lambda frozen, image: network.apply(frozen.network, image, None, False)[0].cls
     return make_features(

@@ -19,16 +19,19 @@ from rich.console import Console
 
 from fcljax import config
 from fcljax.config import RunConfig
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.engine import Clients, RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
 from fcljax.runs import archive, checkpoint, hosts, memory, origin, page, report, trackers
-from fcljax.runs.build import Experiment, build, placed, with_queries
+from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
+from fcljax.runs.queries import make_queries
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
 from fcljax.runs.restored import Rebuilt, draw_restored, measure, restored_images
 from fcljax.runs.signals import Stopped, postponed
@@ -152,8 +155,9 @@ def _followed(
         state, records, done = begin(exp, manager, say_line)
         heard, ended = follow(done)
         with Clock(records.seconds) as clock:
-            exp = with_queries(placed(exp), cfg, clock)
-            state = _loop(exp, cfg, state, records, done, facts, manager, clock, out, console, stop, heard)
+            exp, state = _loop(
+                placed(exp), cfg, state, records, done, facts, manager, clock, out, console, stop, heard
+            )
             with clock("eval"):
                 final = (exp, state, len(exp.scenario.tasks) - 1, cfg.eval_batch_size)
                 personal, drawn = personal_accuracy(*final), sampled_calibration(*final)
@@ -317,29 +321,31 @@ def _loop(
     exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
     manager: CheckpointManager | None, clock: Clock, out: Path, console: Console,
     stop: Callable[[], int | None], heard: Callable[[dict[str, Any]], None],
-) -> State:  # fmt: skip
-    """The state after all remaining rounds: train, evaluate at task ends, log, checkpoint."""
+) -> tuple[Experiment, State]:  # fmt: skip
+    """All remaining rounds: train, evaluate at task ends, log, checkpoint. The state after them, and the
+    experiment with the query features that were cached on the way."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
     log, steps = out / "metrics.jsonl", len(exp.scenario.tasks) * cfg.rounds
     # A run that was killed may have logged rounds that no checkpoint holds: they will be run, and logged,
     # again.
     if manager:
         write_text(log, "".join(json_line(line) for line in records.rounds))
-    play = make_play(exp, cfg, records, clock)
+    play, fill, filled = make_play(exp, cfg, records, clock), make_queries(exp, cfg), 0
     past = _past(exp, state, out / KEPT, records.kept)
     with progress_bar(console) as progress:
         bar = progress.add_task("", total=steps, completed=done, **shown(records))
         for step in range(done, steps):
             t, r = divmod(step, cfg.rounds)
             last, row = r == cfg.rounds - 1, NOT_EVALUATED
-            state, kept, done_round = play(state, past, t, r, last)
+            exp, filled = fill(exp, range(filled, t + 1), clock), t + 1
+            state, kept, done_round = play(exp.train, state, past, t, r, last)
             if kept is not None:
                 past += (kept,)
                 records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
                 records.add(kept_rows=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
-                    row = evaluate(state, t, records)
+                    row = evaluate(exp.test, state, t, records)
                 if last:
                     records.keep(*row)
             line = record(records, t, r, done_round, *row)
@@ -356,7 +362,7 @@ def _loop(
             if warned and step < steps - 1:
                 hosts.leave()
                 raise Stopped(warned)
-    return state
+    return fill(exp, range(filled, len(exp.scenario.tasks)), clock), state
 
 
 def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[Kept, ...]:
@@ -371,13 +377,14 @@ def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tup
 def make_play(
     exp: Experiment, cfg: RunConfig, records: Records, clock: Clock, elsewhere: Clients | None = None
 ) -> Callable:
-    """play(state, past, task, round, last) -> (state, kept, report): a round, with what comes before the
-    first and after the last one of a task. `past`: what the server keeps of the tasks before; `kept`: of this
-    one, when it is over. `elsewhere`: who plays the clients' part, if not the engine."""
+    """play(train, state, past, task, round, last) -> (state, kept, report): a round, with what comes before
+    the first and after the last one of a task. `train`: the training split, as in the experiment or with
+    query features; `past`: what the server keeps of the tasks before; `kept`: of this one, when it is over.
+    `elsewhere`: who plays the clients' part, if not the engine."""
     begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
     shares = parse_faults(cfg.faults)
 
-    def stage(server, clients, past, t: int, r: int, last: bool, when: When):
+    def stage(train, server, clients, past, t: int, r: int, last: bool, when: When):
         roster, key = exp.scenario.rosters[t][r], jax.random.fold_in(exp.key, _PURPOSE[when])
         everyone = np.flatnonzero(roster.count)
         ids = everyone
@@ -386,23 +393,23 @@ def make_play(
             ids = reached(shares, cfg.seed, t, r, ids)
         number = r if when == "round" else 0
         return run_round(
-            exp.engine, exp.frozen, server, clients, exp.train, roster, ids, exp.scenario.tasks[t], number,
+            exp.engine, exp.frozen, server, clients, train, roster, ids, exp.scenario.tasks[t], number,
             key, clock, when=when, last=last, past=past, clients=elsewhere,
         )  # fmt: skip
 
     def play(
-        state: State, past: tuple[Kept, ...], t: int, r: int, last: bool
+        train: Split | Host, state: State, past: tuple[Kept, ...], t: int, r: int, last: bool
     ) -> tuple[State, Kept | None, RoundReport]:
         (server, clients, key), kept = state, None
         turn = Turn.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
         purpose = lambda number: jax.random.fold_in(jax.random.fold_in(exp.key, number), t)
         if r == 0:
             server = begin_task(turn, server, purpose(BEGIN))
-            server, clients, extra = stage(server, clients, past, t, r, last, "opening")
+            server, clients, extra = stage(train, server, clients, past, t, r, last, "opening")
             records.count(extra._replace(training_rows=0))
-        server, clients, done = stage(server, clients, past, t, r, last, "round")
+        server, clients, done = stage(train, server, clients, past, t, r, last, "round")
         if last:
-            server, clients, extra = stage(server, clients, past, t, r, last, "closing")
+            server, clients, extra = stage(train, server, clients, past, t, r, last, "closing")
             records.count(extra._replace(training_rows=0))
             kept = keep_task(exp.engine, exp.frozen, server, exp.scenario.tasks[t], r)
             server = end_task(turn, server, purpose(END))

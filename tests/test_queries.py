@@ -1,0 +1,81 @@
+"""Query features are computed when the first task needs them, and are those that all at once would give."""
+
+import jax
+import numpy as np
+import pytest
+
+from fcljax import config
+from fcljax.data.streaming import Host
+from fcljax.runs import build, loop, queries
+from fcljax.runs.inputs import frozen_features
+from fcljax.runs.queries import make_queries, rows_evaluated, rows_held, with_queries
+
+SETTINGS = {
+    "tasks": 5, "epochs": 1, "rounds": 2, "clients": 2, "image_size": 8, "batch_size": 64, "prompt_blocks": 1,
+    "prompt_length": 2, "server_epochs": 1, "participation": 0.5,
+}  # fmt: skip
+CFG = config.resolve("fppl", config.from_mapping("fppl", SETTINGS, "test"))
+
+
+@pytest.fixture(scope="module")
+def exp():
+    return build.build("fppl", CFG)
+
+
+def tasks_of(exp, rows, label):
+    """Which tasks' classes these rows belong to."""
+    tasks = exp.scenario.tasks
+    return {t for t, task in enumerate(tasks) if np.asarray(task.current)[label[rows]].any()}
+
+
+def test_a_task_needs_the_images_of_its_own_classes(exp):
+    for t in range(5):
+        assert tasks_of(exp, rows_held(exp.scenario, t), exp.scenario.train_label) == {t}
+        assert tasks_of(exp, rows_evaluated(exp.scenario, t), exp.scenario.test_label) == {t}
+    for rows_of, label in ((rows_held, exp.scenario.train_label), (rows_evaluated, exp.scenario.test_label)):
+        everything = np.concatenate([rows_of(exp.scenario, t) for t in range(5)])
+        assert np.array_equal(np.sort(everything), np.arange(len(label)))
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
+    if host:
+        split = Host(jax.tree.map(np.asarray, exp.train), 100)
+        exp = exp._replace(train=split)
+    expected = np.asarray(frozen_features(exp.inputs, CFG.eval_batch_size)(exp.frozen, exp.train))
+    fill = make_queries(exp, CFG)
+    found = fill(fill(exp, (0,)), (1, 2))
+    query = lambda exp: np.asarray(exp.train.tree.query if host else exp.train.query)
+    known = np.concatenate([rows_held(exp.scenario, t) for t in range(3)])
+    np.testing.assert_array_equal(query(found)[known], expected[known])
+    later = np.setdiff1d(np.arange(len(expected)), known)
+    assert len(later) and np.isnan(query(found)[later]).all()
+    np.testing.assert_array_equal(query(fill(found, (3, 4))), expected)
+    np.testing.assert_array_equal(query(with_queries(exp, CFG)), expected)
+
+
+def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, monkeypatch):
+    events = []
+    compute, play = queries.frozen_features, loop.run_round
+
+    def told(*args, **options):
+        inner = compute(*args, **options)
+        return lambda frozen, split, rows: (events.append(len(rows)), inner(frozen, split, rows))[1]
+
+    def round_(*args, **options):
+        events.append("round")
+        return play(*args, **options)
+
+    monkeypatch.setattr(queries, "frozen_features", told)
+    monkeypatch.setattr(loop, "run_round", round_)
+    loop.run("fppl", CFG, tmp_path / "run")
+    numbers = [[len(of(exp.scenario, t)) for of in (rows_evaluated, rows_held)] for t in range(5)]
+    shown = [event for i, event in enumerate(events) if event != "round" or events[i - 1] != "round"]
+    assert shown == [event for pair in numbers for event in (*pair, "round")]
+
+
+def test_a_split_that_nobody_reads_has_none(exp):
+    assert with_queries(exp, CFG, ("test",)).train.query is None
+    lora = config.resolve("fedavg", config.from_mapping("fedavg", {"adapter": "lora"}, "test"))
+    plain = build.build("fedavg", lora)
+    assert make_queries(plain, lora)(plain, range(5)).test.query is None
