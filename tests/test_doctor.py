@@ -46,6 +46,7 @@ def test_a_machine_that_can_run_is_healthy_and_every_look_is_there(quick, capsys
     assert "GFLOP/s" in found["self test", "product of 8 x 8"]["value"]
     assert "vit_micro" in found["checkpoints", checkpoint]["value"]
     assert "free" in found["folders", "data sets and their cache"]["value"]
+    assert "free" in found["folders", "compiled programs"]["value"]
     for name in NAMED:
         advice = found["data sets", name]["advice"]
         assert f"fcljax data prepare {name}" in advice
@@ -151,3 +152,18 @@ def test_the_self_test_measures_a_product_of_this_machine():
     right, compile_s, flops = doctor._product()
     assert right and compile_s > 0 and flops > 1e6
     assert np.isfinite(flops)
+
+
+def test_where_compiled_programs_go_is_told(tmp_path, quick, monkeypatch):
+    where = lambda: next(each.value for each in doctor.folders() if each.name == "compiled programs")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in (("HOME", tmp_path), ("XDG_CACHE_HOME", ""), ("FCLJAX_DATA", "")):
+        monkeypatch.setenv(name, str(value))
+    assert where().startswith(f"{tmp_path}/.cache/fcljax/compiled: ")
+    monkeypatch.setenv("FCLJAX_COMPILED", str(tmp_path / "mine"))
+    assert where().startswith(f"{tmp_path}/mine: ")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "theirs"))
+    assert where().startswith(f"{tmp_path}/theirs: ")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("FCLJAX_COMPILED", "off")
+    assert "off" in where()

@@ -50,18 +50,27 @@ def keep(option: str | None, tell: Callable[[str], None]) -> None:
     # pyrefly: ignore[missing-attribute]  # attributes of jax.config are made while jax is imported
     if option is None and jax.config.jax_compilation_cache_dir:
         return
-    asked = option or os.environ.get(VARIABLE)
-    if asked == OFF:
+    folders = asked_folders(option)
+    if not folders:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     whys = []
-    for folder in [in_home(asked, "compile_cache")] if asked else usual_folders():
+    for folder in folders:
         whys.append(why_not(folder))
         if whys[-1] is None:
             _set_up(folder / machine())
             forget(oldest_beyond(entries(folder), MOST))
             return
     tell(f"compiled programs are not kept: {whys[-1]}; choose a folder with --compile-cache, or off")
+
+
+def asked_folders(option: str | None = None) -> list[Path]:
+    """The folders for compiled programs, of which the first is taken that can be used, by this option or what
+    the environment says; none if nothing is to be kept."""
+    asked = option or os.environ.get(VARIABLE)
+    if asked == OFF:
+        return []
+    return [in_home(asked, "compile_cache")] if asked else usual_folders()
 
 
 def usual_folders() -> list[Path]:

@@ -28,6 +28,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import check_folder, machine_memory
 from fcljax.models.networks import network_name
 from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_backbone
+from fcljax.runs.compiled import asked_folders
 
 # failed: no run could start; missing: something that only some runs need; warning: worth knowing
 State = Literal["ok", "missing", "warning", "failed"]
@@ -227,9 +228,13 @@ def folders(data_dir: str | None = None) -> Iterator[Finding]:
     yield _folder("run directories (runs/)", Path("runs"), "fcljax run METHOD --out FOLDER", "failed")
     data = data_folder(data_dir)
     yield _folder("data sets and their cache", data, "--data-dir FOLDER, or set FCLJAX_DATA", "warning")
-    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if compiled:
-        yield Finding("folders", "compiled programs", "ok", f"{compiled}: {decimal(_used(Path(compiled)))}")
+    theirs = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    compiled = [Path(theirs)] if theirs else asked_folders()
+    if not compiled:
+        yield Finding("folders", "compiled programs", "ok", "not kept: FCLJAX_COMPILED is off")
+    else:
+        there = next((folder for folder in compiled if folder.is_dir()), compiled[0])
+        yield _folder("compiled programs", there, "--compile-cache FOLDER, or off", "warning")
 
 
 def _folder(name: str, folder: Path, elsewhere: str, otherwise: State) -> Finding:

@@ -74,10 +74,10 @@ def run(
     if resume:
         return _resume(method_name, cfg, out, console, stop, track)
     hosts.told(lambda: _check_place(out))
-    exp = _built(method_name, cfg)
+    exp, facts = _built(method_name, cfg)
     with contextlib.ExitStack() as stack:
         hosts.told(lambda: stack.enter_context(claimed(out, method_name, cfg)))
-        return _complete(exp, method_name, cfg, out, None, console, stop, track)
+        return _complete(exp, facts, method_name, cfg, out, None, console, stop, track)
 
 
 def _check_place(out: Path) -> None:
@@ -85,8 +85,8 @@ def _check_place(out: Path) -> None:
     check_folder(out)
 
 
-def _built(method_name: str, cfg: RunConfig) -> Experiment:
-    """The experiment, which is the same one in all processes."""
+def _built(method_name: str, cfg: RunConfig) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment, which is the same one in all processes, and the facts that decide over it."""
 
     def checked() -> Experiment:
         exp = build(method_name, cfg)
@@ -97,7 +97,7 @@ def _built(method_name: str, cfg: RunConfig) -> Experiment:
     facts = origin.of_run(method_name, cfg, exp.inputs)
     free = dict.fromkeys(origin.FREE)
     hosts.check_same(facts | {"settings": facts["settings"] | free})
-    return exp
+    return exp, facts
 
 
 def _resume(
@@ -118,16 +118,16 @@ def _resume(
             return finished  # nothing is left to draw its figures from
         before = hosts.told(lambda: checkpoint.origin_of(folder))
         since = hosts.agreed(lambda: origin.check_settings(before, method_name, cfg, there, out))
-        exp = _built(method_name, cfg)
+        exp, facts = _built(method_name, cfg)
         if before:
             hosts.agreed(lambda: origin.check_digests(before, exp.inputs, out))
         hosts.told(lambda: _extend(out, method_name, cfg, [step for step in there if step > since]))
-        return _complete(exp, method_name, cfg, out, finished, console, stop, track)
+        return _complete(exp, facts, method_name, cfg, out, finished, console, stop, track)
 
 
 def _complete(
-    exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
-    console: Console, stop: Callable[[], int | None], track: Sequence[str],
+    exp: Experiment, facts: dict[str, Any], method_name: str, cfg: RunConfig, out: Path,
+    finished: dict[str, Any] | None, console: Console, stop: Callable[[], int | None], track: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """All rounds that are to come, and what is written at the end; `finished`: the summary, if only figures
     are to come. Trackers follow until all is written."""
@@ -139,18 +139,18 @@ def _complete(
                 return trackers.NOBODY
             return stack.enter_context(trackers.following(track, out, settings, done, say_line))
 
-        return _followed(exp, method_name, cfg, out, finished, console, stop, follow)
+        return _followed(exp, facts, method_name, cfg, out, finished, console, stop, follow)
 
 
 def _followed(
-    exp: Experiment, method_name: str, cfg: RunConfig, out: Path, finished: dict[str, Any] | None,
-    console: Console, stop: Callable[[], int | None], follow: Callable[[int], trackers.Following],
+    exp: Experiment, facts: dict[str, Any], method_name: str, cfg: RunConfig, out: Path,
+    finished: dict[str, Any] | None, console: Console, stop: Callable[[], int | None],
+    follow: Callable[[int], trackers.Following],
 ) -> dict[str, Any]:  # fmt: skip
     """The same, where follow(rounds that are done) starts the trackers."""
     console = console if hosts.leads() else Console(quiet=True)
     tell(exp.inputs, console)
     say_line = lambda line: say(console, line)
-    facts = origin.of_run(method_name, cfg, exp.inputs)
     with _checkpoints(out, cfg) as manager:
         state, records, done = begin(exp, manager, say_line)
         heard, ended = follow(done)
