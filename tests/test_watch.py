@@ -46,8 +46,17 @@ def test_a_run_is_shown_with_its_tasks_and_curves(tmp_path):
     text = shown(run, now=lambda: 1090.0)
     assert "3/4 rounds; last heard of 90 s ago" in text and "fedncm on digits, seed 7" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert rows == [["1", "2", "0.5000", "60.00 %", "3", "2"], ["2", "1", "0.3333", "70.00 %", "3", "1"]]
+    assert rows == [["1", "2", "0.5", "60.00 %", "3", "2"], ["2", "1", "0.3333", "70.00 %", "3", "1"]]
     assert "accuracy A (%), 50 to 70" in text and "loss, 0.3333 to 1" in text
+
+
+def test_a_run_that_diverged_takes_no_more_room_than_others(tmp_path):
+    for name, loss in (("a", 0.25), ("b", 8e30)):
+        run = begun(tmp_path / "many" / name, 1)
+        line = json.loads((run / "metrics.jsonl").read_text()) | {"loss": loss}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    text = shown(tmp_path / "many")
+    assert "0.25" in text and "8e+30" in text
 
 
 def test_nothing_is_written_and_no_lock_is_taken(tmp_path):

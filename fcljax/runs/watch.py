@@ -157,7 +157,7 @@ def _one(run: Watched, now: float) -> RenderableType:
         mine = [line for line in run.lines if line["task"] == task]
         known = [line["A"] for line in mine if _is_number(line.get("A"))]
         add_row(
-            table, task + 1, len(mine), _said(mine[-1].get("loss"), ".4f"),
+            table, task + 1, len(mine), _said(mine[-1].get("loss"), ".4g"),
             _percent(known[-1] if known else None), _said(mine[-1].get("participants"), ""),
             sum(line.get("rejected") or 0 for line in mine),
         )  # fmt: skip
@@ -179,7 +179,7 @@ def _several(runs: Sequence[Watched], now: float) -> RenderableType:
         known = [line["A"] for line in run.lines if _is_number(line.get("A"))]
         add_row(
             table, f"{run.folder.parent.name}/{run.folder.name}", _progress(run),
-            _said(last.get("loss"), ".3f"), _percent(known[-1] if known else None),
+            _said(last.get("loss"), ".4g"), _percent(known[-1] if known else None),
             braille(known, 8, 1)[0] if len(known) > 1 else "",
             sum(line.get("rejected") or 0 for line in run.lines), _heard(run, now), _state(run),
         )  # fmt: skip
