@@ -214,7 +214,7 @@ def class_weights(
     """How much each client's losses count for latents of each class.
 
     over_total: its rows of the class over all clients' rows of all classes, plus 1 for each class that nobody
-      has (release); per_class: over all clients' rows of the class; uniform: 1 for everybody (eq. 2 to 4).
+      has (release); per_class: over all clients' rows of the class; uniform: 1 for everybody (eq. 2 to 4b).
     """
     total = rows.sum(0)
     if kind == "uniform":
@@ -258,7 +258,7 @@ def divergence(
     client: Float[Array, "J batch C"], server: Float[Array, "batch C"], seen: Bool[Array, " C"],
     direction: Direction,
 ) -> Float[Array, "J batch"]:  # fmt: skip
-    """KL(server || client) (eq. 3) or KL(client || server) (release), over the seen classes."""
+    """KL(server || client) (eq. 4a) or KL(client || server) (release), over the seen classes."""
     return kl(server, client, seen) if direction == "server_client" else kl(client, server, seen)
 
 
@@ -313,7 +313,7 @@ def prompt_gap(
     learner: Learner, held: Model, part: Model, task: Task, teachers: Teachers,
     latent: Float[Array, "batch width"],
 ) -> Float[Array, "J batch"]:  # fmt: skip
-    """||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4).
+    """||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4b).
 
     Accelerators take some teachers at once, a CPU one after the other, which spares it batched products. What
     many teachers leave for the gradient is computed again.
@@ -390,7 +390,7 @@ def distil(
     options: HepcoOptions, learner: Learner, params: Model, task: Task, clients: Teachers, previous: Teachers,
     draw: Callable[[PRNGKeyArray], Composite], key: PRNGKeyArray, alive: Bool[Array, ""],
 ) -> tuple[Model, dict[str, Weighted]]:  # fmt: skip
-    """The averaged model's part after the distillation of its prompts (eq. 6) and its classifier (eq. 7)."""
+    """The averaged model's part after the distillation of its prompts (eq. 6) and its classifier (section 5.3)."""
     losses: dict[str, Callable] = {}
     if learner.adapter.prompt and not options.wo_prompt_distillation:
         losses["adapter"] = functools.partial(prompt_loss, learner, params, task, clients, previous)
@@ -446,7 +446,7 @@ def prompt_loss(
 def label_loss(
     learner: Learner, params: Model, task: Task, previous: Teachers, part: Model, batch: Composite
 ) -> Float[Array, ""]:
-    """eq. 7: mean cross-entropy of the classes that the latents were drawn for, among all seen so far."""
+    """Section 5.3: mean cross-entropy of the classes that the latents were drawn for, among all seen so far."""
     both = [batch.new] if batch.old is None else [batch.new, batch.old]
     value, label = (jnp.concatenate(each) for each in zip(*both, strict=True))
     # what was drawn before there is a previous model is nothing
