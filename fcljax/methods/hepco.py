@@ -390,7 +390,7 @@ def distil(
     options: HepcoOptions, learner: Learner, params: Model, task: Task, clients: Teachers, previous: Teachers,
     draw: Callable[[PRNGKeyArray], Composite], key: PRNGKeyArray, alive: Bool[Array, ""],
 ) -> tuple[Model, dict[str, Weighted]]:  # fmt: skip
-    """The averaged model's part after the distillation of its prompts (eq. 6) and its classifier (section 5.3)."""
+    """The averaged model's part after distilling prompts (eq. 6) and classifier (section 5.3)."""
     losses: dict[str, Callable] = {}
     if learner.adapter.prompt and not options.wo_prompt_distillation:
         losses["adapter"] = functools.partial(prompt_loss, learner, params, task, clients, previous)
@@ -446,7 +446,7 @@ def prompt_loss(
 def label_loss(
     learner: Learner, params: Model, task: Task, previous: Teachers, part: Model, batch: Composite
 ) -> Float[Array, ""]:
-    """Section 5.3: mean cross-entropy of the classes that the latents were drawn for, among all seen so far."""
+    """Section 5.3: mean cross-entropy of the classes that latents were drawn for, among all seen so far."""
     both = [batch.new] if batch.old is None else [batch.new, batch.old]
     value, label = (jnp.concatenate(each) for each in zip(*both, strict=True))
     # what was drawn before there is a previous model is nothing
