@@ -15,7 +15,7 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
-from fcljax.runs import report
+from fcljax.runs import build, report
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
 HEAD = WIDTH * CLASSES + CLASSES
@@ -227,3 +227,28 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 0
     label = relabel(load_dataset("digits").y_test, class_order(CLASSES, np.random.RandomState(2023)))
     assert summary_of(tmp_path / "run")["personal_accuracy"] == pytest.approx([np.mean(label == TASKS)] * 2)
+
+
+# ---- widths of steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "flops", "widths"), [
+    ({}, 3e8, ((3, 18, 32), (32,))),  # the second pass is of one epoch
+    ({}, 2.3e7, ((32,), (32,))),  # as vit_micro's: less is saved than compiling costs
+    ({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,))),
+    ({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,))),
+    ({"batch_size": 1}, 3e8, ((1,), (1,))),
+])  # fmt: skip
+def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, flops, widths, monkeypatch):
+    cfg = config.resolve("fppl", config.from_mapping("fppl", options, "test"))
+    monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
+    (player,) = build.build("fppl", cfg).engine.players
+    assert player.capacity.widths == widths
+
+
+def test_flops_are_those_of_the_network():
+    cfg = config.resolve("fedavg", config.from_mapping("fedavg", {}, "test"))
+    backbone = build.build("fedavg", cfg).inputs.backbone
+    vit, tokens = backbone.config, (backbone.config.image_size // backbone.config.patch) ** 2 + 1
+    products = vit.depth * (4 * vit.width**2 + 2 * vit.width * vit.mlp + 2 * tokens * vit.width)
+    assert build.forward_flops(backbone) == pytest.approx(2 * tokens * products, rel=0.05)

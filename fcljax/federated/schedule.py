@@ -19,9 +19,8 @@ Ints = Int[np.ndarray, "..."]
 
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
-# What a further width must save in a round of all tasks, as a share of what is computed and in rows. On one
-# core of a CPU a ViT-Ti's step is compiled in the time of 1,000 to 2,000 rows, and a run has several rounds.
-WORTH_SHARE, WORTH_ROWS = 1 / 32, 1000
+WORTH_SHARE = 1 / 32  # of what is computed in a round of all tasks, that a further width must save
+WORTH_ROWS = 1000.0  # the same in rows: as long as compiling takes, of a ViT-Ti's step on one core of a CPU
 
 
 class Roster(NamedTuple):
@@ -105,7 +104,7 @@ def phase_steps(count: Ints, view: View) -> Ints:
     return view.epochs * -(-count // view.batch_size)
 
 
-def step_widths(view: View, counts: Ints) -> tuple[int, ...]:
+def step_widths(view: View, counts: Ints, worth: float = WORTH_ROWS) -> tuple[int, ...]:
     """Numbers of rows, ascending, that a step's program is compiled for; the last one is the batch size.
 
     The last batch of an epoch has what is left of a client's rows, and is padded to the next of these. Those
@@ -114,10 +113,11 @@ def step_widths(view: View, counts: Ints) -> tuple[int, ...]:
     Args:
       view: batches and epochs of a phase.
       counts: rows of each client, in all tasks together.
+      worth: rows that a width must save in a round of all tasks; one is compiled in that time.
     """
     counts, size = counts[counts > 0], view.batch_size
     left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
-    least = max(WORTH_ROWS, WORTH_SHARE * size * int(phase_steps(counts, view).sum()))
+    least = max(worth, WORTH_SHARE * size * int(phase_steps(counts, view).sum()))
     some = left[np.unique(np.linspace(0, len(left) - 1, TRIED_WIDTHS).astype(int))] if len(left) else left
 
     def computed(widths: tuple[int, ...]) -> int:
@@ -165,10 +165,11 @@ def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table,
 
 
 def capacity(
-    program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0
-) -> Capacity:
+    program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0,
+    worth: float = WORTH_ROWS,
+) -> Capacity:  # fmt: skip
     """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the
-    clients per chunk and with them the memory between phases."""
+    clients per chunk and with them the memory between phases; `worth` is that of `step_widths`."""
     counts = [np.sort(roster.count)[::-1] for roster in rosters]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most))
@@ -177,17 +178,19 @@ def capacity(
         max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True)
     )
     everybody = np.concatenate(counts)
-    widths = tuple(step_widths(phase.view, everybody) for phase in program.phases)
+    widths = tuple(step_widths(phase.view, everybody, worth) for phase in program.phases)
     rows = max(1, max(int(c.sum()) for c in head))
     return Capacity(len(rosters[0].count), max(1, most), slots, rows, ticks, widths)
 
 
 def capacities(
-    method: Method, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0
-) -> tuple[Capacity, ...]:
+    method: Method, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0,
+    worth: float = WORTH_ROWS,
+) -> tuple[Capacity, ...]:  # fmt: skip
     """The capacity of each of the method's rounds; arguments as in `capacity`."""
     share = {"sampled": participation, "everyone": 1.0}
-    return tuple(capacity(each.program, rosters, lanes, slots, share[each.who]) for each in method.rounds)
+    fit = lambda each: capacity(each.program, rosters, lanes, slots, share[each.who], worth)
+    return tuple(map(fit, method.rounds))
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:

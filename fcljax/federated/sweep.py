@@ -103,6 +103,11 @@ class Past(NamedTuple):
     places: Int[Array | np.ndarray, "S M"]
 
 
+def batches_alone(lanes: Lanes) -> bool:
+    """Can each lane compute a batch of its own size? Batched lanes would compute every size in turn."""
+    return lanes.count == 1 or lanes.mode != "vmap"
+
+
 def over_lanes(function: Callable, lanes: int, mode: str) -> Callable:
     """`function` of one lane as a function of arguments stacked over `lanes`. All modes give the same numbers
     up to rounding."""
@@ -266,8 +271,7 @@ def sweep(
     each = functools.partial(over_lanes, lanes=lanes.count, mode=lanes.mode)
     begin = functools.partial(_begin, program, index, call, each)
     finish = functools.partial(_finish, program, index, call, each)
-    # batched lanes take their steps with one program, which would be that of every width in turn
-    widths = widths[-1:] if lanes.count > 1 and lanes.mode == "vmap" else widths
+    widths = widths if batches_alone(lanes) else widths[-1:]
 
     def work(tick, lane, slot, step, active, local):
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, 1 + index), step)

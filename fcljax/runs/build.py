@@ -21,7 +21,8 @@ from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
-from fcljax.federated.schedule import Roster, capacities
+from fcljax.federated.schedule import Capacity, Roster, capacities
+from fcljax.federated.sweep import batches_alone
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
@@ -29,6 +30,7 @@ from fcljax.runs.inputs import (
     Inputs,
     device_mesh,
     fetch,
+    forward_flops,
     load_inputs,
     make_splits,
     network_of,
@@ -38,6 +40,9 @@ from fcljax.scenario import Scenario, make_scenario
 from fcljax.terms import norm_bound, prox
 from fcljax.types import Frozen, Method, Network, Setting
 
+# FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as of a ViT-Ti
+COMPILING = 1e12
+TRAINING = 3  # passes forwards that a step takes the time of
 CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
 
 
@@ -169,9 +174,20 @@ def _engine(
     del setting
     lanes, mesh = _lanes(cfg)
     every = [roster for of_task in scenario.rosters for roster in of_task]
-    room = capacities(method, every, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
+    room = _room(method, cfg, inputs, every, lanes)
     read = partial(fetch, inputs.preprocess, inputs.augments)
     return make_engine(method, read, lanes, room, example, mesh=mesh)
+
+
+def _room(
+    method: Method, cfg: RunConfig, inputs: Inputs, rosters: list[Roster], lanes: Lanes
+) -> tuple[Capacity, ...]:
+    """The run's static shapes, with further widths of a step where they are worth compiling."""
+    fit = partial(capacities, method, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
+    room = fit(worth=1.0 if batches_alone(lanes) else np.inf)
+    if all(len(widths) == 1 for each in room for widths in each.widths):
+        return room
+    return fit(worth=COMPILING / (TRAINING * forward_flops(inputs.backbone)))
 
 
 def _engine_of_one(

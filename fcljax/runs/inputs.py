@@ -282,6 +282,16 @@ def frozen_features(
     )
 
 
+def forward_flops(backbone: Pretrained) -> float:
+    """Floating-point operations of one image on its way through the network, as XLA counts them; where it
+    does not, two for each parameter."""
+    network, side = network_of(backbone), backbone.config.image_size
+    image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+    features = jax.jit(lambda params, image: network.apply(params, image, None, False))
+    counted = features.lower(backbone.params, image).cost_analysis() or {}
+    return counted.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))
+
+
 def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
     """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for
     everything that decides their bits: weights, images, view, batches, and what computes them."""
