@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["fedavg", "fppl"], choices=METHODS)
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
     parser.add_argument("--shares", nargs="+", default=[], help="of the clients, that each fault strikes")
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, help="with --shares")
     options = parser.parse_args()
     # rules differ on the server alone, so most programs are compiled once
     jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
@@ -54,7 +55,7 @@ def main() -> None:
     hostile = {attack: ["--hostile", "2", "--attack", attack] for attack in ATTACKS}
     for method in options.methods:
         for share in options.shares:
-            drawn = {f"{fault}-{share}": ["--faults", f"{fault}={share}"] for fault in FAULTS}
+            drawn = {f"{fault}-{share}": ["--faults", f"{fault}={share}"] for fault in options.faults}
             print(
                 table(f"{method}, share {share}", method, drawn, options.seeds, options.out, options.rules),
                 flush=True,
