@@ -37,7 +37,7 @@ def test_a_task_needs_the_images_of_its_own_classes(exp):
         assert np.array_equal(np.sort(everything), np.arange(len(label)))
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
     if host:
         split = Host(jax.tree.map(np.asarray, exp.train), 100)
@@ -54,6 +54,7 @@ def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
     np.testing.assert_array_equal(query(with_queries(exp, CFG)), expected)
 
 
+@pytest.mark.long
 def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, monkeypatch):
     events = []
     compute, play = queries.frozen_features, loop.run_round

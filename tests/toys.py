@@ -572,10 +572,8 @@ def build(
 ) -> Engine:  # fmt: skip
     """An engine with room for these rosters. short: no batch is padded."""
     shapes = capacities(method, deals, lanes.count, slots, participation)
-    assert all(len(widths) == 1 for each in shapes for widths in each.widths)  # too few rows to be worth it
-    if short:
-        every = lambda each: tuple(tuple(range(1, widths[-1] + 1)) for widths in each.widths)
-        shapes = tuple(each._replace(widths=every(each)) for each in shapes)
+    widths = lambda most: tuple(range(1, most + 1)) if short else (most,)
+    shapes = tuple(each._replace(widths=tuple(widths(w[-1]) for w in each.widths)) for each in shapes)
     return make_engine(method, fetch, lanes, shapes, EXAMPLE, **options)
 
 
