@@ -162,6 +162,7 @@ def test_fisher_information_is_positive_and_limited_and_belongs_to_who_has_rows(
     jax.tree.map(np.testing.assert_array_equal, after_a_round, history("ewc")[1][1][0])
 
 
+@pytest.mark.long
 def test_a_client_keeps_two_copies_of_what_it_trains_and_no_more():
     (state,) = jax.tree.map(lambda x: x[0], federation("ewc").states)
     assert num_bytes(state) == 2 * num_bytes(federation("ewc").server.params) + 1

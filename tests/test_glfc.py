@@ -382,6 +382,7 @@ class Server:
 
 
 @pytest.mark.parametrize("reset", small_runs.some(["arrival", "second", "never"], ("arrival",)))
+@pytest.mark.long
 def test_the_proxy_keeps_the_best_model_of_now_and_of_before(reset):
     """Models predict one class each. In the first task two of three images are of class 2."""
     server = Server(reset)

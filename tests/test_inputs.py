@@ -89,6 +89,7 @@ def test_digits_fill_their_frame_and_lose_no_margin(inputs):
     assert not inputs.augments
 
 
+@pytest.mark.long
 def test_augment_decides_over_the_data_set():
     cfg = config.resolve("linear", config.from_mapping("linear", {"image_size": "8"}, "test"))
     augments = lambda value: build.build("linear", dataclasses.replace(cfg, augment=value)).inputs.augments
