@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
-from fcljax.data.streaming import Host, over_windows
+from fcljax.data.streaming import Host, over_windows, whole
 from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, Turn
@@ -100,7 +100,7 @@ def make_features(
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(rows), *shape.shape[1:]), shape.dtype))
 
     def cache(frozen: PyTree, split: Split | Host, rows: np.ndarray | None = None) -> Array | np.ndarray:
-        everything = np.arange(len((split.tree if isinstance(split, Host) else split).label))
+        everything = np.arange(len(whole(split).label))
         rows = everything if rows is None else rows
         capacity = min(len(everything), BATCHES_PER_CALL * batch_size * size(mesh))
         found = _over_rows(loops, frozen, split, rows, batch_size, capacity, advance)

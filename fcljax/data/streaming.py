@@ -43,6 +43,11 @@ def ready(data: PyTree, mesh: Mesh | None) -> PyTree:
     return data if mesh is None or isinstance(data, Host) else put(data, mesh)
 
 
+def whole(data: PyTree | Host) -> PyTree:
+    """The arrays of all rows, wherever they lie."""
+    return data.tree if isinstance(data, Host) else data
+
+
 def over_windows(
     step: Callable[[Carry, Item, Window], Carry],
     carry: Carry,

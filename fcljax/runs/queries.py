@@ -8,11 +8,11 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from fcljax.config import RunConfig
 from fcljax.data.store import Split
-from fcljax.data.streaming import Host
+from fcljax.data.streaming import Host, whole
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import frozen_features, saved_features
 from fcljax.scenario import Scenario
@@ -45,21 +45,21 @@ def make_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PART
     compute = frozen_features(exp.inputs, cfg.eval_batch_size, mesh=exp.engine.mesh)
 
     def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
-        split, known = getattr(exp, part), _query(getattr(exp, part))
+        split, known = getattr(exp, part), whole(getattr(exp, part)).query
         rows = (rows_held if part == "train" else rows_evaluated)(exp.scenario, t)
         if not len(rows) and known is not None:
             return known
         rows = rows if len(rows) else np.zeros(1, int)
         # without those that are known: the compiled loop takes splits of one kind
         found = np.asarray(compute(exp.frozen, _with_query(split, None), rows))
-        known = np.full((_count(split), *found.shape[1:]), np.nan, found.dtype) if known is None else known
-        known = np.array(known)
+        shape = (len(whole(split).label), *found.shape[1:])
+        known = np.full(shape, np.nan, found.dtype) if known is None else np.array(known)
         known[rows] = found
         return known
 
     def filled(exp: Experiment, part: Part, t: int) -> Experiment:
         split = getattr(exp, part)
-        if saved[part] is not None and _query(split) is not None:
+        if saved[part] is not None and whole(split).query is not None:
             return exp
         mine = features(exp, part, t) if saved[part] is None else saved[part]
         mine = mine if isinstance(split, Host) else exp.engine.place(jnp.asarray(mine))
@@ -99,15 +99,7 @@ def _reads_clean(exp: Experiment) -> bool:
     return any(not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases)
 
 
-def _query(split: Split | Host) -> Float[Array | np.ndarray, "N D"] | None:
-    return split.tree.query if isinstance(split, Host) else split.query
-
-
 def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
     if isinstance(split, Host):
         return split._replace(tree=split.tree._replace(query=query))
     return split._replace(query=query)
-
-
-def _count(split: Split | Host) -> int:
-    return len((split.tree if isinstance(split, Host) else split).label)
