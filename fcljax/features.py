@@ -21,7 +21,8 @@ BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is 
 
 class Predicted(NamedTuple):
     """The predicted class of each row, its probability under the softmax of all logits, and the class that is
-    predicted where the task is told: among those of the row's own task."""
+    predicted where the task is told: among those of the row's own task. A row whose logits have no softmax,
+    as one of them is NaN or +inf, has no predicted class: -1, and a NaN as confidence."""
 
     label: Int[np.ndarray, " n"]
     confidence: Float[np.ndarray, " n"]
@@ -54,8 +55,10 @@ def make_predict(
             batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
             logits = predict(turn, *model, batch).astype(jnp.float32)
             mates = task_of == task_of[split.label[mine]][:, None]
-            told = jnp.argmax(jnp.where(mates, logits, -jnp.inf), -1).astype(jnp.int32)
-            found = jnp.argmax(logits, -1).astype(jnp.int32), jnp.max(jax.nn.softmax(logits), axis=-1), told
+            confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
+            # argmax takes NaN for the largest, so that rows without a prediction would be of the first class
+            label = lambda of: jnp.where(jnp.isnan(confidence), -1, jnp.argmax(of, -1)).astype(jnp.int32)
+            found = label(logits), confidence, label(jnp.where(mates, logits, -jnp.inf))
             put = lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,))
             return jax.tree.map(put, out, found)
 

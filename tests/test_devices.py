@@ -119,6 +119,20 @@ def test_each_device_predicts_a_part_of_the_rows(split, mesh):
     assert found.tolist() == (np.arange(ROWS) // BATCH % 8).tolist()
 
 
+def test_a_row_whose_logits_are_not_finite_has_no_predicted_class(split):
+    """And no confidence: NaN is not the first class. A class that may not be predicted has -inf."""
+    rule_out = jnp.array([-jnp.inf, 0, 0, 0, 0])
+    odd = jnp.array([jnp.nan, jnp.inf, 1.0, -jnp.inf])
+
+    def tell(turn, model, batch):
+        return jnp.zeros((len(batch.row), CLASSES)).at[:, 3].set(odd[batch.row % 4]) + rule_out
+
+    predict = make_predict(tell, read, BATCH, ROWS)
+    found = predict(TURN, (MODEL,), ready(split, None), np.arange(4), np.zeros(CLASSES, int))
+    assert found.label.tolist() == found.told.tolist() == [-1, -1, 3, 1]
+    assert np.isnan(found.confidence).tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize("host", [False, True])
 def test_features_of_eight_devices_are_those_of_one_bit_for_bit(host, split, mesh):
     told = []

@@ -1,6 +1,7 @@
 """Hostile clients against what a toy method of three numbers sends."""
 
 import json
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -255,3 +256,16 @@ def test_a_run_without_a_valid_upload_is_no_success(tmp_path, capsys):
     assert "no upload was valid in any round" in capsys.readouterr().err
     summary = json.loads((tmp_path / "none" / "summary.json").read_text())
     assert summary["rounds_without_upload"] == [[task, 1] for task in range(1, 6)]
+
+
+@pytest.mark.long
+def test_a_model_that_predicts_nothing_is_wrong_everywhere_and_said_so(tmp_path, capsys):
+    """Uploads a million times too large, all finite: the server's numbers stay finite, the outputs do not."""
+    small = "--tasks 2 --clients 3 --rounds 2 --epochs 1 --prompt-blocks 1 --prompt-length 2 --faults scale=1"
+    out = tmp_path / "large"
+    assert cli.main(["run", "fppl", *shlex.split(small), "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["refused_results"] == summary["A_last"] == 0 < summary["unpredicted"]
+    assert max(summary["class_accuracy"]) == 0 and summary["calibration"]["ece"] is None
+    told = capsys.readouterr().err
+    assert f"not finite for {summary['unpredicted']} of" in told and "could not be made" not in told

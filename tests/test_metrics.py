@@ -93,22 +93,26 @@ def test_spread_over_seeds_is_the_population_standard_deviation():
     assert metrics.over_seeds([0.70, 0.72, 0.75]) == pytest.approx((0.723333, 0.020548), abs=1e-6)
 
 
-# rows of classes: 10, 4, 20, 0
-CONFUSION = np.array([[8, 2, 0, 0], [1, 3, 0, 0], [0, 5, 15, 0], [0, 0, 0, 0]])
+# rows of classes: 10, 4, 20, 0; all have a prediction
+CONFUSION = np.array([[8, 2, 0, 0, 0], [1, 3, 0, 0, 0], [0, 5, 15, 0, 0], [0, 0, 0, 0, 0]])
 
 
 def test_confusion_counts_true_class_by_predicted_class():
-    label, prediction = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 2, 2])
-    assert metrics.confusion_matrix(label, prediction, 4).tolist() == [
-        [1, 1, 0, 0],
-        [0, 1, 0, 0],
-        [1, 0, 2, 0],
-        [0, 0, 0, 0],
+    """In the last column those without a predicted class, which count as wrong."""
+    label, prediction = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, -1, 2, 2])
+    confusion = metrics.confusion_matrix(label, prediction, 4)
+    assert confusion.tolist() == [
+        [1, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 0, 2, 0, 1],
+        [0, 0, 0, 0, 0],
     ]
+    assert metrics.unpredicted(confusion) == 1
+    np.testing.assert_allclose(metrics.per_class_accuracy(confusion), [1 / 2, 1, 2 / 3, np.nan])
 
 
 @pytest.mark.parametrize(
-    "label, prediction, field", [([0, 4], [0, 0], "label"), ([0, 1], [0, -1], "prediction")]
+    "label, prediction, field", [([0, -1], [0, 0], "label"), ([0, 1], [0, -2], "prediction")]
 )
 def test_a_class_out_of_range_is_refused(label, prediction, field):
     with pytest.raises(InputError, match=f"{field}: class"):
@@ -139,6 +143,9 @@ def test_calibration_of_the_sure_and_right_is_0_and_empty_bins_are_null():
     found = metrics.calibration(np.full(5, True), np.ones(5, np.float32)).to_json()
     assert found["ece"] == 0 and found["rows"] == [0] * 14 + [5]
     assert found["accuracy"] == [None] * 14 + [1.0] == found["confidence"]
+    unknown = metrics.calibration(np.array([True, False]), np.array([0.75, np.nan]), bins=4)
+    assert unknown.rows.tolist() == [0, 0, 1, 0] and unknown.ece == 0.25
+    assert metrics.calibration(np.full(2, False), np.full(2, np.nan)).to_json()["ece"] is None
     sure_and_wrong = metrics.calibration(np.full(5, False), np.full(5, 0.9))
     assert sure_and_wrong.ece == pytest.approx(0.9)
 

@@ -86,7 +86,8 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
                 from fcljax.runs.seeds import run_seeds
 
                 run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop, track)
-                tables, figure = compare([out], Path(out) / "accuracy.png")
+                figure = Path(out) / "accuracy.png"
+                tables, _ = compare([out], figure)
             else:
                 summary = loop.run(method, resolved, out, resume, stop=stop, track=track)
                 tables = [results_table([summary])] if hosts.leads() else []
@@ -97,8 +98,9 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")
-    say(console, f"accuracy curve: {figure}")
-    say(console, f"report: {Path(out) / page.NAME}")
+    for name, made in (("accuracy curve", figure), ("report", Path(out) / page.NAME)):
+        if made.exists():
+            say(console, f"{name}: {made}")
     if failed:
         err = Console(stderr=True, quiet=not hosts.leads())
         say(err, "fcljax: no upload was valid in any round: the model is as it began")

@@ -20,27 +20,38 @@ Matrix = np.ndarray | Sequence
 
 def confusion_matrix(
     label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
-) -> Int[np.ndarray, "C C"]:
-    """Counts [true class, predicted class] of N rows.
+) -> Int[np.ndarray, "C C+1"]:
+    """Counts [true class, predicted class] of N rows; the last column has those without a prediction.
+
+    Args:
+      label: in 0..num_classes-1.
+      prediction: in 0..num_classes-1, or -1: none.
+      num_classes: C.
 
     Raises:
-      InputError: a class id outside 0..num_classes-1.
+      InputError: a class id outside these ranges.
     """
-    for field, ids in (("label", label), ("prediction", prediction)):
-        wrong = ids[(ids < 0) | (ids >= num_classes)]
+    for field, ids, lowest in (("label", label, 0), ("prediction", prediction, -1)):
+        wrong = ids[(ids < lowest) | (ids >= num_classes)]
         if wrong.size:
-            raise InputError(f"{field}: class {wrong[0]} is outside 0..{num_classes - 1}")
-    pair = label.astype(np.int64) * num_classes + prediction
-    return np.bincount(pair, minlength=num_classes**2).reshape(num_classes, num_classes)
+            raise InputError(f"{field}: class {wrong[0]} is outside {lowest}..{num_classes - 1}")
+    columns = num_classes + 1
+    pair = label.astype(np.int64) * columns + prediction % columns
+    return np.bincount(pair, minlength=num_classes * columns).reshape(num_classes, columns)
 
 
-def per_class_accuracy(confusion: Integer[np.ndarray, "C C"]) -> Float[np.ndarray, " C"]:
+def unpredicted(confusion: Integer[np.ndarray, "C C+1"]) -> int:
+    """How many rows have no prediction."""
+    return int(confusion[:, -1].sum())
+
+
+def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
     """The fraction of each class's rows that are predicted right; NaN for a class without rows."""
     return _ratio(np.diagonal(confusion), confusion.sum(1))
 
 
 def task_accuracy(
-    confusion: Integer[np.ndarray, "C C"], tasks: Sequence | np.ndarray
+    confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
 ) -> Float[np.ndarray, " t"]:
     """One row a[t, :t+1] of the accuracy matrix.
 
@@ -57,7 +68,7 @@ def task_accuracy(
 
 
 def client_accuracy(
-    confusion: Integer[np.ndarray, "C C"], class_counts: Integer[np.ndarray, "K C"]
+    confusion: Integer[np.ndarray, "C C+1"], class_counts: Integer[np.ndarray, "K C"]
 ) -> Float[np.ndarray, " K"]:
     """Accuracy of the global model under each client's own label distribution.
 
@@ -77,7 +88,8 @@ def client_accuracy(
 
 class Calibration(NamedTuple):
     """How far confidence is from accuracy: rows in bins of equal width by the probability of their predicted
-    class. `confidence` and `accuracy` are means over a bin's rows, NaN where it has none."""
+    class. `confidence` and `accuracy` are means over a bin's rows, NaN where it has none; `ece` is NaN if no
+    bin has rows."""
 
     ece: float
     rows: Integer[np.ndarray, " bins"]
@@ -88,8 +100,8 @@ class Calibration(NamedTuple):
         """Plain values, None for NaN."""
         plain = lambda x: [None if np.isnan(value) else float(value) for value in x]
         return {
-            "ece": self.ece, "rows": self.rows.tolist(), "confidence": plain(self.confidence),
-            "accuracy": plain(self.accuracy),
+            "ece": plain([self.ece])[0], "rows": self.rows.tolist(),
+            "confidence": plain(self.confidence), "accuracy": plain(self.accuracy),
         }  # fmt: skip
 
 
@@ -101,16 +113,20 @@ def calibration(
 
     Args:
       right: is the predicted class the label?
-      confidence: the predicted class's probability, in [0, 1]; a bin has its upper edge.
+      confidence: the predicted class's probability, in [0, 1]; a bin has its upper edge. NaN: none was
+        predicted, and the row is in no bin.
       bins: of equal width.
     """
+    known = ~np.isnan(confidence)
+    right, confidence = right[known], confidence[known]
     place = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
     total = lambda value: np.bincount(place, value.astype(float), bins)
     rows = np.bincount(place, minlength=bins)
     mean = lambda value: _ratio(total(value), rows)
     sure, accuracy = mean(confidence), mean(right)
     gap = np.abs(np.nan_to_num(accuracy - sure))
-    return Calibration(float(np.sum(rows * gap) / max(len(right), 1)), rows, sure, accuracy)
+    ece = float(np.sum(rows * gap) / len(right)) if len(right) else float("nan")
+    return Calibration(ece, rows, sure, accuracy)
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:

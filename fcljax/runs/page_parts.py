@@ -399,18 +399,20 @@ def _calibration(view: View) -> Part:
     there, lacking = _with(view, "calibration")
     drawn = lambda name, found: svg.reliability(
         found["accuracy"], found["rows"],
-        f"Reliability of {name}: accuracy over confidence, error {100 * found['ece']:.2f} %",
+        f"Reliability of {name}: accuracy over confidence, error {share(found['ece']).text} %",
     )  # fmt: skip
     shown = list(there.items())[:MOST_MATRICES]
     charts = [Chart(drawn(name, run["calibration"]), title=name) for name, run in shown]
     rows = [
-        [text(name), share(run["calibration"]["ece"]), share(_deep(run, ("calibration_drawn", "ece")))]
+        [text(name), share(run["calibration"]["ece"]), share(_deep(run, ("calibration_drawn", "ece"))),
+         number(run.get("unpredicted"))]
         for name, run in there.items()
     ]
     said = [
-        "After the last task: bars are the accuracy of the images in a bin of confidence; below, their share."
+        "After the last task: bars are the accuracy of the images in a bin of confidence; below, their share.",
+        "An image whose outputs are not finite has no prediction: it counts as wrong, and is in no bin."
     ]
-    columns = ("Run", "Expected calibration error", "With drawn parameters")
+    columns = ("Run", "Expected calibration error", "With drawn parameters", "Without a prediction")
     tables = [Table("Calibration, in %", columns, rows)] if rows else []
     return Part("calibration", "Reliability", [*said, *lacking], charts, tables)
 

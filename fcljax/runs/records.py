@@ -146,6 +146,6 @@ def shown(records: Records) -> dict[str, Any]:
     return {
         "t": str(last.get("task", 0) + 1),
         "r": str(last.get("round", -1) + 1),
-        "loss": f"{last['loss']:.3f}" if last.get("loss") is not None else "-",
+        "loss": f"{last['loss']:.4g}" if last.get("loss") is not None else "-",
         "accuracy": f"{100 * accuracy:.1f}%" if accuracy is not None else "-",
     }

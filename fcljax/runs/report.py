@@ -155,10 +155,11 @@ def reliability(path: str | Path, calibration: Mapping[str, Any]) -> Path:
     figure = _figure(4.6, 5.2)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     width, there = edges[1] - edges[0], rows > 0
+    error = "unknown" if calibration["ece"] is None else f"{100 * calibration['ece']:.1f} %"
     bars = {"width": width, "align": "edge", "edgecolor": "white", "linewidth": 0.6}
     upper.bar(edges[:-1][there], 100 * accuracy[there], color=PALETTE[0], **bars)
     upper.plot([0, 1], [0, 100], color="#555555", linestyle="--", linewidth=1)
-    upper.set(ylabel="Accuracy (%)", ylim=(0, 100), title=f"ECE {100 * calibration['ece']:.1f} %")
+    upper.set(ylabel="Accuracy (%)", ylim=(0, 100), title=f"ECE {error}")
     lower.bar(edges[:-1], 100 * rows / max(rows.sum(), 1), color="#999999", **bars)
     lower.set(xlabel="Confidence", ylabel="Images (%)", xlim=(0, 1))
     for axes in (upper, lower):

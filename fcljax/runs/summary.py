@@ -90,6 +90,7 @@ def summarize(
         "holdings": _holdings(exp, cfg.population).tolist(),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,
+        "unpredicted": metrics.unpredicted(confusion),
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
         "personal": _personal(records),
@@ -225,8 +226,8 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
 
 
 def warnings_of(records: Records) -> list[str]:
-    """What a user must know of a finished run, in lines: uploads that were left out, and rounds whose result
-    was not kept."""
+    """What a user must know of a finished run, in lines: uploads that were left out, rounds whose result was
+    not kept, and test images without a prediction."""
     lines, counts = [], records.counts
     if counts["rejected"]:
         rounds = sum(line["rejected"] > 0 for line in records.rounds)
@@ -246,6 +247,12 @@ def warnings_of(records: Records) -> list[str]:
         lines.append(
             f"warning: {counts['refused']} times what came out of a round was not finite and the server kept "
             f"what it had{where}"
+        )
+    confusion = np.asarray(records.confusion)
+    if metrics.unpredicted(confusion):
+        lines.append(
+            f"warning: the last model's outputs are not finite for {metrics.unpredicted(confusion)} of "
+            f"{confusion.sum()} test images: they count as wrong"
         )
     return lines
 
