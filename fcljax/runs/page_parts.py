@@ -409,7 +409,7 @@ def _calibration(view: View) -> Part:
         for name, run in there.items()
     ]
     said = [
-        "After the last task: bars are the accuracy of the images in a bin of confidence; below, their share.",
+        "After the last task: bars are the accuracy of images in a bin of confidence; below, their share.",
         "An image whose outputs are not finite has no prediction: it counts as wrong, and is in no bin."
     ]
     columns = ("Run", "Expected calibration error", "With drawn parameters", "Without a prediction")
