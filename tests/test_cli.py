@@ -284,7 +284,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(out, capsys):
     [
         pytest.param(100, set(), marks=pytest.mark.long),
         pytest.param(
-            1500, {"config.yaml", "checkpoints", "figures", "metrics.jsonl"}, marks=pytest.mark.long
+            1500, {".lock", "config.yaml", "checkpoints", "figures", "metrics.jsonl"}, marks=pytest.mark.long
         ),
     ],
 )
