@@ -40,9 +40,9 @@ def confusion_matrix(
     return np.bincount(pair, minlength=num_classes * columns).reshape(num_classes, columns)
 
 
-def unpredicted(confusion: Integer[np.ndarray, "C C+1"]) -> int:
-    """How many rows have no prediction."""
-    return int(confusion[:, -1].sum())
+def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
+    """How many rows have no prediction; none in counts of classes alone, as older checkpoints have them."""
+    return int(confusion[:, len(confusion) :].sum())
 
 
 def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
