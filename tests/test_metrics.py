@@ -112,7 +112,13 @@ def test_confusion_counts_true_class_by_predicted_class():
 
 
 @pytest.mark.parametrize(
-    "label, prediction, field", [([0, -1], [0, 0], "label"), ([0, 1], [0, -2], "prediction")]
+    "label, prediction, field",
+    [
+        ([0, 4], [0, 0], "label"),
+        ([0, -1], [0, 0], "label"),
+        ([0, 1], [0, 4], "prediction"),
+        ([0, 1], [0, -2], "prediction"),
+    ],
 )
 def test_a_class_out_of_range_is_refused(label, prediction, field):
     with pytest.raises(InputError, match=f"{field}: class"):

@@ -249,10 +249,11 @@ def warnings_of(records: Records) -> list[str]:
             f"what it had{where}"
         )
     confusion = np.asarray(records.confusion)
-    if metrics.unpredicted(confusion):
+    lost = metrics.unpredicted(confusion)
+    if lost:
         lines.append(
-            f"warning: the last model's outputs are not finite for {metrics.unpredicted(confusion)} of "
-            f"{confusion.sum()} test images: they count as wrong"
+            f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
+            f"they count as wrong"
         )
     return lines
 
