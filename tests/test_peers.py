@@ -163,6 +163,15 @@ def test_even_clients_have_the_same_rows_in_full_batches():
         ablation.even_rows(work._replace(rows=(30, 5)))
 
 
+def test_steps_alone_have_the_sizes_that_the_engine_gives_them():
+    game = prompted.game_of(prompted.Work("fppl", MICRO, (100, 70, 50, 36), 32, blocks=1))
+    training, collecting = ablation.step_sizes(game)
+    # last batches of 4, 6, 18 and 4 rows, in steps of 6, 18 or 32
+    assert sorted(collecting) == [6, 6, 6, 18, *[32] * 7]
+    assert sorted(training) == sorted(collecting * 2)
+    assert ablation.padded_rows(game) == pytest.approx(1 - 256 / 260)
+
+
 # ---- the benches themselves --------------------------------------------------------------------------------
 
 

@@ -1,11 +1,12 @@
 """What stands between FPPL's round and the peak of matrix products, part by part.
 
-Each part is what a round takes less without it: clients without partial batches, images as they are, the
+Each part is what a round takes less without it: clients whose batches are all full, images as they are, the
 network without norms, softmax or GELU (whose results are then wrong, and their time is all that counts), and
-the same steps called one by one without the engine. What is left are the matrix products, which are timed one
-by one at their shapes.
+the same steps, of the same sizes, called one by one without the engine. What is left are the matrix products,
+which are timed one by one at their shapes.
 """
 
+import collections
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,12 +14,12 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fcljax.federated.schedule import phase_steps
 from fcljax.federated.sweep import Lanes
 from fcljax.models.vit import ViTConfig
 from fcljax.types import Batch, ClientInfo, Ctx, Turn
-from peers.game import KEY, Game, round_of
+from peers.game import KEY, Game, capacities_of, round_of
 from peers.machine import best, seconds
 from peers.prompted import CLASSES, PROMPTS, TASK_CLASSES, Work, game_of, useful_flops
 
@@ -43,10 +44,10 @@ def profile(work: Work, lanes: Lanes, peak: float, repeats: int) -> str:
     whole, still = taken["whole"], taken["without augmentation"]
     products = products_alone(work)
     useful = useful_flops(work)[0] / peak / 1e9
-    padding = whole - taken["without partial batches"]
+    partial = whole - taken["without partial batches"]
     parts = [
         Part("useful matrix products, at the peak", useful),
-        Part("partial batches: padding rows", padding),
+        Part(f"last batches of fewer rows ({padded_rows(game):.1%} of all rows are padding)", partial),
         Part("augmentation", whole - still),
         *(Part(name, whole - taken[f"without {name}"]) for name in WITHOUT),
         Part("engine: loop, tables, reading rows, receiving", still - taken["steps alone"]),
@@ -95,14 +96,30 @@ def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in times) for name in calls}
 
 
-def paid_steps(game: Game) -> list[int]:
-    """Steps of all clients, by phase."""
+def step_sizes(game: Game) -> list[list[int]]:
+    """The rows that each step of a round is computed for, by phase."""
     phases = game.method.rounds[0].program.phases
-    return [int(phase_steps(game.roster.count, phase.view).sum()) for phase in phases]
+    sizes = []
+    for phase, widths in zip(phases, capacities_of(game, 1)[0].widths, strict=True):
+        size, found = phase.view.batch_size, []
+        for count in game.roster.count.tolist():
+            last = next(width for width in widths if width >= (count - 1) % size + 1)
+            found += phase.view.epochs * [*[size] * ((count - 1) // size), last]
+        sizes.append(found)
+    return sizes
+
+
+def padded_rows(game: Game) -> float:
+    """The share of a round's rows that are padding."""
+    phases = game.method.rounds[0].program.phases
+    real = int(np.sum(game.roster.count)) * sum(phase.view.epochs for phase in phases)
+    return 1 - real / sum(map(sum, step_sizes(game)))
 
 
 def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
-    """A call that takes as many steps of each phase as a round, on one batch, each a compiled call."""
+    """A call that takes the steps of a round, of the sizes that the engine gives them, on the first rows of
+    one batch, in bare loops of one program. (A call for each step would be slower than the engine: each call
+    takes new memory for what lies between its products.)"""
     task, program = game.task, game.method.rounds[0].program
     sent = game.method.broadcast(Turn.on_host(game.frozen, task, 0, False), game.server)
     info = ClientInfo(jnp.int32(0), jnp.int32(work.batch), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
@@ -111,17 +128,18 @@ def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
     image = jax.random.uniform(KEY, (work.batch, size, size, 3))
     batch = Batch(image, TASK_CLASSES + ids % TASK_CLASSES, ids >= 0, ids)
     start = program.start(ctx, game.method.init_client(KEY, game.server), KEY)
-    compiled = [jax.jit(phase.step) for phase in program.phases]
-    many = paid_steps(game)
+    counts = [collections.Counter(sizes) for sizes in step_sizes(game)]
 
-    def once() -> Any:
-        local = start
-        for step, count in zip(compiled, many, strict=True):
-            for _ in range(count):
-                local, _ = step(ctx, local, batch, KEY)
+    @jax.jit
+    def play(ctx: Ctx, local: Any, batch: Batch, times: list[dict[int, Any]]) -> Any:
+        for phase, mine in zip(program.phases, times, strict=True):
+            for rows, many in mine.items():
+                some = jax.tree.map(lambda x, rows=rows: x[:rows], batch)
+                step = lambda _, local, phase=phase, some=some: phase.step(ctx, local, some, KEY)[0]
+                local = jax.lax.fori_loop(0, many, step, local)  # many is data: nothing is unrolled
         return local
 
-    return once
+    return lambda: play(ctx, start, batch, [dict(count) for count in counts])
 
 
 def shapes(vit: ViTConfig, batch: int, prompts: int, blocks: int) -> list[tuple[int, int, int, int]]:

@@ -9,12 +9,13 @@ import numpy as np
 
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacities
+from fcljax.federated.schedule import WORTH_ROWS, Capacity, Roster, capacities
 from fcljax.federated.sweep import Fetch, Lanes
 from fcljax.types import Frozen, Method, PyTree, Task
 
 KEY = jax.random.key(0)
 TASKS = 10
+ROUNDS = 10
 SLOTS = 128  # clients per chunk, as in a run
 
 
@@ -43,10 +44,15 @@ def rows_of(roster: Roster, client: int) -> np.ndarray:
     return roster.rows[roster.offset[client] : roster.offset[client + 1]]
 
 
+def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
+    """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
+    is used."""
+    return capacities(game.method, [game.roster] * TASKS, lanes, SLOTS, worth=WORTH_ROWS / ROUNDS)
+
+
 def engine_of(game: Game, lanes: Lanes) -> Engine:
     """The engine of a federation."""
-    # shapes as of a run of ten such tasks: what is worth a compilation depends on how often it is used
-    rooms = capacities(game.method, [game.roster] * TASKS, lanes.count, SLOTS)
+    rooms = capacities_of(game, lanes.count)
     return make_engine(game.method, game.fetch, lanes, rooms, Example(game.frozen, game.data, game.task))
 
 

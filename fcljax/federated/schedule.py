@@ -20,7 +20,7 @@ Ints = Int[np.ndarray, "..."]
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32  # of what is computed in a round of all tasks, that a further width must save
-WORTH_ROWS = 1000.0  # the same in rows: as long as compiling takes, of a ViT-Ti's step on one core of a CPU
+WORTH_ROWS = 1000.0  # the same in rows, for one round: compiling takes as long, of a ViT-Ti on a CPU's core
 
 
 class Roster(NamedTuple):
@@ -113,7 +113,8 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_ROWS) -> tuple[in
     Args:
       view: batches and epochs of a phase.
       counts: rows of each client, in all tasks together.
-      worth: rows that a width must save in a round of all tasks; one is compiled in that time.
+      worth: rows that a width must save in a round of all tasks: one is compiled in the time of that many,
+        shared out over the rounds.
     """
     counts, size = counts[counts > 0], view.batch_size
     left, clients = np.unique((counts - 1) % size + 1, return_counts=True)

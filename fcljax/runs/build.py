@@ -187,7 +187,8 @@ def _room(
     room = fit(worth=1.0 if batches_alone(lanes) else np.inf)
     if all(len(widths) == 1 for each in room for widths in each.widths):
         return room
-    return fit(worth=COMPILING / (TRAINING * forward_flops(inputs.backbone)))
+    # compiled once, of use in every round
+    return fit(worth=COMPILING / (cfg.rounds * TRAINING * forward_flops(inputs.backbone)))
 
 
 def _engine_of_one(

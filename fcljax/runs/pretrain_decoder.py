@@ -98,6 +98,9 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     weight_decay: float = 0.05  # of the matrices
     warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rate rises from 0
     mask_ratio: float = option(0.75, positive=True, below=1.0)  # share of the patches that is hidden
+    # weight of the visible patches' error in the loss: 0 as in MAE, whose output counts where patches were
+    # hidden alone. pMAE's server trains on the whole output, which is noise where nothing was learned.
+    visible_weight: float = option(0.0, most=1.0)
     # least share of the area that a crop of a photograph takes; letters and digits are not cropped
     crop_scale: float = option(0.2, positive=True, most=1.0)
     decoder_width: int = 96  # channels of the decoder's tokens; MAE: 512
@@ -263,7 +266,11 @@ def _step(
     masking = random_mask(masks, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
 
     def objective(params: PyTree) -> Array:
-        return reconstruction_loss(_reconstruct(plan, encoder, params, seen, masking), seen, masking.masked)
+        patches = _reconstruct(plan, encoder, params, seen, masking)
+        hidden = reconstruction_loss(patches, seen, masking.masked)
+        if not plan.config.visible_weight:
+            return hidden
+        return hidden + plan.config.visible_weight * reconstruction_loss(patches, seen, ~masking.masked)
 
     loss, grads = jax.value_and_grad(objective)(state.params)
     updates, opt = _optimiser(plan).update(grads, state.opt, state.params)
