@@ -270,6 +270,51 @@ def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, deals)
     assert (report.participants, report.rejected) == (4, 1)
 
 
+def counting(engine, opened: list):
+    """The engine, which notes every chunk that it begins to play."""
+    (player,) = engine.players
+
+    def open_(accumulator, states, chunk):
+        opened.append(chunk.id.tolist())
+        return player.open(accumulator, states, chunk)
+
+    return engine._replace(players=(player._replace(open=open_),))
+
+
+@pytest.mark.parametrize(("bad", "plays"), [([], 0), ([3], 1), ([0, 1, 3, 6], 1)])
+@pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
+def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays, data, deals):
+    """Guarded or not, the bits are the same; chunks of two clients."""
+    found, begun, engine = [], [], engine_of(name, "unroll2")
+    for guarded in (True, False):
+        server, states = begin_run(engine.method)
+        opened: list = []
+        found.append(run_round(
+            counting(engine, opened), FROZEN, server, stack(states), poisoned(data, deals[0], bad, np.nan),
+            deals[0], np.array([0, 1, 3, 6]), tasks()[0], 0, KEY, guarded=guarded,
+        ))  # fmt: skip
+        begun.append(opened)
+    same(found[0][:2], found[1][:2])
+    assert found[0][2] == found[1][2] and found[0][2].rejected == len(bad)
+    assert len(begun[0]) == 2 and len(begun[1]) == 2 + plays
+    assert len({tuple(each) for each in begun[1]}) == 2
+    assert set(engine.traces.values()) == {1}
+
+
+def test_sums_of_finite_uploads_may_overflow():
+    """They are no reason to leave anybody out: the upload is looked at, found finite, and added."""
+    begin = lambda ctx, state, key: jnp.full(3, 3e38)
+    step = lambda ctx, local, batch, key: (local, {})
+    send = lambda ctx, local, state: (Upload(mean=local, weight=ctx.info.rows), state + 1)
+    first = lambda key, server: jnp.zeros((), jnp.int32)
+    method = toys.toy(begin, (Phase(View(1, 4, augment=False), step),), send, init_client=first)
+    rows = toys.rows()
+    engine, roster = toys.build(method, toys.rosters(rows), Lanes(1, "loop")), toys.rosters(rows)[0]
+    (server, states, report), before, _ = play_once(engine, rows, roster, [0, 3])
+    same(server, before)
+    assert (report.rejected, report.refused, states[:4].tolist()) == (0, 1, [1, 0, 0, 1])
+
+
 @pytest.mark.parametrize("name", ["gathering", "remembering"])
 def test_if_all_uploads_are_non_finite_server_and_clients_stay(name, data, deals):
     engine = engine_of(name, "vmap3")

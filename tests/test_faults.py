@@ -12,6 +12,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
+from fcljax.runs import loop
 from fcljax.types import Batch, Broadcast, ClientInfo, Ctx, Method, Phase, Program, Round, Task, Upload, View
 
 CLASSES = 8
@@ -247,6 +248,24 @@ def test_a_run_with_faults_says_how_many_uploads_were_left_out(tmp_path, capsys)
     lines = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
     assert summary["rejected_uploads"] > 0 and min(line["participants"] for line in lines) < 3
     assert "uploads were left out" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_uploads_are_looked_through_one_by_one_after_a_bad_one(tmp_path, monkeypatch):
+    """So that a client whose uploads are bad has a round played twice once, and not in every round."""
+    told, play = [], loop.run_round
+
+    def watched(*args, guarded, **options):
+        result = play(*args, guarded=guarded, **options)
+        told.append((guarded, result[2].rejected))
+        return result
+
+    monkeypatch.setattr(loop, "run_round", watched)
+    options = [*COMMON, "--rounds", "3", "--clients", "4", "--faults", "late=0.2"]
+    assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "late")]) == 0
+    before = np.cumsum([0, *(rejected for _, rejected in told)])[:-1]
+    assert [guarded for guarded, _ in told] == (before > 0).tolist()
+    assert before[0] == 0 < before[-1]
 
 
 @pytest.mark.long

@@ -40,6 +40,7 @@ from fcljax.federated.sweep import (
     empty_accumulator,
     expand,
     in_window,
+    is_sound,
     memories,
     open_chunk,
     over_devices,
@@ -51,7 +52,7 @@ from fcljax.federated.sweep import (
     states_of_chunk,
     sweep,
 )
-from fcljax.mesh import WHOLE, by_device, on_each, put, size, split
+from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
@@ -104,8 +105,8 @@ class Player(NamedTuple):
     every tick of a chunk reads and `memory` what its clients may recall; `open` and `close` frame the ticks,
     and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is
     resident: so data on the host go through the same functions and get the same bits. On a mesh every device
-    plays its lanes, on a carry [devices, ...], and `close` puts together what they received. `receive` takes
-    an upload that was made elsewhere."""
+    plays its lanes, on a carry [devices, ...], and `close` puts together what they received; `sound` says
+    whether that is finite. `receive` takes an upload that was made elsewhere."""
 
     round: Round
     capacity: Capacity
@@ -114,6 +115,7 @@ class Player(NamedTuple):
     memory: Callable[..., Array] | None
     open: Callable[..., Carry]
     sweeps: tuple[Callable[..., Carry], ...]
+    sound: Callable[[Carry], Array]
     close: Callable[..., tuple[Accumulator, PyTree]]
     receive: Callable[..., tuple[Accumulator, Array]]
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
@@ -230,6 +232,10 @@ def _player(
         specs = (_by_lane(args[0]), split(), images, WHOLE, split(1), split(1), WHOLE, WHOLE)
         return on_each(functools.partial(play, i), mesh, specs, split())(*args)
 
+    def sound(carry):
+        mine = is_sound(begun(carry).accumulator)
+        return ~add_over_devices(~mine, mesh) if mesh else mine
+
     def close(accumulator, states, carry, chunk):
         carry = over_devices(begun(carry), mesh) if mesh else carry
         return close_chunk(accumulator, states, carry, chunk, capacity)
@@ -238,6 +244,7 @@ def _player(
     mine = lanes._replace(count=lanes.count // size(mesh))
     begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
     open_ = on_each(open_, mesh, (WHOLE, WHOLE, WHOLE), split())
+    sound = on_each(sound, mesh, (split(),), WHOLE)
     close = on_each(close, mesh, (WHOLE, WHOLE, split(), WHOLE), WHOLE)
     serve = functools.partial(_serve, each.server, shapes) if each.server else None
     sweeps = [
@@ -247,7 +254,7 @@ def _player(
     return Player(
         each, capacity, empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows),
         memory=jit(f"{name} memory", memory) if program.memory else None,
-        open=jit(f"{name} open", open_, split()), sweeps=tuple(sweeps),
+        open=jit(f"{name} open", open_, split()), sweeps=tuple(sweeps), sound=jit(f"{name} sound", sound),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)),
         receive=jit(f"{name} receive", functools.partial(receive_sent, program)),
         server=jit(f"{name} server", serve) if serve else None, mesh=mesh,
@@ -295,6 +302,7 @@ def run_round(
     last: bool = False,
     past: Sequence[Kept] = (),
     clients: Clients | None = None,
+    guarded: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
     """One federated round: broadcast, the participants' programs, aggregation, the server's part, and its
     training on rows that it keeps; then what the method plays as "refresh".
@@ -318,6 +326,9 @@ def run_round(
       past: rows that the server keeps of the tasks before, in their order, as `keep_task` gave them; for a
         method with a rehearsal.
       clients: who plays the clients' part, where that is not this engine: clients on other machines.
+      guarded: look through every upload as it arrives. Otherwise what a chunk of clients has sent is looked
+        at as a whole, and the chunk is played again, guarded, if it is not finite: the same bits, sooner,
+        unless uploads are known to be bad.
 
     Returns:
       The new server state (the old one if no upload was finite, or if what came out is not), the new client
@@ -326,7 +337,7 @@ def run_round(
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
     turn = Turn.on_host(frozen, task, round_, last)
-    clients = clients or functools.partial(_play_here, engine, data)
+    clients = clients or functools.partial(_play_here, engine, data, guarded)
     reports, rehearsed = {}, None
     for stage in ("round", "refresh") if when == "round" else (when,):
         for index, own_key in _plays(engine.method, stage, key):
@@ -402,31 +413,36 @@ def _exchange(
 
 
 def _play_here(
-    engine: Engine, data: PyTree, index: int, turn: Turn, broadcast: Broadcast, states: PyTree,
+    engine: Engine, data: PyTree, guarded: bool, index: int, turn: Turn, broadcast: Broadcast, states: PyTree,
     roster: Roster, ids: Int[np.ndarray, " n"], key: PRNGKeyArray,
 ) -> Played:  # fmt: skip
-    """Clients of one of the method's rounds that this engine plays; `data` as in `run_round`."""
+    """Clients of one of the method's rounds that this engine plays; `data` and `guarded` as in
+    `run_round`."""
     player, lanes = engine.players[index], engine.lanes
     chunks, steps = plan_round(
         player.round.program, roster, ids, int(turn.round), lanes.count, player.capacity
     )
     data = ready(data, engine.mesh)
     accumulator, states = play_chunks(
-        player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key
+        player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key, guarded
     )
     return Played(accumulator, states, ids, steps)
 
 
 def play_chunks(
     player: Player, lanes: Lanes, chunks: list[Chunk], frozen: PyTree, broadcast: Broadcast, states: PyTree,
-    data: PyTree, task: Task, key: PRNGKeyArray,
+    data: PyTree, task: Task, key: PRNGKeyArray, guarded: bool = False,
 ) -> tuple[Accumulator, PyTree]:  # fmt: skip
     """The clients' part of a round: what was received, and the new client states. The arguments are as in
     `run_round`, placed, with the round's key; `states` are donated."""
     accumulator = player.empty()
     for chunk in chunks:
-        call = Call(frozen, broadcast, chunk, task, key)
+        call = Call(frozen, broadcast, chunk, task, key, np.bool_(guarded))
         carry = _play_chunk(player, lanes, call, accumulator, states, data)
+        if not guarded and not player.sound(carry):
+            guarded = True  # from here on: who sends one such upload sends more
+            call = call._replace(guarded=np.bool_(guarded))
+            carry = _play_chunk(player, lanes, call, accumulator, states, data)
         accumulator, states = player.close(accumulator, states, carry, chunk)
     return accumulator, states
 
@@ -493,7 +509,7 @@ def work_alone(
     """
     player, ids = engine.players[index], np.array([client])
     (chunk,), _ = plan_round(player.round.program, roster, ids, int(turn.round), 1, player.capacity)
-    call = Call(turn.frozen, broadcast, chunk, turn.task, key)
+    call = Call(turn.frozen, broadcast, chunk, turn.task, key, np.bool_(True))
     stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
     carry = _play_chunk(player, engine.lanes, call, player.empty(), stacked, data)
     received = carry.accumulator

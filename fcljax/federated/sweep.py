@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federated.aggregation import add_rows, finite_guard, sum_zeros
+from fcljax.federated.aggregation import add_rows, finite_guard, is_finite, sum_zeros
 from fcljax.federated.schedule import Capacity, Chunk
 from fcljax.mesh import AXIS, add_over_devices
 from fcljax.types import (
@@ -84,14 +84,15 @@ class Carry(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all ticks of a chunk read: the frozen network, what was broadcast, who plays, in which task, and
-    the round's key."""
+    """What all ticks of a chunk read: the frozen network, what was broadcast, who plays, in which task, the
+    round's key, and whether every upload is looked through as it arrives."""
 
     frozen: PyTree
     broadcast: Broadcast
     chunk: Chunk
     task: Task
     key: PRNGKeyArray
+    guarded: Bool[Array | np.bool_, ""]
 
 
 class Past(NamedTuple):
@@ -146,13 +147,17 @@ def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
 
 
 def _receive(
-    acc: Accumulator, upload: Upload, id_: Array, position: Array, end: Array
+    acc: Accumulator, upload: Upload, id_: Array, position: Array, end: Array, guarded: Array
 ) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of clients who have just finished, those where `end` says so; each goes to its
-    position among the gathered ones. Non-finite uploads, and ones of negative weight, get weight 0 and are
-    counted."""
+    position among the gathered ones. If guarded, non-finite uploads, and ones of negative weight, get weight
+    0 and are counted; otherwise they are added too, and `is_sound` sees it."""
     sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), end.shape)
-    weight, valid, rejected = finite_guard(upload._replace(weight=sent), sent, end)
+    weight, valid, rejected = jax.lax.cond(
+        guarded,
+        lambda: finite_guard(upload._replace(weight=sent), sent, end),
+        lambda: (jnp.where(end, sent, 0), end, jnp.zeros((), jnp.int32)),
+    )
     position = jnp.where(valid, position, acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
     return acc._replace(
@@ -164,6 +169,14 @@ def _receive(
         valid=write(acc.valid, valid),
         rejected=acc.rejected + rejected,
     ), valid
+
+
+def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
+    """Is all that was received finite and of a weight that is not negative? One upload that is not makes its
+    sums so, or stands among the gathered ones. Sums of finite uploads may overflow: that is no client's
+    fault, and playing the clients again under the guard then gives the same."""
+    received = accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight
+    return is_finite(received) & jnp.all(accumulator.weight >= 0)
 
 
 def receive_sent(
@@ -183,7 +196,7 @@ def receive_sent(
     """
     upload = program.receive(ctx, upload) if program.receive else upload
     one = jnp.ones(1, bool)
-    acc, valid = _receive(acc, expand(upload), ctx.info.id[None], position[None], one)
+    acc, valid = _receive(acc, expand(upload), ctx.info.id[None], position[None], one, one[0])
     return acc, valid[0]
 
 
@@ -279,7 +292,6 @@ def sweep(
         ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
         draw = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(call.key, _DRAWS), index), step)
 
-
         def step_of(width):
             mine = rows[:width], place[:width], mask[:width]
             batch = _read(fetch, phase.view.augment, data, *mine, jax.random.fold_in(key, 0), draw)
@@ -342,7 +354,8 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
         return program.receive(ctx, upload) if program.receive else upload, new
 
     upload, new = each(one)(slot, carry.local)
-    accumulator, valid = _receive(carry.accumulator, upload, call.chunk.id[slot], slot, end)
+    id_ = call.chunk.id[slot]
+    accumulator, valid = _receive(carry.accumulator, upload, id_, slot, end, jnp.asarray(call.guarded))
     there = jnp.where(valid, slot, slots)
     states = jax.tree.map(put(there), carry.states, new)
     written = carry.written.at[there].set(True, mode="drop")

@@ -395,6 +395,7 @@ def make_play(
         return run_round(
             exp.engine, exp.frozen, server, clients, train, roster, ids, exp.scenario.tasks[t], number,
             key, clock, when=when, last=last, past=past, clients=elsewhere,
+            guarded=records.counts.get("rejected", 0) > 0,
         )  # fmt: skip
 
     def play(
