@@ -117,9 +117,7 @@ def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, 
     mine = np.flatnonzero(tasks()[0].current[np.asarray(data.label)])
     roster = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
     engine = toys.build(method, [roster], lanes, short=short)
-    *_, report = run_round(
-        engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY
-    )
+    *_, report = run_round(engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY)
     assert report.metrics["rows"] * len(computed) == pytest.approx(sum(computed))
 
 

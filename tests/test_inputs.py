@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
+import toys
 from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
@@ -22,6 +23,7 @@ from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
+from fcljax.federated.check import check_method
 from fcljax.models.networks import network_name
 from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
@@ -39,6 +41,7 @@ from fcljax.runs.inputs import (
     saved_features,
     surrogate_images,
 )
+from fcljax.types import Phase, Upload, View
 
 SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
 
@@ -94,6 +97,29 @@ def test_augment_decides_over_the_data_set():
     cfg = config.resolve("linear", config.from_mapping("linear", {"image_size": "8"}, "test"))
     augments = lambda value: build.build("linear", dataclasses.replace(cfg, augment=value)).inputs.augments
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
+
+
+def per_chunk(state_floats, rows=1, lanes=1, phases=1, **program):
+    """How many clients with a state, and local work, of so many floats are played by one call."""
+    begin = lambda ctx, state, key: {"weight": ctx.wire, "own": jnp.zeros(state_floats)}
+    send = lambda ctx, local, state: (Upload(gather=local["weight"], weight=ctx.info.rows), state)
+    first = lambda key, server: jnp.full(state_floats, -1, jnp.int32)
+    each = (Phase(View(3, 4, augment=False), lambda ctx, local, batch, key: (local, {})),) * phases
+    method = toys.toy(begin, each, send, None, init_client=first, program=program)
+    shapes = check_method(method, toys.fetch, toys.EXAMPLE)
+    return build.clients_per_chunk(method, shapes, rows, 3 * 4, lanes)
+
+
+def test_a_chunk_has_as_many_clients_as_its_memory_holds():
+    """The chunk holds the state, an upload of 3 floats, the numbers of 3 epochs of rows, what waits between
+    two phases, and the images of 3 floats that may be recalled."""
+    many, own = 2**20, 4 * 2**20
+    assert per_chunk(0) == per_chunk(100) == build.MOST_PER_CHUNK
+    assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
+    assert per_chunk(many, rows=many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
+    assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own + 3 * 4)
+    assert per_chunk(many, memory=lambda state: state) == build.CHUNK_BYTES // (own + 6 * 4 + many * 3 * 4)
+    assert (per_chunk(2**26), per_chunk(2**26, lanes=5)) == (1, 5)
 
 
 @pytest.mark.long

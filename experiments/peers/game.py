@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fcljax.federated.check import Example
+from fcljax.federated.check import Example, check_method
 from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
 from fcljax.federated.schedule import WORTH_ROWS, Capacity, Roster, capacities
 from fcljax.federated.sweep import Fetch, Lanes
+from fcljax.runs.build import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
 
 KEY = jax.random.key(0)
 TASKS = 10
 ROUNDS = 10
-SLOTS = 128  # clients per chunk, as in a run
 
 
 class Game(NamedTuple):
@@ -47,7 +47,12 @@ def rows_of(roster: Roster, client: int) -> np.ndarray:
 def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
     """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
     is used."""
-    return capacities(game.method, [game.roster] * TASKS, lanes, SLOTS, worth=WORTH_ROWS / ROUNDS)
+    shapes = check_method(game.method, game.fetch, Example(game.frozen, game.data, game.task))
+    image = jax.tree.leaves(game.data)[0]
+    slots = clients_per_chunk(
+        game.method, shapes, int(game.roster.count.max()), image.nbytes // len(image), lanes
+    )
+    return capacities(game.method, [game.roster] * TASKS, lanes, slots, worth=WORTH_ROWS / ROUNDS)
 
 
 def engine_of(game: Game, lanes: Lanes) -> Engine:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.sweep import Fetch, Shapes, example_batch
 from fcljax.types import (
@@ -55,12 +57,14 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     Args:
       method: any method.
       fetch: as the engine's.
-      example: arrays or `jax.ShapeDtypeStruct`.
+      example: arrays or `jax.ShapeDtypeStruct`; its data may be a `Host`.
 
     Raises:
       InputError: for a function that returns something else than the protocol says, or that uses a task as a
         Python number.
     """
+    if isinstance(example.data, Host):
+        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
     key, task = jax.eval_shape(lambda: jax.random.key(0)), example.task
     server = _call("init", method.init, key, example.frozen)
     turn = Turn.on_host(example.frozen, task, 0, False)
@@ -119,7 +123,7 @@ def _check_round(
     upload = _check_finish(where, program, ctx, local, state)
     if each.server:
         _check_server(f"{where}server", each.server, turn, server, upload, key)
-    return Shapes(local, upload, metrics)
+    return Shapes(local, upload, metrics, state)
 
 
 def _check_phase(

@@ -162,6 +162,7 @@ def make_engine(
     example: Example,
     *,
     mesh: Mesh | None = None,
+    shapes: tuple[Shapes, ...] | None = None,
 ) -> Engine:
     """Compile-once functions for all rounds of all tasks.
 
@@ -174,14 +175,13 @@ def make_engine(
       capacities: the run's static shapes (`schedule.capacities`), one for each of the method's rounds.
       example: parameters, data and a task, of which shapes and types count. Data may be a `Host`.
       mesh: devices under the axis name `clients`; None uses one device.
+      shapes: what `check_method` says of these arguments, where it was asked already.
 
     Raises:
       InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
-    if isinstance(example.data, Host):
-        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
-    shapes = check_method(method, fetch, example)
+    shapes = shapes or check_method(method, fetch, example)
 
     def jit(name, function, spec=WHOLE, **options):
         return jit_on(_counted(traces, name, function), mesh, spec, **options)
@@ -581,9 +581,7 @@ def _reported(each: Round, played: Played, server_metrics, refused, roster: Rost
     return _Exchange(named, *counts, *steps)
 
 
-def _together(
-    method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehearsed | None
-) -> RoundReport:
+def _together(method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehearsed | None) -> RoundReport:
     """A round's report: participants and the rows of the longest phase are those of its first exchange, the
     rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
     its own in front, "refresh_1_loss"; those of the server's training have "rehearsal_" in front."""

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.federated.aggregation import add_rows, finite_guard, is_finite, sum_zeros
+from fcljax.federated.communication import num_bytes
 from fcljax.federated.schedule import Capacity, Chunk
 from fcljax.mesh import AXIS, add_over_devices
 from fcljax.types import (
@@ -52,6 +53,14 @@ class Shapes(NamedTuple):
     local: PyTree
     upload: Upload
     metrics: tuple[Metrics, ...]  # per phase
+    state: PyTree  # of a client, between rounds
+
+
+def slot_bytes(program: Program, shapes: Shapes) -> int:
+    """Bytes of what a chunk holds for each of its clients: what it sends to be gathered, its state, and
+    between phases what it works on."""
+    waiting = shapes.local if len(program.phases) > 1 else ()
+    return num_bytes((shapes.upload.gather, shapes.state, waiting))
 
 
 class Accumulator(NamedTuple):

@@ -1,5 +1,6 @@
 """From settings to everything that a run needs: the method, its engine, the data and who holds them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from fcljax.federated.check import Example, check_method
 from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, Roster, capacities
-from fcljax.federated.sweep import batches_alone
+from fcljax.federated.sweep import Shapes, batches_alone, slot_bytes
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
@@ -38,12 +39,15 @@ from fcljax.runs.inputs import (
 )
 from fcljax.scenario import Scenario, make_scenario
 from fcljax.terms import norm_bound, prox
-from fcljax.types import Frozen, Method, Network, Setting
+from fcljax.types import Frozen, Method, Network, Round, Setting
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as of a ViT-Ti
 COMPILING = 1e12
 TRAINING = 3  # passes forwards that a step takes the time of
-CLIENTS_PER_CHUNK = 128  # bounds the memory between the phases of a program, whatever the number of clients
+# Clients that one call of the compiled program plays: as many as this memory holds the states and uploads
+# of, whatever the number of clients. A call costs milliseconds, which tiny clients would feel.
+CHUNK_BYTES = 2**28
+MOST_PER_CHUNK = 4096
 
 
 class Experiment(NamedTuple):
@@ -146,8 +150,6 @@ def _with_faults(method: Method, cfg: RunConfig, inputs: Inputs, example: Exampl
     shares = parse_faults(cfg.faults)
     if not shares:
         return method
-    if isinstance(example.data, Host):
-        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
     shapes = check_method(method, partial(fetch, inputs.preprocess, inputs.augments), example)
     return with_faults(method, shares, cfg.seed, tuple(each.upload for each in shapes))
 
@@ -171,19 +173,38 @@ def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Froze
 def _engine(
     method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, setting: Setting
 ) -> Engine:
-    del setting
     lanes, mesh = _lanes(cfg)
-    every = [roster for of_task in scenario.rosters for roster in of_task]
-    room = _room(method, cfg, inputs, every, lanes)
     read = partial(fetch, inputs.preprocess, inputs.augments)
-    return make_engine(method, read, lanes, room, example, mesh=mesh)
+    shapes = check_method(method, read, example)
+    every = [roster for of_task in scenario.rosters for roster in of_task]
+    slots = clients_per_chunk(method, shapes, setting.rows, image_bytes(example.data), lanes.count)
+    fit = partial(capacities, method, every, lanes.count, slots, cfg.participation)
+    room = _with_widths(fit, cfg, inputs, lanes)
+    return make_engine(method, read, lanes, room, example, mesh=mesh, shapes=shapes)
 
 
-def _room(
-    method: Method, cfg: RunConfig, inputs: Inputs, rosters: list[Roster], lanes: Lanes
-) -> tuple[Capacity, ...]:
+def clients_per_chunk(method: Method, shapes: tuple[Shapes, ...], rows: int, image: int, lanes: int) -> int:
+    """How many clients of at most so many rows, of so many bytes each, are played by one call: at least one
+    for each lane, at most `MOST_PER_CHUNK`, else as many as `CHUNK_BYTES` hold."""
+
+    def size(each: Round, made: Shapes) -> int:
+        program = each.program
+        numbers = 4 * rows * sum(phase.view.epochs for phase in program.phases)  # of the rows that it reads
+        recalled = jax.eval_shape(program.memory, made.state).size if program.memory else 0
+        return slot_bytes(program, made) + numbers + recalled * image
+
+    largest = max(map(size, method.rounds, shapes))
+    return max(lanes, min(MOST_PER_CHUNK, CHUNK_BYTES // max(1, largest)))
+
+
+def image_bytes(data: Split | Host) -> int:
+    """Bytes of an image as it is stored."""
+    split = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
+    return split.image.nbytes // len(split.label)
+
+
+def _with_widths(fit: Callable, cfg: RunConfig, inputs: Inputs, lanes: Lanes) -> tuple[Capacity, ...]:
     """The run's static shapes, with further widths of a step where they are worth compiling."""
-    fit = partial(capacities, method, rosters, lanes.count, CLIENTS_PER_CHUNK, cfg.participation)
     room = fit(worth=1.0 if batches_alone(lanes) else np.inf)
     if all(len(widths) == 1 for each in room for widths in each.widths):
         return room
