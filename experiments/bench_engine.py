@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from peers.game import rooms
 from peers.machine import best
 
 from fcljax import config
@@ -115,8 +116,9 @@ def timed_round(
     """(seconds of one round, rows it reads, traces); `ids` take part, or all."""
     ids = np.arange(len(roster.count)) if ids is None else ids
     share = len(ids) / len(roster.count)
-    rooms = capacities(method, [roster], lanes.count, 128, share)
-    engine = make_engine(method, reader, lanes, rooms, Example(frozen, data, task))
+    example = Example(frozen, data, task)
+    shapes = rooms(method, reader, example, [roster], lanes.count, share)
+    engine = make_engine(method, reader, lanes, shapes, example)
     server = method.init(KEY, frozen)
     states = [init_clients(method, server, len(roster.count), KEY)]
     reports = []

@@ -44,21 +44,28 @@ def rows_of(roster: Roster, client: int) -> np.ndarray:
     return roster.rows[roster.offset[client] : roster.offset[client + 1]]
 
 
+def rooms(
+    method: Method, reader: Fetch, example: Example, rosters: Sequence[Roster], lanes: int,
+    participation: float = 1.0, worth: float = WORTH_ROWS,
+) -> tuple[Capacity, ...]:  # fmt: skip
+    """Shapes of a run with these rosters, with as many clients per chunk as a run would have."""
+    image, shapes = jax.tree.leaves(example.data)[0], check_method(method, reader, example)
+    most = max(int(roster.count.max()) for roster in rosters)
+    slots = clients_per_chunk(method, shapes, most, image.nbytes // len(image), lanes)
+    return capacities(method, list(rosters), lanes, slots, participation, worth)
+
+
 def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
     """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
     is used."""
-    shapes = check_method(game.method, game.fetch, Example(game.frozen, game.data, game.task))
-    image = jax.tree.leaves(game.data)[0]
-    slots = clients_per_chunk(
-        game.method, shapes, int(game.roster.count.max()), image.nbytes // len(image), lanes
-    )
-    return capacities(game.method, [game.roster] * TASKS, lanes, slots, worth=WORTH_ROWS / ROUNDS)
+    example, rosters = Example(game.frozen, game.data, game.task), [game.roster] * TASKS
+    return rooms(game.method, game.fetch, example, rosters, lanes, worth=WORTH_ROWS / ROUNDS)
 
 
 def engine_of(game: Game, lanes: Lanes) -> Engine:
     """The engine of a federation."""
-    rooms = capacities_of(game, lanes.count)
-    return make_engine(game.method, game.fetch, lanes, rooms, Example(game.frozen, game.data, game.task))
+    shapes = capacities_of(game, lanes.count)
+    return make_engine(game.method, game.fetch, lanes, shapes, Example(game.frozen, game.data, game.task))
 
 
 def round_of(game: Game, lanes: Lanes) -> Callable[[], PyTree]:
