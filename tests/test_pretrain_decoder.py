@@ -84,6 +84,21 @@ def test_it_learns_what_hidden_patches_look_like_and_leaves_the_encoder_as_it_is
     assert all(name.startswith("decoder.") and x.dtype == np.float16 for name, x in tensors.items())
 
 
+@pytest.mark.long
+def test_visible_patches_are_painted_where_they_count(here):
+    """Half as far off as without, under masks that neither has trained on."""
+    errors = {}
+    for weight in (0.0, 1.0):
+        cfg = config(here, f"visible{weight}", steps=100, lr=1.0, visible_weight=weight)
+        pretrain_decoder(cfg)
+        plan, encoder, images = prepared(cfg)
+        seen, masking = module._held_out(plan, *map(jnp.asarray, images.held_out[:1]), None, jnp.int32(0))
+        decoder = load(here, f"visible{weight}").decoder.params
+        patches = module._reconstruct(plan, encoder, decoder, seen, masking)
+        errors[weight] = float(reconstruction_loss(patches, seen, ~masking.masked))
+    assert errors[1.0] < 0.5 * errors[0.0]
+
+
 def test_every_parameter_but_the_fixed_positions_is_trained(here, first):
     plan = prepared(config(here))[0]
     trained = safetensors.numpy.load_file(here / "first.safetensors")

@@ -258,21 +258,20 @@ def _step(
     plan: Plan, encoder: PyTree, state: State, image: Array, size: Array | None, step: Array, point: Array,
     share: Array,
 ) -> tuple[State, Float[Array, ""]]:  # fmt: skip
-    """One update and its loss, which counts for this share of a point of the curve."""
+    """One update and its loss on hidden patches, which counts for this share of a point of the curve."""
     views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
     seen = clean_view(plan.preprocess, image, size)
     if plan.crops:
         seen = random_crops(plan.preprocess, image, jax.random.split(views, len(image)), size)
     masking = random_mask(masks, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
 
-    def objective(params: PyTree) -> Array:
-        patches = _reconstruct(plan, encoder, params, seen, masking)
+    def objective(params: PyTree) -> tuple[Array, Array]:
+        patches, weight = _reconstruct(plan, encoder, params, seen, masking), plan.config.visible_weight
         hidden = reconstruction_loss(patches, seen, masking.masked)
-        if not plan.config.visible_weight:
-            return hidden
-        return hidden + plan.config.visible_weight * reconstruction_loss(patches, seen, ~masking.masked)
+        visible = reconstruction_loss(patches, seen, ~masking.masked) if weight else 0.0
+        return hidden + weight * visible, hidden
 
-    loss, grads = jax.value_and_grad(objective)(state.params)
+    (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
     updates, opt = _optimiser(plan).update(grads, state.opt, state.params)
     curve = state.curve.at[0, point].add(share * loss)
     return State(optax.apply_updates(state.params, updates), opt, curve), loss
