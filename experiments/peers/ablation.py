@@ -15,10 +15,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from fcljax.federated.sweep import Lanes
 from fcljax.models.vit import ViTConfig
-from fcljax.types import Batch, ClientInfo, Ctx, Turn
+from fcljax.types import Batch, ClientInfo, Ctx, Phase, Turn
 from peers.game import KEY, Game, capacities_of, round_of
 from peers.machine import best, seconds
 from peers.prompted import CLASSES, PROMPTS, TASK_CLASSES, Work, game_of, useful_flops
@@ -117,15 +118,16 @@ def padded_rows(game: Game) -> float:
 
 
 def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
-    """A call that takes the steps of a round, of the sizes that the engine gives them, on the first rows of
-    one batch, in bare loops of one program. (A call for each step would be slower than the engine: each call
-    takes new memory for what lies between its products.)"""
+    """A call that takes the steps of a round, of the sizes that the engine gives them, on two batches in
+    turn, in bare loops of one program. (A call for each step would be slower than the engine: each call takes
+    new memory for what lies between its products. Of one batch XLA would compute once what no step
+    changes.)"""
     task, program = game.task, game.method.rounds[0].program
     sent = game.method.broadcast(Turn.on_host(game.frozen, task, 0, False), game.server)
     info = ClientInfo(jnp.int32(0), jnp.int32(work.batch), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
     ctx, ids = Ctx(game.frozen, sent.wire, sent.held, task, info), jnp.arange(work.batch, dtype=jnp.int32)
     size = work.vit.image_size
-    image = jax.random.uniform(KEY, (work.batch, size, size, 3))
+    image = jax.random.uniform(KEY, (2, work.batch, size, size, 3))
     batch = Batch(image, TASK_CLASSES + ids % TASK_CLASSES, ids >= 0, ids)
     start = program.start(ctx, game.method.init_client(KEY, game.server), KEY)
     counts = [collections.Counter(sizes) for sizes in step_sizes(game)]
@@ -134,8 +136,11 @@ def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
     def play(ctx: Ctx, local: Any, batch: Batch, times: list[dict[int, Any]]) -> Any:
         for phase, mine in zip(program.phases, times, strict=True):
             for rows, many in mine.items():
-                some = jax.tree.map(lambda x, rows=rows: x[:rows], batch)
-                step = lambda _, local, phase=phase, some=some: phase.step(ctx, local, some, KEY)[0]
+
+                def step(i: Array, local: Any, phase: Phase = phase, rows: int = rows) -> Any:
+                    own = batch._replace(image=batch.image[i % 2])
+                    return phase.step(ctx, local, jax.tree.map(lambda x: x[:rows], own), KEY)[0]
+
                 local = jax.lax.fori_loop(0, many, step, local)  # many is data: nothing is unrolled
         return local
 
