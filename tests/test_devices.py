@@ -1,5 +1,6 @@
 """Several devices share the work of a run, and give the numbers of one: clients, evaluations and features."""
 
+import functools
 import json
 
 import jax
@@ -14,7 +15,7 @@ from fcljax import cli
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.features import make_features, make_predict
-from fcljax.federated.engine import Lanes, init_clients
+from fcljax.federated.engine import Lanes, init_clients, run_round
 from fcljax.federated.schedule import phase_steps, plan_round
 from fcljax.mesh import mesh_of
 from fcljax.types import Task, Turn
@@ -58,6 +59,25 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
     assert of_device.sum() == useful and paid == 2 * devices * most
     assert of_device.sum() / (devices * of_device.max()) > 0.9
     assert of_device.sum() / (devices * 2 * most) > 0.9  # and of the ticks for which the devices wait
+
+
+def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
+    """The devices find it together, though one of them has it."""
+    data, deals = toys.rows(), toys.rosters(toys.rows())
+    bad = np.array(data.image)
+    bad[deals[0].rows[deals[0].offset[1]], 0, 0, 1] = np.nan  # client 3 has most rows, and the first device
+    poisoned, found = data._replace(image=jnp.asarray(bad)), []
+    for own in (None, mesh):
+        lanes = Lanes(1 if own is None else own.size, "loop")
+        engine = toys.build(TOYS["gathering"](), deals, lanes, mesh=own)
+        server, states = toys.begin_run(engine.method)
+        ids, first = np.array([0, 1, 3, 6]), toys.stack(states)
+        play = functools.partial(run_round, engine, FROZEN, server)
+        found.append(play(first, poisoned, deals[0], ids, toys.tasks()[0], 0, KEY))
+    (server, states, report), (shared, others, told) = found
+    toys.close(shared, server)
+    toys.close(others, states)
+    assert (report.rejected, told.rejected) == (1, 1) and report.participants == told.participants == 4
 
 
 def received_by_devices(engine, player, chunk, turn, server, states, data):
