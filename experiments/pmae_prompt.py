@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     print(f"{len(mine)} training and {len(test)} test images; error without a prompt: {error(None):.5f}")
     for rate in own.prompt_lr:
         prompt = train(own, exp, loss, mine, pair.width, rate, error)
-        print(f"rate {rate:g}: at the end {error(prompt):.5f}", flush=True)
+        print(f"rate {rate:g}, at the end: {error(prompt):.5f}", flush=True)
 
 
 def train(
