@@ -223,7 +223,7 @@ def _player(
 
     def play(i, call, carry, window, past, rows, places, first, ticks):
         locate, ticks = functools.partial(in_window, rows, places, first), (first, first + ticks)
-        how = {"fetch": fetch, "lanes": mine, "widths": capacity.widths[i]}
+        how = {"fetch": fetch, "lanes": mine, "widths": capacity.widths[i], "waits": lanes.count > 1}
         return ending(sweep(program, i, call, begun(carry), window, past, locate, ticks, **how))
 
     def window_sweep(i, *args):

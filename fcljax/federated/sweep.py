@@ -281,10 +281,11 @@ def open_chunk(
 
 def sweep(
     program: Program, index: int, call: Call, carry: Carry, data: PyTree, past: Past, locate: Callable,
-    ticks: tuple, *, fetch: Fetch, lanes: Lanes, widths: tuple[int, ...],
+    ticks: tuple, *, fetch: Fetch, lanes: Lanes, widths: tuple[int, ...], waits: bool = True,
 ) -> Carry:  # fmt: skip
     """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table
-    names, with as many rows as the least of the widths that holds its batch.
+    names, with as many rows as the least of the widths that holds its batch. `waits`: may a lane be idle
+    while others work? Its client must then be kept as it is.
 
     locate(tick, lane, slot, step) -> (row ids, mask, where `data` has these rows)
     """
@@ -310,7 +311,8 @@ def sweep(
             return phase.step(ctx, local, batch, step_key)
 
         new, metrics = _at_width(step_of, widths, mask)
-        return select(active, new, local), {k: _countable(value, active) for k, value in metrics.items()}
+        kept = select(active, new, local) if waits else new
+        return kept, {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
         slot, step, start, end, active = (column[i] for column in table)
