@@ -9,7 +9,7 @@ import numpy as np
 
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
-from fcljax.federated.schedule import WORTH_ROWS, Capacity, Roster, capacities
+from fcljax.federated.schedule import Capacity, Roster, capacities
 from fcljax.federated.sweep import Fetch, Lanes
 from fcljax.runs.build import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
@@ -46,20 +46,20 @@ def rows_of(roster: Roster, client: int) -> np.ndarray:
 
 def rooms(
     method: Method, reader: Fetch, example: Example, rosters: Sequence[Roster], lanes: int,
-    participation: float = 1.0, worth: float = WORTH_ROWS,
+    participation: float = 1.0,
 ) -> tuple[Capacity, ...]:  # fmt: skip
     """Shapes of a run with these rosters, with as many clients per chunk as a run would have."""
     image, shapes = jax.tree.leaves(example.data)[0], check_method(method, reader, example)
     most = max(int(roster.count.max()) for roster in rosters)
     slots = clients_per_chunk(method, shapes, most, image.nbytes // len(image), lanes)
-    return capacities(method, list(rosters), lanes, slots, participation, worth)
+    return capacities(method, list(rosters), lanes, slots, participation)
 
 
 def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
     """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
     is used."""
-    example, rosters = Example(game.frozen, game.data, game.task), [game.roster] * TASKS
-    return rooms(game.method, game.fetch, example, rosters, lanes, worth=WORTH_ROWS / ROUNDS)
+    example, rosters = Example(game.frozen, game.data, game.task), [game.roster] * TASKS * ROUNDS
+    return rooms(game.method, game.fetch, example, rosters, lanes)
 
 
 def engine_of(game: Game, lanes: Lanes) -> Engine:

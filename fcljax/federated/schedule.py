@@ -19,8 +19,8 @@ Ints = Int[np.ndarray, "..."]
 
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
-WORTH_SHARE = 1 / 32  # of what is computed in a round of all tasks, that a further width must save
-WORTH_ROWS = 1000.0  # the same in rows, for one round: compiling takes as long, of a ViT-Ti on a CPU's core
+WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
+WORTH_ROWS = 1000.0  # the same in rows: as long as compiling takes, of a ViT-Ti's step on one core of a CPU
 
 
 class Roster(NamedTuple):
@@ -112,9 +112,8 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_ROWS) -> tuple[in
 
     Args:
       view: batches and epochs of a phase.
-      counts: rows of each client, in all tasks together.
-      worth: rows that a width must save in a round of all tasks: one is compiled in the time of that many,
-        shared out over the rounds.
+      counts: rows of each client, in all rounds of the run together.
+      worth: rows that a width must save in them; one is compiled in that time.
     """
     counts, size = counts[counts > 0], view.batch_size
     left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
@@ -169,7 +168,7 @@ def capacity(
     program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0,
     worth: float = WORTH_ROWS,
 ) -> Capacity:  # fmt: skip
-    """Shapes that hold every round of a run: one roster per task, any subset of clients. `slots` bounds the
+    """Shapes that hold every round of a run: a roster for each, any subset of clients. `slots` bounds the
     clients per chunk and with them the memory between phases; `worth` is that of `step_widths`."""
     counts = [np.sort(roster.count)[::-1] for roster in rosters]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)

@@ -179,7 +179,7 @@ def _engine(
     every = [roster for of_task in scenario.rosters for roster in of_task]
     slots = clients_per_chunk(method, shapes, setting.rows, image_bytes(example.data), lanes.count)
     fit = partial(capacities, method, every, lanes.count, slots, cfg.participation)
-    room = _with_widths(fit, cfg, inputs, lanes)
+    room = _with_widths(fit, inputs, lanes)
     return make_engine(method, read, lanes, room, example, mesh=mesh, shapes=shapes)
 
 
@@ -203,13 +203,12 @@ def image_bytes(data: Split | Host) -> int:
     return split.image.nbytes // len(split.label)
 
 
-def _with_widths(fit: Callable, cfg: RunConfig, inputs: Inputs, lanes: Lanes) -> tuple[Capacity, ...]:
+def _with_widths(fit: Callable, inputs: Inputs, lanes: Lanes) -> tuple[Capacity, ...]:
     """The run's static shapes, with further widths of a step where they are worth compiling."""
     room = fit(worth=1.0 if batches_alone(lanes) else np.inf)
     if all(len(widths) == 1 for each in room for widths in each.widths):
         return room
-    # compiled once, of use in every round
-    return fit(worth=COMPILING / (cfg.rounds * TRAINING * forward_flops(inputs.backbone)))
+    return fit(worth=COMPILING / (TRAINING * forward_flops(inputs.backbone)))
 
 
 def _engine_of_one(
