@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long mutants lint docs docs-serve wheel-check clean
+.PHONY: demo test test-long test-extras mutants lint docs docs-serve wheel-check clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -16,6 +16,11 @@ test: .venv/ready lint
 # What is long and rarely breaks.
 test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+
+# What is skipped where extras are missing: Flower, trackers, Ray and Slurm, the site and the notebook.
+test-extras: .venv/extras
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
+	  tests/test_sweeps.py tests/test_docs.py
 
 # Small errors that the tests must catch, a fixed sample: docs/testing.md.
 mutants: .venv/ready
@@ -34,6 +39,10 @@ docs-serve: .venv/docs
 
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --editable '.[docs,notebook,release]'
+	touch $@
+
+.venv/extras: .venv/docs
+	$(BIN)/python -m pip install --quiet --editable '.[flower,mlflow,ray,slurm,tensorboard,wandb]'
 	touch $@
 
 # Wheel and sdist, each installed into a fresh environment and run there.

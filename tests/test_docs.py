@@ -72,6 +72,14 @@ def test_tables_of_options_have_each_field_with_its_comment():
     assert told["fidelity"].startswith("which reading") and "epsilon for this delta" in told["dp_delta"]
 
 
+def test_files_that_are_read_beside_the_site_too_have_no_relative_links():
+    included = [re.findall(r'--8<-- "(.+)"', page.read_text()) for page in PAGES]
+    files = [small_runs.ROOT / name for names in included for name in names]
+    assert len(files) == 3
+    for file in files:  # from the site's page such a link would lead elsewhere
+        assert not re.findall(r"\]\((?!https?://|#)", file.read_text()), file
+
+
 def test_every_page_is_in_the_navigation():
     text = (small_runs.ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"[\w/-]+\.md", text))

@@ -7,6 +7,8 @@ import pytest
 
 from fcljax.errors import InputError
 from fcljax.runs import metrics
+from fcljax.runs.records import Records
+from fcljax.runs.summary import warnings_of
 
 NAN = float("nan")
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]  # FPPL section 9, item 16
@@ -166,3 +168,12 @@ def test_a_client_with_the_test_sets_distribution_has_the_test_sets_accuracy():
     assert metrics.client_accuracy(CONFUSION, counts)[0] == pytest.approx(
         np.trace(CONFUSION) / CONFUSION.sum()
     )
+
+
+def test_a_run_that_was_not_evaluated_warns_of_no_predictions():
+    """Clients' own models on Flower's nodes: the server has no model to evaluate, and no confusion matrix."""
+    counts = {"rejected": 0, "refused": 0}
+    confusion = np.array([[3, 0, 1], [0, 4, 2]])
+    assert warnings_of(Records(counts=counts)) == []
+    (line,) = warnings_of(Records(counts=counts, confusion=confusion.tolist()))
+    assert "not finite for 3 of 10 test images" in line

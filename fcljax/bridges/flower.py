@@ -9,6 +9,7 @@ lies in its node's `context.state` and never leaves it.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -81,15 +82,9 @@ def client_app(method: str | None = None, **settings: Any) -> ClientApp:
       settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
     """
     app = ClientApp()
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return Message(_hello(method, settings, message, context), reply_to=message)
-
-    @app.train("round")
-    def round_(message: Message, context: Context) -> Message:
-        return Message(_round(method, settings, message, context), reply_to=message)
-
+    # not functions made here: Flower's simulation pickles the app, and those of a module go by their name
+    app.query("hello")(functools.partial(_hello, method, settings))
+    app.train("round")(functools.partial(_round, method, settings))
     return app
 
 
@@ -116,21 +111,21 @@ def _client(method: str | None, settings: dict[str, Any], message: Message, cont
     return _Client(method, cfg, client, own, call)
 
 
-def _hello(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> RecordDict:
+def _hello(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> Message:
     """What the server asks of a node before it takes part."""
     me = _client(method, settings, message, context)
     facts = node.facts(me.method, me.cfg, me.id, node.hold(me.method, me.cfg, me.own))
-    return RecordDict({"facts": config({"json": json.dumps(facts._asdict())})})
+    return Message(RecordDict({"facts": config({"json": json.dumps(facts._asdict())})}), reply_to=message)
 
 
-def _round(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> RecordDict:
+def _round(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> Message:
     """One round of the method, and the client's new state in the context."""
     me = _client(method, settings, message, context)
     exp = node.client_experiment(me.method, me.cfg, me.own, int(me.call["rows"]))
     memory, content = _remembered(context, me.id), message.content
     held = _held(memory.get(HELD, {}), content.array_records["held"], me.call)
     if held is None:
-        return RecordDict({"call": config({"lacks": True})})
+        return Message(RecordDict({"call": config({"lacks": True})}), reply_to=message)
     shape, kept = node.broadcast_shape(exp), memory.get(STATE)
     wire = from_arrays(content.array_records["wire"], shape.wire, "wire")
     broadcast = Broadcast(wire, from_arrays(held, shape.held, "held"))
@@ -141,7 +136,8 @@ def _round(method: str | None, settings: dict[str, Any], message: Message, conte
     valid = bool(done.valid)
     upload = to_arrays(done.upload) if valid and me.call["merged"] else ArrayRecord()
     told = config({"lacks": False, "valid": valid, "fresh": fresh})
-    return RecordDict({"upload": upload, "metrics": to_metrics(done.metrics), "call": told})
+    made = RecordDict({"upload": upload, "metrics": to_metrics(done.metrics), "call": told})
+    return Message(made, reply_to=message)
 
 
 def _order(call: ConfigRecord) -> Order:

@@ -249,7 +249,7 @@ def warnings_of(records: Records) -> list[str]:
             f"what it had{where}"
         )
     confusion = np.asarray(records.confusion)
-    lost = metrics.unpredicted(confusion)
+    lost = metrics.unpredicted(confusion) if records.confusion else 0  # nothing was evaluated
     if lost:
         lines.append(
             f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
