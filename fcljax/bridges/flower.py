@@ -83,9 +83,16 @@ def client_app(method: str | None = None, **settings: Any) -> ClientApp:
     """
     app = ClientApp()
     # not functions made here: Flower's simulation pickles the app, and those of a module go by their name
-    app.query("hello")(functools.partial(_hello, method, settings))
-    app.train("round")(functools.partial(_round, method, settings))
+    app.query("hello")(functools.partial(_reply, _hello, method, settings))
+    app.train("round")(functools.partial(_reply, _round, method, settings))
     return app
+
+
+def _reply(
+    content: Callable[..., RecordDict], method: str | None, settings: dict[str, Any], message: Message,
+    context: Context,
+) -> Message:  # fmt: skip
+    return Message(content(method, settings, message, context), reply_to=message)
 
 
 class _Client(NamedTuple):
@@ -111,21 +118,21 @@ def _client(method: str | None, settings: dict[str, Any], message: Message, cont
     return _Client(method, cfg, client, own, call)
 
 
-def _hello(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> Message:
+def _hello(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> RecordDict:
     """What the server asks of a node before it takes part."""
     me = _client(method, settings, message, context)
     facts = node.facts(me.method, me.cfg, me.id, node.hold(me.method, me.cfg, me.own))
-    return Message(RecordDict({"facts": config({"json": json.dumps(facts._asdict())})}), reply_to=message)
+    return RecordDict({"facts": config({"json": json.dumps(facts._asdict())})})
 
 
-def _round(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> Message:
+def _round(method: str | None, settings: dict[str, Any], message: Message, context: Context) -> RecordDict:
     """One round of the method, and the client's new state in the context."""
     me = _client(method, settings, message, context)
     exp = node.client_experiment(me.method, me.cfg, me.own, int(me.call["rows"]))
     memory, content = _remembered(context, me.id), message.content
     held = _held(memory.get(HELD, {}), content.array_records["held"], me.call)
     if held is None:
-        return Message(RecordDict({"call": config({"lacks": True})}), reply_to=message)
+        return RecordDict({"call": config({"lacks": True})})
     shape, kept = node.broadcast_shape(exp), memory.get(STATE)
     wire = from_arrays(content.array_records["wire"], shape.wire, "wire")
     broadcast = Broadcast(wire, from_arrays(held, shape.held, "held"))
@@ -136,8 +143,7 @@ def _round(method: str | None, settings: dict[str, Any], message: Message, conte
     valid = bool(done.valid)
     upload = to_arrays(done.upload) if valid and me.call["merged"] else ArrayRecord()
     told = config({"lacks": False, "valid": valid, "fresh": fresh})
-    made = RecordDict({"upload": upload, "metrics": to_metrics(done.metrics), "call": told})
-    return Message(made, reply_to=message)
+    return RecordDict({"upload": upload, "metrics": to_metrics(done.metrics), "call": told})
 
 
 def _order(call: ConfigRecord) -> Order:
