@@ -18,7 +18,7 @@ from fcljax.errors import InputError
 from fcljax.methods import find_method
 from fcljax.runs import reproduce, sweeps, tables
 from fcljax.runs.build import make_method
-from fcljax.runs.mini import MOST, USUAL, VALUES, mini
+from fcljax.runs.mini import MOST, RATES, USUAL, VALUES, mini
 from fcljax.runs.sweeps import Outcome
 from fcljax.scenario import make_scenario
 from fcljax.types import Setting
@@ -176,14 +176,14 @@ def can_be_built(run):
 def test_mini_keeps_the_design_and_what_a_row_sets():
     (table,) = reproduce.find(FOLDER, "hepco", "table3")
     full = reproduce.settings_of(table, table.rows[1], read)
-    small = mini("hepco", full)
+    small = mini("hepco", full, "hepco")
     same = ("partition", "imbalance", "category_ratio", "wo_previous", "class_order", "fidelity", "pool_size")
     assert all(getattr(small, name) == getattr(full, name) for name in same) and small.wo_previous
     assert (small.tasks, small.clients, small.rounds, small.epochs, small.batch_size) == (5, 5, 3, 3, 16)
     assert (small.backbone, small.dataset, small.augment, small.normalise) == (
         "vit_micro", "glyphs", None, "checkpoint",
     )  # fmt: skip
-    assert mini("hepco", full, {"epochs"}).epochs == 10
+    assert mini("hepco", full, "hepco", {"epochs"}).epochs == 10
     changed = {
         field.name
         for field in dataclasses.fields(full)
@@ -199,14 +199,35 @@ def test_mini_takes_the_methods_own_rates_and_the_rows():
         0.1, 0.01, "sgd", 0.9,
     )  # fmt: skip
     assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
-    vfcl = {run.method: run.cfg for run in planned("vfcl", "table5").runs}
-    assert (vfcl["glfc"].lr, vfcl["glfc"].full_lr, vfcl["glfc"].optimiser) == (0.01, 0.01, "sgd")
-    assert (vfcl["vfcl"].optimiser, vfcl["vfcl"].pool, vfcl["vfcl"].exemplars) == ("sgd", "order", 2)
-    assert vfcl["vfcl"].backbone == "resnet_micro" and vfcl["cfed"].surrogate == "digits"
-    hepco = {run.method: run.cfg for run in planned("hepco", "table1").runs}
-    assert (hepco["fedavg-ft"].lr, hepco["fedavg-ft"].full_lr, hepco["fed-cprompt"].lr) == (5e-5, 5e-5, 1e-3)
     weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
     assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
+
+
+def test_mini_trains_faster_where_the_paper_has_many_more_steps():
+    runs = {run.name.partition("_")[0]: run.cfg for run in planned("pilora", "table1").runs}
+    assert runs["pilora"].lora_lr == pytest.approx(100 * 1e-5)
+    assert runs["ewc"].lora_lr == 0.01  # of another optimiser
+    hepco = {run.method: run.cfg for run in planned("hepco", "table1").runs}
+    fast = [hepco[name].lr for name in ("hepco", "fed-cprompt", "fedavg-ft")]
+    # the last is what its row says, ten times
+    assert fast == pytest.approx([1e-2, 1e-2, 5e-4]) and hepco["fedavg-ft"].full_lr == fast[2]
+    assert {run.cfg.lr for run in planned("fppl", "table3").runs} == {1e-3}
+    assert {(run.cfg.lr, run.cfg.tune_lr, run.cfg.mask_ratio) for run in planned("pmae", "table3").runs} == {
+        (0.01, 0.001, 0.5)
+    }
+
+
+def test_mini_has_the_packaged_network_and_the_files_rates_where_whole_networks_are_trained():
+    runs = {run.method: run.cfg for run in planned("vfcl", "table5").runs}
+    assert {(cfg.backbone, cfg.optimiser, cfg.momentum) for cfg in runs.values()} == {
+        ("vit_micro", "sgd", None)
+    }
+    (file,) = reproduce.find(FOLDER, "vfcl", "table5")
+    factors = RATES["vfcl"].factors
+    assert {(cfg.lr, cfg.full_lr) for cfg in runs.values()} == {
+        (file.settings["lr"] * factors["lr"], file.settings["full_lr"] * factors["full_lr"])
+    }
+    assert (runs["vfcl"].pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
 
 
 def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():
@@ -229,10 +250,10 @@ def test_all_rows_of_a_file_see_the_same_images():
 
 
 def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
-    def refuse(method, settings, kept):
+    def refuse(method, settings, system, kept):
         if settings.lr == 0.01:
             raise InputError("lr: not so fast")
-        return mini(method, settings, kept)
+        return mini(method, settings, system, kept)
 
     monkeypatch.setattr(reproduce, "mini", refuse)
     made = planned("x", "table1", folder=folder)

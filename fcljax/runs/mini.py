@@ -3,23 +3,25 @@ cores, without downloads. Its numbers are not the paper's; what can be compared 
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.models.networks import CONVNETS
 
 CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets that are dealt by labels of a task
 GLYPHS, TASKS = 100, 5  # classes of the data set `glyphs`, and tasks at most
-# training images of a class: private streams divide them among a task's owners, sampled clients draw a tenth
-IMAGES: Mapping[str, int] = {"private": 40, "sampled": 100}
+# training images of a class; sampled clients draw a tenth of them
+IMAGES, IMAGES_SAMPLED = 20, 100
 
 VALUES: dict[str, Any] = {
     # as the packaged network and the glyphs are meant to be seen
-    "checkpoint": None, "decoder": None, "stem": None, "heads": None, "dtype": "float32", "image_size": None,
-    "store_size": None, "class_list": None, "preprocess": "fppl", "normalise": "checkpoint", "augment": None,
+    "backbone": "vit_micro", "checkpoint": None, "decoder": None, "stem": None, "heads": None,
+    "dtype": "float32", "image_size": None, "store_size": None, "class_list": None,
+    "preprocess": "fppl", "normalise": "checkpoint", "augment": None,
     "glyph_test": 10, "eval_batch_size": 64, "data_budget": None, "lanes": None, "lane_mode": None,
     "devices": 1,
+    # of 16 patches, of which a quarter shows too little of a letter
+    "mask_ratio": 0.5,
     # another data set than the run's
     "surrogate": "digits",
     # the clients' batch size, as where nothing is given
@@ -29,36 +31,60 @@ MOST: dict[str, int] = {
     "tasks": TASKS, "clients": 5, "rounds": 3, "epochs": 3, "batch_size": 16,
     # blocks of the micro network
     "prompt_blocks": 6, "pool_blocks": 6, "vpt_blocks": 6, "coda_blocks": 6, "lora_blocks": 6,
-    # rows that clients remember, of 20 or 40 of a class and not hundreds
+    # rows that clients remember, of 20 of a class and not hundreds
     "exemplars": 2, "memory_size": 100,
     # training on the server
     "server_epochs": 3, "tune_epochs": 2, "tune_batch": 16, "generator_steps": 40, "generator_growth": 20,
     "distill_steps": 100, "synthesis_rounds": 10, "synthesis_warmup": 4, "student_steps": 20,
     "match_steps": 25,
 }  # fmt: skip
-# rates, and what they belong to: as `fcljax run METHOD` has them
+# rates, and what they belong to
 USUAL = (
     "lr", "full_lr", "lora_lr", "server_lr", "tune_lr", "distill_lr", "generator_lr", "optimiser", "momentum",
     "weight_decay",
 )  # fmt: skip
 
 
-def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunConfig:
+class Rates(NamedTuple):
+    """The rates of the rows of a system's tables.
+
+    Those of the method are what `fcljax run METHOD` has, those of the file are the paper's, where all its
+    rows share them. In the rows of one optimiser some are multiplied: what moves in hundreds of steps at the
+    paper's scale has a few dozens here. The factors were chosen on held-out training images for the system's
+    own method, never by the order of rows: experiments/mini_rates.py tries, experiments/RESULTS.md has what
+    came of it."""
+
+    of: Literal["method", "file"] = "method"
+    optimiser: str = "adam"
+    factors: Mapping[str, float] = {}
+
+
+RATES: Mapping[str, Rates] = {
+    "hepco": Rates(factors={"lr": 10, "full_lr": 10}),
+    "pilora": Rates(factors={"lora_lr": 100, "full_lr": 100}),
+    "pmae": Rates(factors={"lr": 10}),
+    "vfcl": Rates("file", "sgd", {"lr": 5, "full_lr": 1}),
+}
+
+
+def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
     """The settings of a row at mini scale.
 
     Args:
       method: of the row.
       settings: resolved, at the paper's scale.
-      kept: fields that the row itself sets, or that the table varies: they stay as they are.
+      system: whose table the row is of: hepco, pilora and so on.
+      kept: fields that the row itself sets, or that the table varies: they stay as they are, but for rates
+        that RATES multiplies.
 
     What becomes of each field:
       dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; of a pool of sources
         the mixture of digits and glyphs. `surrogate`, where a method has it: digits.
-      glyph_train: 20 images of a class; 40 with private streams, 100 with sampled clients. `glyph_test`: 10.
-      backbone: vit_micro with its packaged weights and decoder, or resnet_micro for convolutional networks;
-        at their own `image_size` of 32 and 16, with `preprocess` fppl, the weights' own pixels and no random
-        crops or flips, since mirrored letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where
-        images lie: as usual.
+      glyph_train: 20 images of a class, 100 with sampled clients. `glyph_test`: 10.
+      backbone: vit_micro with its packaged weights and decoder, also where the paper has a convolutional
+        network, which learns next to nothing from random values in so few steps. At its own `image_size` of
+        32, with `preprocess` fppl, the weights' own pixels and no random crops or flips, since mirrored
+        letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where images lie: as usual.
       tasks, clients: at most 5. rounds, epochs: at most 3; where a task has one round, 9 epochs.
       batch_size: at most 16; of the server (`server_batch_size`) the same.
       partition, beta, imbalance, population, participation, class_order, train_share and all else of who
@@ -66,11 +92,11 @@ def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunCon
         task's labels, of which there are 20 here; and a pool of CIFAR-100's superclasses becomes one of
         neighbours in the class order, five of them as before.
       lr and all other rates, with the optimiser that they belong to: as `fcljax run METHOD` has them, since
-        those of the paper are for longer schedules and larger networks. Not so of convolutional networks,
-        which begin with random values: there all methods have those of the file, as in the paper, since many
-        of the methods' own are meant for networks that are trained already.
+        those of the paper are for longer schedules and larger networks; in VFCL's tables, whose rows all
+        train the whole network, those of the file. Some are multiplied, as RATES has it.
       blocks with prompts or LoRA pairs: as many as before, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 of a class, and 100 in all.
+      mask_ratio: half of the network's 16 patches are seen, not a quarter, which shows too little of a letter.
       Epochs and steps of training on the server, and of generators: at most those of MOST.
       Everything else, and so every switch and weight: as it is.
 
@@ -84,17 +110,26 @@ def mini(method: str, settings: RunConfig, kept: Collection[str] = ()) -> RunCon
         if getattr(settings, name, None) is not None
     }
     small |= _data(settings) | _schedule(settings)
-    small["backbone"] = "resnet_micro" if settings.backbone in CONVNETS else "vit_micro"
-    if small["backbone"] == "vit_micro":
-        usual = config.run_class(method, settings.adapter)()
-        small |= {name: getattr(usual, name) for name in USUAL if hasattr(settings, name)}
     changed = {name: value for name, value in small.items() if name not in kept}
+    changed |= _rates(method, settings, system, kept)
     return config.resolve(method, dataclasses.replace(settings, **changed))
+
+
+def _rates(method: str, settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
+    """Those of the row, the method or the file, some of them many times."""
+    mine = RATES.get(system, Rates())
+    usual = settings if mine.of == "file" else config.run_class(method, settings.adapter)()
+    names = [name for name in USUAL if hasattr(settings, name)]
+    rates = {name: getattr(settings if name in kept else usual, name) for name in names}
+    factors = mine.factors if rates["optimiser"] == mine.optimiser else {}
+    return rates | {name: rates[name] * factor for name, factor in factors.items() if name in rates}
 
 
 def _data(settings: RunConfig) -> dict[str, Any]:
     """Which images there are, and what depends on their number and classes."""
-    small: dict[str, Any] = {"dataset": "glyphs", "glyph_train": IMAGES.get(settings.partition, 20)}
+    small: dict[str, Any] = {"dataset": "glyphs", "glyph_train": IMAGES}
+    if settings.partition == "sampled":
+        small["glyph_train"] = IMAGES_SAMPLED
     if settings.partition == "quantity":
         labels = CLASSES.get(settings.dataset, GLYPHS) / settings.tasks
         now = GLYPHS / min(settings.tasks, TASKS)

@@ -79,7 +79,7 @@ _ELSEWHERE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 @dataclasses.dataclass(frozen=True)
 class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Options of `fcljax pretrain-decoder`, beside those of images and backbone that it shares with `fcljax
-    run`. The defaults made the packaged decoder."""
+    run`. The packaged decoder was made with `--visible-weight 1`."""
 
     # letters: what the packaged encoder was trained on, drawn afresh for every step; or a data set as for
     # `fcljax run`, whose test images are not looked at
@@ -99,7 +99,8 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rate rises from 0
     mask_ratio: float = option(0.75, positive=True, below=1.0)  # share of the patches that is hidden
     # weight of the visible patches' error in the loss: 0 as in MAE, whose output counts where patches were
-    # hidden alone. pMAE's server trains on the whole output, which is noise where nothing was learned.
+    # hidden alone. pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is
+    # better there.
     visible_weight: float = option(0.0, most=1.0)
     # least share of the area that a crop of a photograph takes; letters and digits are not cropped
     crop_scale: float = option(0.2, positive=True, most=1.0)

@@ -157,7 +157,7 @@ def _settings(
         # what a row says of its schedule is of the paper's length too
         kept = varied | (set(read(row.method, row.options)) - set(MOST))
         try:
-            small.append((row, mini(row.method, cfg, kept), ""))
+            small.append((row, mini(row.method, cfg, table.name[0], kept), ""))
         except InputError as error:
             small.append((row, None, f"cannot run at mini scale: {error}"))
     images = max((cfg.glyph_train for _, cfg, _ in small if cfg), default=0)

@@ -32,7 +32,7 @@ PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 # sha256 of these files as they were packaged
 ASSET_DIGESTS = {
     "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
-    "vit_micro_decoder.safetensors": "7fbfb5ddb8a8e7d782b8ea94136fd676ed7c407716fadcc0fdd5dc439bfd4f74",
+    "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
 FORMAT = "fcljax-1"
 

@@ -1,0 +1,84 @@
+"""Rates for mini scale, chosen on held-out training images.
+
+    python experiments/mini_rates.py SYSTEM TABLE RUN OPTION=VALUE,VALUE... --out NEW_FOLDER
+
+makes one run of `fcljax reproduce SYSTEM TABLE` (its name as `--dry-run` lists it) with each combination of
+the values, and the seed of that run. A quarter of each class's training images is kept from training, and
+accuracies are those of these images: no test image is seen. Options are fields of a run, `lora_lr=1e-4,1e-3`.
+"""
+
+import argparse
+import dataclasses
+import itertools
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fcljax import config
+from fcljax.commands.reproducing import read
+from fcljax.runs import reproduce, sweeps
+from fcljax.runs.grid import Planned, name_of
+
+HOLDOUT = 0.25
+
+
+def main() -> None:
+    """Make the runs and show their accuracies."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("system")
+    parser.add_argument("table")
+    parser.add_argument("run", help="name of a run of that table")
+    parser.add_argument("grid", nargs="+", help="OPTION=VALUE,VALUE...")
+    parser.add_argument("--experiments", default="experiments")
+    parser.add_argument("--out", required=True, help="folder of the runs; goes on with one that is there")
+    given = parser.parse_args()
+    made = reproduce.plan(reproduce.find(given.experiments, given.system, given.table), "mini", None, read)
+    base = next(run for run in made.runs if run.name == given.run)
+    runs = combinations(base, dict(map(values_of, given.grid)))
+    outcomes = sweeps.sweep(runs, Path(given.out), Path(given.out).exists(), sweeps.Ways([None]), Console())
+    show(runs, outcomes)
+
+
+def values_of(text: str) -> tuple[str, list]:
+    """A field's name and its values, as YAML reads them; 1e-4 is a number."""
+    name, _, values = text.partition("=")
+    return name, [number(value) for value in values.split(",")]
+
+
+def number(text: str) -> object:
+    """A number, or what YAML makes of it."""
+    try:
+        return float(text) if not text.isdigit() else int(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def combinations(base: Planned, grid: dict[str, list]) -> list[Planned]:
+    """The run with each combination of values, on held-out images."""
+    runs = []
+    for values in itertools.product(*grid.values()):
+        point = dict(zip(grid, values, strict=True))
+        options = point | {"holdout": HOLDOUT}
+        cfg = config.resolve(base.method, dataclasses.replace(base.cfg, **options))
+        name = name_of(base.method, None, list(point.items()), cfg.seed)
+        runs.append(Planned(name, base.method, base.given | options, cfg))
+    return runs
+
+
+def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:
+    """Accuracies on the held-out images, in %."""
+    table = Table("run", "A_avg", "A_last", "seconds")
+    for run in runs:
+        summary = outcomes[run.name].summary
+        if summary is None:
+            table.add_row(run.name, "-", "-", outcomes[run.name].why)
+            continue
+        accuracies = [f"{100 * summary[metric]:.1f}" for metric in ("A_avg", "A_last")]
+        table.add_row(run.name, *accuracies, f"{sum(summary['time'].values()):.0f}")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
