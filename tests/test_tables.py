@@ -140,6 +140,8 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
     assert len(tables.otherwise(pairs)) == 3
     assert "A_avg: fppl [x] above ewc [x] by 5.00 in the paper, -4.00 here" in tables.otherwise(pairs)
     assert tables.order_lines([]) == ["The paper orders no two rows by a clear gap."]
+    both = [*pairs, *(pair._replace(metric="A_last", ours=1.0) for pair in pairs)]
+    assert tables.order_lines(both)[1] == "By metric: A_avg 1 of 4, A_last 8 of 8."
 
 
 def test_rows_of_two_files_are_compared_where_only_what_the_table_varies_differs():

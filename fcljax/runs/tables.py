@@ -389,9 +389,17 @@ def order_lines(pairs: Sequence[Pair]) -> list[str]:
     told = [
         f"Of {len(known)} pairs of rows that the paper orders by a clear gap {alike} are ordered alike here."
     ]
+    metrics = dict.fromkeys(pair.metric for pair in known)
+    if len(metrics) > 1:
+        told.append(f"By metric: {', '.join(_alike(metric, known) for metric in metrics)}.")
     if len(known) < len(pairs):
         told.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
     return told
+
+
+def _alike(metric: str, pairs: Sequence[Pair]) -> str:
+    mine = [pair for pair in pairs if pair.metric == metric]
+    return f"{metric} {sum(pair.alike for pair in mine)} of {len(mine)}"
 
 
 def otherwise(pairs: Iterable[Pair]) -> list[str]:
@@ -406,7 +414,7 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
 def markdown(title: str, notes: Sequence[str], results: Sequence[Result], claims: Sequence[str]) -> str:
     """All of it as Markdown."""
     pairs = orderings(results)
-    parts = [f"# {title}", *notes, _grid(lines(results)), " ".join(order_lines(pairs))]
+    parts = [f"# {title}", *notes, _grid(lines(results)), _cell(" ".join(order_lines(pairs)))]
     different = otherwise(pairs)
     if different:
         parts += ["Ordered in another way:", "\n".join(f"- {_cell(line)}" for line in different)]

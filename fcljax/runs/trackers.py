@@ -2,6 +2,7 @@
 imported only when a run asks for it; what fails in one is told once, and the run goes on without it."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -95,7 +96,7 @@ def wandb(run: Beginning) -> Tracker:
 
 def mlflow(run: Beginning) -> Tracker:
     """A run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of the store that
-    $MLFLOW_TRACKING_URI names."""
+    $MLFLOW_TRACKING_URI names. A round that is made again after a checkpoint is not logged again."""
     from mlflow import MlflowClient
 
     client, name = MlflowClient(), run.id
@@ -108,9 +109,16 @@ def mlflow(run: Beginning) -> Tracker:
             client.log_param(name, setting, str(value)[:500])
     client.update_run(name, status="RUNNING")
 
+    @functools.cache
+    def known(key: str) -> set[int]:
+        """The rounds that a run which goes on has logged already, some of them after its checkpoint: MLflow
+        keeps two values of one round, and draws both."""
+        return {each.step for each in client.get_metric_history(name, key)} if run.id else set()
+
     def log(step: int, values: Scalars) -> None:
         for key, value in values.items():
-            client.log_metric(name, key, value, step=step)
+            if step not in known(key):
+                client.log_metric(name, key, value, step=step)
 
     def finish(values: Scalars) -> None:
         for key, value in values.items():
