@@ -400,7 +400,8 @@ def test_a_file_without_a_decoder_or_with_half_of_one_is_refused_by_name(here, f
 
 def test_the_packaged_decoder_was_made_by_the_command_of_the_readme_for_the_packaged_encoder():
     metadata, loaded = told(str(ASSET)), load_backbone("vit_micro", None, None)
-    assert metadata["command"] == "fcljax pretrain-decoder --visible-weight 1.0" and len(ASSET.read_bytes()) <= 1_000_000
+    assert metadata["command"] == "fcljax pretrain-decoder --visible-weight 1.0"
+    assert len(ASSET.read_bytes()) <= 1_000_000
     assert metadata["encoder_sha256"] == loaded.digest and loaded.notes == ()
     assert metadata["steps"] == str(PretrainDecoderConfig().steps)
 

@@ -282,13 +282,18 @@ def frozen_features(
     )
 
 
-def forward_flops(backbone: Pretrained) -> float:
-    """Floating-point operations of one image on its way through the network, as XLA counts them; where it
-    does not, two for each parameter."""
+def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtypeStruct]:
+    """One image's way through the network, traced but not compiled, and the image."""
     network, side = network_of(backbone), backbone.config.image_size
     image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
     features = jax.jit(lambda params, image: network.apply(params, image, None, False))
-    counted = features.lower(backbone.params, image).cost_analysis() or {}
+    return features.trace(backbone.params, image), image
+
+
+def forward_flops(backbone: Pretrained) -> float:
+    """Floating-point operations of one image on its way through the network, as XLA counts them; where it
+    does not, two for each parameter."""
+    counted = forward_pass(backbone)[0].lower().cost_analysis() or {}
     return counted.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))
 
 

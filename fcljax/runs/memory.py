@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from fcljax.config import RunConfig
@@ -15,7 +14,7 @@ from fcljax.errors import InputError
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import init_clients
 from fcljax.runs.build import Experiment
-from fcljax.runs.inputs import device_memory, network_of
+from fcljax.runs.inputs import device_memory, forward_pass
 
 
 def check(exp: Experiment, cfg: RunConfig) -> None:
@@ -57,11 +56,8 @@ def least(exp: Experiment, cfg: RunConfig) -> dict[str, tuple[int, str]]:
 
 def _forward(exp: Experiment) -> int:
     """Bytes of one image as the network's input and of the largest product in the forward pass over it."""
-    network, side = network_of(exp.inputs.backbone), exp.inputs.backbone.config.image_size
-    image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
-    features = lambda params, image: network.apply(params, image, None, False)
-    traced = jax.make_jaxpr(features)(exp.frozen.network, image)
-    return num_bytes(image) + max(_products(traced.jaxpr), default=0)
+    traced, image = forward_pass(exp.inputs.backbone)
+    return num_bytes(image) + max(_products(traced.jaxpr.jaxpr), default=0)
 
 
 def _products(jaxpr: Any) -> Iterator[int]:

@@ -96,7 +96,7 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
         train the whole network, those of the file. Some are multiplied, as RATES has it.
       blocks with prompts or LoRA pairs: as many as before, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 of a class, and 100 in all.
-      mask_ratio: half of the network's 16 patches are seen, not a quarter, which shows too little of a letter.
+      mask_ratio: half of the network's 16 patches are seen; a quarter shows too little of a letter.
       Epochs and steps of training on the server, and of generators: at most those of MOST.
       Everything else, and so every switch and weight: as it is.
 
