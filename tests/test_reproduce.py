@@ -18,7 +18,7 @@ from fcljax.errors import InputError
 from fcljax.methods import find_method
 from fcljax.runs import reproduce, sweeps, tables
 from fcljax.runs.build import make_method
-from fcljax.runs.mini import MOST, RATES, USUAL, VALUES, mini
+from fcljax.runs.mini import FASTER, MOST, USUAL, VALUES, mini
 from fcljax.runs.sweeps import Outcome
 from fcljax.scenario import make_scenario
 from fcljax.types import Setting
@@ -217,17 +217,21 @@ def test_mini_trains_faster_where_the_paper_has_many_more_steps():
     }
 
 
-def test_mini_has_the_packaged_network_and_the_files_rates_where_whole_networks_are_trained():
+def test_mini_has_the_packaged_network_in_place_of_convolutional_ones():
     runs = {run.method: run.cfg for run in planned("vfcl", "table5").runs}
-    assert {(cfg.backbone, cfg.optimiser, cfg.momentum) for cfg in runs.values()} == {
-        ("vit_micro", "sgd", None)
-    }
-    (file,) = reproduce.find(FOLDER, "vfcl", "table5")
-    factors = RATES["vfcl"].factors
-    assert {(cfg.lr, cfg.full_lr) for cfg in runs.values()} == {
-        (file.settings["lr"] * factors["lr"], file.settings["full_lr"] * factors["full_lr"])
-    }
+    assert {cfg.backbone for cfg in runs.values()} == {"vit_micro"}
+    assert (runs["vfcl"].optimiser, runs["vfcl"].lr, runs["vfcl"].full_lr) == ("sgd", 0.05, 0.01)
+    assert (runs["glfc"].optimiser, runs["glfc"].lr, runs["glfc"].full_lr) == ("adam", pytest.approx(0.03), 3e-4)
     assert (runs["vfcl"].pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
+
+
+@pytest.mark.parametrize("system", FASTER)
+def test_what_is_trained_faster_is_in_the_systems_tables(system):
+    names = sorted({tables.name_of(file)[1] for file in FILES if tables.name_of(file)[0] == system})
+    rows = {(run.method, run.cfg.adapter) for name in names for run in planned(system, name).runs}
+    for method, factors in FASTER[system].items():
+        options = [config.run_class(name, adapter)() for name, adapter in rows if name == method]
+        assert options and all(any(hasattr(each, rate) for each in options) for rate in factors)
 
 
 def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():

@@ -3,7 +3,7 @@ cores, without downloads. Its numbers are not the paper's; what can be compared 
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fcljax import config
 from fcljax.config import RunConfig
@@ -34,9 +34,8 @@ MOST: dict[str, int] = {
     # rows that clients remember, of 20 of a class and not hundreds
     "exemplars": 2, "memory_size": 100,
     # training on the server
-    "server_epochs": 3, "tune_epochs": 2, "tune_batch": 16, "generator_steps": 40, "generator_growth": 20,
-    "distill_steps": 100, "synthesis_rounds": 10, "synthesis_warmup": 4, "student_steps": 20,
-    "match_steps": 25,
+    "server_epochs": 3, "tune_epochs": 2, "tune_batch": 16, "distill_steps": 100,
+    "synthesis_rounds": 10, "synthesis_warmup": 4, "student_steps": 20, "match_steps": 25,
 }  # fmt: skip
 # rates, and what they belong to
 USUAL = (
@@ -45,26 +44,22 @@ USUAL = (
 )  # fmt: skip
 
 
-class Rates(NamedTuple):
-    """The rates of the rows of a system's tables.
-
-    Those of the method are what `fcljax run METHOD` has, those of the file are the paper's, where all its
-    rows share them. In the rows of one optimiser some are multiplied: what moves in hundreds of steps at the
-    paper's scale has a few dozens here. The factors were chosen on held-out training images for the system's
-    own method, never by the order of rows: experiments/mini_rates.py tries, experiments/RESULTS.md has what
-    came of it."""
-
-    of: Literal["method", "file"] = "method"
-    optimiser: str = "adam"
-    factors: Mapping[str, float] = {}
-
-
-RATES: Mapping[str, Rates] = {
-    "hepco": Rates(factors={"lr": 10, "full_lr": 10}),
-    "pilora": Rates(factors={"lora_lr": 100, "full_lr": 100}),
-    "pmae": Rates(factors={"lr": 10}),
-    "vfcl": Rates("file", "sgd", {"lr": 5, "full_lr": 1}),
-}
+# By how much the rates of a method are multiplied in a system's tables: what moves in hundreds of steps at
+# the paper's scale has a few dozens here. Chosen on held-out training images, never by the order of rows:
+# experiments/mini_rates.py tries, experiments/RESULTS.md has what came of it.
+_PROMPT, _WHOLE, _PAIR = {"lr": 10}, {"lr": 10, "full_lr": 10}, {"lora_lr": 100}
+FASTER: Mapping[str, Mapping[str, Mapping[str, float]]] = {
+    "hepco": {
+        "hepco": _PROMPT | {"generator_lr": 10}, "centralized-prompt": _PROMPT, "fedavg-prompt": _PROMPT,
+        "fed-cprompt": _PROMPT, "fedavg-ft": _WHOLE, "fedlwf-mc": _WHOLE, "cfed": _WHOLE, "target": _WHOLE,
+    },
+    "pilora": {"pilora": _PAIR | {"full_lr": 100}, "joint": _PAIR, "fedclm": _PAIR},
+    "pmae": {
+        "pmae": _PROMPT, "l2p": _PROMPT, "l2p-pmae": _PROMPT, "dualprompt": _PROMPT,
+        "dualprompt-pmae": _PROMPT, "coda-prompt": _PROMPT, "coda-prompt-pmae": _PROMPT,
+    },
+    "vfcl": {"vfcl": {"lr": 5}, "glfc": {"lr": 30}, "cfed": {"lr": 100}},
+}  # fmt: skip
 
 
 def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
@@ -75,7 +70,7 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
       settings: resolved, at the paper's scale.
       system: whose table the row is of: hepco, pilora and so on.
       kept: fields that the row itself sets, or that the table varies: they stay as they are, but for rates
-        that RATES multiplies.
+        that FASTER multiplies.
 
     What becomes of each field:
       dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; of a pool of sources
@@ -92,12 +87,11 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
         task's labels, of which there are 20 here; and a pool of CIFAR-100's superclasses becomes one of
         neighbours in the class order, five of them as before.
       lr and all other rates, with the optimiser that they belong to: as `fcljax run METHOD` has them, since
-        those of the paper are for longer schedules and larger networks; in VFCL's tables, whose rows all
-        train the whole network, those of the file. Some are multiplied, as RATES has it.
+        those of the paper are for longer schedules and larger networks. Some are multiplied: see FASTER.
       blocks with prompts or LoRA pairs: as many as before, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 of a class, and 100 in all.
       mask_ratio: half of the network's 16 patches are seen; a quarter shows too little of a letter.
-      Epochs and steps of training on the server, and of generators: at most those of MOST.
+      Epochs and steps of training on the server: at most those of MOST.
       Everything else, and so every switch and weight: as it is.
 
     Raises:
@@ -116,12 +110,11 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
 
 
 def _rates(method: str, settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
-    """Those of the row, the method or the file, some of them many times."""
-    mine = RATES.get(system, Rates())
-    usual = settings if mine.of == "file" else config.run_class(method, settings.adapter)()
+    """Those of the row or the method, some of them many times."""
+    usual = config.run_class(method, settings.adapter)()
     names = [name for name in USUAL if hasattr(settings, name)]
     rates = {name: getattr(settings if name in kept else usual, name) for name in names}
-    factors = mine.factors if rates["optimiser"] == mine.optimiser else {}
+    factors = FASTER.get(system, {}).get(method, {})
     return rates | {name: rates[name] * factor for name, factor in factors.items() if name in rates}
 
 
