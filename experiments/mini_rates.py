@@ -10,6 +10,7 @@ accuracies are those of these images: no test image is seen. Options are fields 
 import argparse
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import yaml
@@ -18,13 +19,14 @@ from rich.table import Table
 
 from fcljax import config
 from fcljax.commands.reproducing import read
+from fcljax.errors import choose
 from fcljax.runs import reproduce, sweeps
 from fcljax.runs.grid import Planned, name_of
 
 HOLDOUT = 0.25
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Make the runs and show their accuracies."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("system")
@@ -33,9 +35,10 @@ def main() -> None:
     parser.add_argument("grid", nargs="+", help="OPTION=VALUE,VALUE...")
     parser.add_argument("--experiments", default="experiments")
     parser.add_argument("--out", required=True, help="folder of the runs; goes on with one that is there")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     made = reproduce.plan(reproduce.find(given.experiments, given.system, given.table), "mini", None, read)
-    base = next(run for run in made.runs if run.name == given.run)
+    choices = {run.name: run for run in made.runs}
+    base = choices[choose("run", given.run, choices)]
     runs = combinations(base, dict(map(values_of, given.grid)))
     outcomes = sweeps.sweep(runs, Path(given.out), Path(given.out).exists(), sweeps.Ways([None]), Console())
     show(runs, outcomes)
@@ -81,4 +84,4 @@ def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
