@@ -9,19 +9,18 @@ accuracies are those of these images: no test image is seen. Options are fields 
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from fcljax import config
 from fcljax.commands.reproducing import read
 from fcljax.errors import choose
 from fcljax.runs import reproduce, sweeps
-from fcljax.runs.grid import Planned, name_of
+from fcljax.runs.grid import Planned, plan_of
+from fcljax.runs.tables import value_of
+from fcljax.terminal import add_row
 
 HOLDOUT = 0.25
 
@@ -44,30 +43,17 @@ def main(arguments: list[str]) -> None:
     show(runs, outcomes)
 
 
-def values_of(text: str) -> tuple[str, list]:
-    """A field's name and its values, as YAML reads them; 1e-4 is a number."""
+def values_of(text: str) -> tuple[str, list[str]]:
+    """A field's name and its values, as they are typed."""
     name, _, values = text.partition("=")
-    return name, [number(value) for value in values.split(",")]
+    return name, values.split(",")
 
 
-def number(text: str) -> object:
-    """A number, or what YAML makes of it."""
-    try:
-        return float(text) if not text.isdigit() else int(text)
-    except ValueError:
-        return yaml.safe_load(text)
-
-
-def combinations(base: Planned, grid: dict[str, list]) -> list[Planned]:
+def combinations(base: Planned, grid: dict[str, list[str]]) -> list[Planned]:
     """The run with each combination of values, on held-out images."""
-    runs = []
-    for values in itertools.product(*grid.values()):
-        point = dict(zip(grid, values, strict=True))
-        options = point | {"holdout": HOLDOUT}
-        cfg = config.resolve(base.method, dataclasses.replace(base.cfg, **options))
-        name = name_of(base.method, None, list(point.items()), cfg.seed)
-        runs.append(Planned(name, base.method, base.given | options, cfg))
-    return runs
+    whole = dataclasses.asdict(base.cfg) | {"holdout": HOLDOUT}
+    rest = {name: value for name, value in whole.items() if name not in grid}
+    return plan_of({"method": base.method, "base": rest, "grid": grid}, "mini_rates")
 
 
 def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:
@@ -76,10 +62,10 @@ def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:
     for run in runs:
         summary = outcomes[run.name].summary
         if summary is None:
-            table.add_row(run.name, "-", "-", outcomes[run.name].why)
+            add_row(table, run.name, "-", "-", outcomes[run.name].why)
             continue
-        accuracies = [f"{100 * summary[metric]:.1f}" for metric in ("A_avg", "A_last")]
-        table.add_row(run.name, *accuracies, f"{sum(summary['time'].values()):.0f}")
+        accuracies = [f"{value_of(summary, metric):.1f}" for metric in ("A_avg", "A_last")]
+        add_row(table, run.name, *accuracies, f"{sum(summary['time'].values()):.0f}")
     Console(width=110).print(table)
 
 

@@ -25,7 +25,7 @@ def numbers(text: str) -> list[float]:
     return [float(line.rsplit(": ", 1)[1].split(" %")[0]) for line in text.strip().splitlines()]
 
 
-def test_rates_of_mini_scale_are_tried_on_held_out_images(monkeypatch, tmp_path, capsys):
+def test_rates_of_mini_scale_are_tried_on_held_out_images(monkeypatch, capsys):
     made = []
 
     def sweep(runs, *others):
@@ -60,7 +60,7 @@ def test_a_reconstructive_prompt_trained_alone_gets_better_than_its_random_start
 def test_rebuilt_images_tell_less_of_their_classes_than_the_images_themselves(capsys):
     pmae_rebuilt_features.main(["--mask", "0.75", "0.25", *GLYPHS])
     own, few, most = numbers(capsys.readouterr().out)
-    assert own > 70 and few < 0.7 * own and most > few + 20
+    assert own > 70 and few < own / 2 and most > few + 20
 
 
 @pytest.mark.long

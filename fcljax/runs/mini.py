@@ -50,16 +50,17 @@ USUAL = (
 _PROMPT, _WHOLE, _PAIR = {"lr": 10}, {"lr": 10, "full_lr": 10}, {"lora_lr": 100}
 FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "hepco": {
-        "hepco": _PROMPT | {"generator_lr": 10}, "centralized-prompt": _PROMPT, "fedavg-prompt": _PROMPT,
-        "fed-cprompt": _PROMPT, "fedavg-ft": _WHOLE, "fedlwf-mc": _WHOLE, "cfed": _WHOLE, "target": _WHOLE,
+        "hepco": _PROMPT | {"generator_lr": 10},
+        **dict.fromkeys(("centralized-prompt", "fedavg-prompt", "fed-cprompt"), _PROMPT),
+        **dict.fromkeys(("fedavg-ft", "fedlwf-mc", "cfed", "target"), _WHOLE),
     },
     "pilora": {"pilora": _PAIR | {"full_lr": 100}, "joint": _PAIR, "fedclm": _PAIR},
-    "pmae": {
-        "pmae": _PROMPT, "l2p": _PROMPT, "l2p-pmae": _PROMPT, "dualprompt": _PROMPT,
-        "dualprompt-pmae": _PROMPT, "coda-prompt": _PROMPT, "coda-prompt-pmae": _PROMPT,
-    },
+    "pmae": dict.fromkeys(
+        ("pmae", "l2p", "l2p-pmae", "dualprompt", "dualprompt-pmae", "coda-prompt", "coda-prompt-pmae"),
+        _PROMPT,
+    ),
     "vfcl": {"vfcl": {"lr": 5, "full_lr": 0.3}, "glfc": {"lr": 30}, "cfed": {"lr": 100}},
-}  # fmt: skip
+}
 
 
 def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
