@@ -24,10 +24,10 @@ from peers.machine import peak, processor, seconds
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
-from fcljax.federate import Kit, Train
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.vfcl import VFCLOptions, vfcl
+from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
 from fcljax.models.networks import CONVNETS, make_network
+from fcljax.parts.federate import Kit, Train
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Method, Setting, Turn
 

@@ -23,10 +23,10 @@ from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.pool import PoolOptions
 from fcljax.data.tasks import make_tasks
-from fcljax.federate import Kit, Train, Wire
-from fcljax.learner import Learner, Model, learner
-from fcljax.methods.hepco import HepcoOptions, latent_distillation
-from fcljax.models.classifiers import linear
+from fcljax.methods.hepco.hepco import HepcoOptions, latent_distillation
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Kit, Train, Wire
+from fcljax.parts.learner import Learner, Model, learner
 from fcljax.types import Aggregate, Broadcast, Frozen, Network, Setting, Task, Turn
 
 CLASSES, TASKS = 100, 10

@@ -69,7 +69,7 @@ def profile(options: argparse.Namespace, peak: float) -> str:
     """FPPL's round part by part."""
     from peers import ablation
 
-    from fcljax.federated.sweep import Lanes
+    from fcljax.federated.client_loop import Lanes
 
     return ablation.profile(prompted_work("fppl", options.small), Lanes(1, "loop"), peak, options.repeats)
 
@@ -81,7 +81,7 @@ def dense_workload(name: str, small: bool) -> Iterable[Any]:
     """A whole network that trains."""
     from peers import contest, dense, game
 
-    from fcljax.federated.sweep import Lanes
+    from fcljax.federated.client_loop import Lanes
 
     work = dense_sizes(small)[name]
     federation = dense.game_of(work)
@@ -119,7 +119,7 @@ def prompted_workload(name: str, small: bool) -> Iterable[Any]:
     """Training, then evaluation, of a method on a ViT."""
     from peers import contest, game, prompted
 
-    from fcljax.federated.sweep import Lanes
+    from fcljax.federated.client_loop import Lanes
 
     work = prompted_work(name, small)
     federation, rows = prompted.game_of(work), prompted.rows_seen(work)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fcljax.commands import running
-from fcljax.methods import hepco
+from fcljax.methods.hepco import hepco
 from fcljax.runs import loop
 from fcljax.runs.build import build
 from fcljax.runs.inputs import frozen_features

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from fcljax.commands.reproducing import read
 from fcljax.errors import choose
-from fcljax.runs import reproduce, sweeps
-from fcljax.runs.grid import Planned, plan_of
-from fcljax.runs.tables import value_of
+from fcljax.studies import reproduce, sweeps
+from fcljax.studies.grid import Planned, plan_of
+from fcljax.studies.paper_tables import value_of
 from fcljax.terminal import add_row
 
 HOLDOUT = 0.25

@@ -29,10 +29,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 KEPT = REPOSITORY / "experiments" / "mutants.json"
 
 # what a method is: its file, what it is made of, and what merges uploads
-TARGETS = (
-    "fcljax/methods/*.py", "fcljax/adapters/*.py", "fcljax/federated/aggregation.py", "fcljax/federate.py",
-    "fcljax/terms.py", "fcljax/collects.py", "fcljax/models/classifiers.py", "fcljax/models/prototypes.py",
-)  # fmt: skip
+TARGETS = ("fcljax/methods/**/*.py", "fcljax/adapters/*.py", "fcljax/parts/*.py", "fcljax/federated/*.py")
 # the test files that look at those
 TESTS = (
     "adapters", "aggregation", "baselines", "check", "communication", "conformance", "federate", "fppl",

@@ -19,12 +19,12 @@ import numpy as np
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
-from fcljax.features import make_features
 from fcljax.federated.aggregation import prototype_mean
-from fcljax.learner import learner
-from fcljax.models.classifiers import linear
+from fcljax.parts.classifiers import linear
+from fcljax.parts.learner import learner
 from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import build
+from fcljax.runs.features import make_features
 from fcljax.runs.inputs import network_of
 from fcljax.types import Batch
 

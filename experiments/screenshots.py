@@ -15,7 +15,7 @@ import chromium
 from PIL import Image
 from rich.console import Console
 
-from fcljax.runs.watch import look, run_dirs, view
+from fcljax.results.watch import look, run_dirs, view
 
 # width, height, and whether a phone shows it
 SHOTS = {"report-wide.png": (1200, 1900, False), "report-phone.png": (390, 1700, True)}

@@ -1,8 +1,8 @@
 """Federated continual learning in JAX: methods from parts, an engine that simulates many clients at once.
 
 What a method of one's own needs can be imported from here; it is loaded when it is first asked for. Two
-functions have the names of their modules and are imported from there: `fcljax.federate.federate` and
-`fcljax.learner.learner`.
+functions have the names of their modules and are imported from there: `fcljax.parts.federate.federate` and
+`fcljax.parts.learner.learner`.
 """
 
 import importlib
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "fcljax.data.tasks": ("make_tasks",),
     "fcljax.data.store": ("client_rows",),
-    "fcljax.federate": (
+    "fcljax.parts.federate": (
         "Collect", "Kit", "Rehearse", "Seen", "ServerStep", "Slots", "Survey", "Term", "Train",
     ),
     "fcljax.federated.aggregation": (
@@ -23,9 +23,9 @@ _MODULES = {
     "fcljax.federated.check": ("Example",),
     "fcljax.federated.engine": ("Lanes", "init_clients", "keep_task", "make_engine", "run_round"),
     "fcljax.federated.schedule": ("Roster", "capacities"),
-    "fcljax.learner": ("Adapter", "Classifier", "Model", "Objective"),
+    "fcljax.parts.learner": ("Adapter", "Classifier", "Model", "Objective"),
     "fcljax.methods": ("MethodEntry",),
-    "fcljax.models.classifiers": ("linear", "nearest_mean", "prototypes"),
+    "fcljax.parts.classifiers": ("linear", "nearest_mean", "prototypes"),
     "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
     "fcljax.options": ("option",),
     "fcljax.types": (

@@ -10,6 +10,7 @@ import numpy as np
 import toys
 
 from fcljax import config
+from fcljax.checks.conformance import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
@@ -19,7 +20,6 @@ from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import make_method
-from fcljax.runs.conformance import frozen_parameters, network
 from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Network, Setting, Turn
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)

@@ -10,8 +10,8 @@ from micro import FORMULA, KEY, SCALE, SETTING, TASKS, WIDTH, resolved, rows_of
 from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.federated.communication import scalars
-from fcljax.learner import learner
-from fcljax.models.classifiers import linear, nearest_mean, prototypes
+from fcljax.parts.classifiers import linear, nearest_mean, prototypes
+from fcljax.parts.learner import learner
 from fcljax.types import Frozen
 
 PROMPTS = dict(adapter="prompts", prompt_length=3, prompt_blocks=2)

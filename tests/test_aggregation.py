@@ -575,8 +575,7 @@ def test_the_name_says_what_is_on():
     [
         (
             {"trim": 0.2},
-            "trim: only trimmed_mean reads it, and aggregator is 'mean'; "
-            "nearest: --aggregator trimmed_mean",
+            "trim: only trimmed_mean reads it, and aggregator is 'mean'; nearest: --aggregator trimmed_mean",
         ),
         (
             {"hostile_bound": 1, "aggregator": "median"},

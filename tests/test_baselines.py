@@ -29,16 +29,16 @@ from test_conformance import federation, history
 
 from fcljax import cli, config
 from fcljax.adapters import ADAPTERS
-from fcljax.exemplars import Exemplars, draw, keep_highest
-from fcljax.federate import Wire
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import Lanes, run_round
-from fcljax.learner import Model, learner
 from fcljax.methods.ewc import Anchor, consolidate
 from fcljax.methods.lwf import Teacher, distil, first_model_of_task
-from fcljax.models.classifiers import Sums, linear, mean_logits
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
+from fcljax.parts.classifiers import Sums, linear, mean_logits
+from fcljax.parts.federate import Wire
+from fcljax.parts.learner import Model, learner
+from fcljax.parts.replay import Exemplars, draw, keep_highest
 from fcljax.types import Batch, Ctx, Weighted
 
 KEY = jax.random.key(0)

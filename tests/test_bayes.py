@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.models.bayes import (
+from fcljax.methods.vfcl.posterior import (
     Posterior,
     init_posterior,
     log_density,

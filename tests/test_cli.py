@@ -20,6 +20,7 @@ import yaml
 
 from fcljax import __version__, cli, config
 from fcljax.adapters import ADAPTERS
+from fcljax.checks import conformance
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
@@ -27,7 +28,6 @@ from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.models.vit import VITS, init_vit
 from fcljax.models.weights.pretrained import save_native
-from fcljax.runs import conformance
 from fcljax.runs.build import make_method
 from fcljax.types import Setting
 

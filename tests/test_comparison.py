@@ -1,13 +1,13 @@
 """Runs side by side: which belong together, means over seeds, and paired differences."""
 
-
 import numpy as np
 import pytest
 from test_report import has_color, pixels, summary, text_of, write
 
 from fcljax.errors import InputError
-from fcljax.runs import comparison, metrics, report
-from fcljax.runs.comparison import groups_of, labels_of, results_table
+from fcljax.results import comparison, metrics
+from fcljax.results import figures as report
+from fcljax.results.comparison import groups_of, labels_of, results_table
 
 
 def test_the_table_shows_a_run_in_percent():
@@ -29,9 +29,7 @@ def test_the_table_shows_a_run_in_percent():
 
 
 def test_seeds_of_one_setting_get_a_row_with_mean_and_population_deviation():
-    text = text_of(
-        results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))])
-    )
+    text = text_of(results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))]))
     assert "3 seeds" in text and "72.33 ± 2.05" in text and "70.00" in text
 
 

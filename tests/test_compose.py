@@ -17,16 +17,16 @@ import small_runs
 from micro import FPPL, PILORA
 
 from fcljax.adapters import ADAPTERS
-from fcljax.exemplars import replay
-from fcljax.federate import Kit, Train, federate
 from fcljax.federated.engine import Lanes
-from fcljax.learner import Objective, learner
 from fcljax.methods.ewc import elastic
 from fcljax.methods.fppl import prototype_step, unified_term
 from fcljax.methods.lwf import distil
 from fcljax.methods.pilora import average_step, reweight_step
-from fcljax.models.classifiers import linear, prototypes
-from fcljax.terms import norm_bound, prox
+from fcljax.parts.classifiers import linear, prototypes
+from fcljax.parts.federate import Kit, Train, federate
+from fcljax.parts.learner import Objective, learner
+from fcljax.parts.proximal import norm_bound, prox
+from fcljax.parts.replay import replay
 from fcljax.types import Features, Frozen, Network, Setting
 
 spec = importlib.util.spec_from_file_location("distill", small_runs.ROOT / "experiments/methods/distill.py")

@@ -26,10 +26,10 @@ from micro import (
 from small_runs import some
 from toys import close, same
 
+from fcljax.checks import conformance
 from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
 from fcljax.models.vit import Injection, apply_vit
-from fcljax.runs import conformance
 from fcljax.types import Batch
 
 RATE = 1e-3
@@ -58,8 +58,14 @@ OPTIONS = {
     "fedlwf-mc": {},
     "cfed": {"server_steps": 2, "server_batch": 6},
     "target": {
-        "synthesis_rounds": 2, "synthesis_batch": 4, "synthesis_warmup": 1, "generator_steps": 2,
-        "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
+        "synthesis_rounds": 2,
+        "synthesis_batch": 4,
+        "synthesis_warmup": 1,
+        "generator_steps": 2,
+        "student_steps": 2,
+        "synthetic_batch": 4,
+        "generator_channels": 4,
+        "noise_width": 4,
     },
     "glfc": REHEARSED,
     "lga": REHEARSED,
@@ -69,7 +75,10 @@ OPTIONS = {
     "fedrecon": {"adapter": "full", "full_lr": RATE},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
     "dualprompt": {
-        "dual_shared_length": 2, "dual_length": 3, "dual_shared_blocks": 1, "dual_blocks": 1,
+        "dual_shared_length": 2,
+        "dual_length": 3,
+        "dual_shared_blocks": 1,
+        "dual_blocks": 1,
     },
     "coda-prompt": {"coda_components": 4, "coda_length": 4, "coda_blocks": 2},
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},

@@ -19,7 +19,6 @@ from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.fedavg import NoOptions
 from fcljax.methods.fedavg import plain as plain_method
@@ -30,6 +29,7 @@ from fcljax.models.networks import make_network
 from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
 from fcljax.models.vit import Injection
 from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
+from fcljax.parts.federate import Kit, Train
 from fcljax.pixels import NORMALISE
 from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Setting, Turn
 

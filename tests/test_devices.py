@@ -14,10 +14,10 @@ from toys import FROZEN, KEY, TOYS, same
 from fcljax import cli
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
-from fcljax.features import make_features, make_predict
 from fcljax.federated.engine import Lanes, init_clients, run_round
 from fcljax.federated.schedule import phase_steps, plan_round
 from fcljax.mesh import mesh_of
+from fcljax.runs.features import make_features, make_predict
 from fcljax.types import Task, Turn
 
 ROWS, WIDTH, CLASSES, BATCH = 150, 12, 5, 4

@@ -10,10 +10,10 @@ import small_runs
 from packaging.requirements import Requirement
 
 from fcljax import cli
+from fcljax.checks import doctor
 from fcljax.data.files.download import OFFICIAL
 from fcljax.data.files.listings import NAMED
 from fcljax.models.weights import pretrained
-from fcljax.runs import doctor
 
 ASSETS = small_runs.ROOT / "fcljax" / "assets"
 

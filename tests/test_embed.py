@@ -9,8 +9,8 @@ from fcljax.config import settle
 from fcljax.errors import InputError
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
+from fcljax.results.metrics import nearest_class_mean
 from fcljax.runs.embed import EmbedConfig, embed
-from fcljax.runs.metrics import nearest_class_mean
 
 TINY = ViTConfig(image_size=8, patch=4, width=64, depth=1, heads=1, mlp=32)
 

@@ -31,7 +31,11 @@ from micro import LABEL as ROW_LABEL
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
-from fcljax.exemplars import (
+from fcljax.federated.engine import Lanes
+from fcljax.methods.fedavg import averaging
+from fcljax.parts.federate import Kit, Train
+from fcljax.parts.learner import Objective
+from fcljax.parts.replay import (
     Budget,
     Exemplars,
     Gathered,
@@ -43,10 +47,6 @@ from fcljax.exemplars import (
     no_memory,
     renew,
 )
-from fcljax.federate import Kit, Train
-from fcljax.federated.engine import Lanes
-from fcljax.learner import Objective
-from fcljax.methods.fedavg import averaging
 
 choose = jax.jit(herd, static_argnums=(2, 3, 4))
 FIRST, SECOND = TASKS

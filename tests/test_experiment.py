@@ -15,7 +15,8 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
-from fcljax.runs import build, report
+from fcljax.results import figures as report
+from fcljax.runs import build
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
 HEAD = WIDTH * CLASSES + CLASSES

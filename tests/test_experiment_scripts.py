@@ -14,7 +14,7 @@ import pmae_real_images
 import pmae_rebuilt_features
 
 from fcljax.errors import InputError
-from fcljax.runs.sweeps import Outcome
+from fcljax.studies.sweeps import Outcome
 
 GLYPHS = ["--dataset", "glyphs", "--glyph-train", "8", "--glyph-test", "4", "--tasks", "5", "--seed", "1"]
 SHORT = [*GLYPHS, "--clients", "2", "--rounds", "1", "--epochs", "1", "--batch-size", "16"]

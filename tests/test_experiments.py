@@ -19,10 +19,11 @@ from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
 from fcljax.models.networks import CONVNETS, make_network
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
-from fcljax.runs import reproduce, tables
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import traffic_by_round, wire_shapes
 from fcljax.scenario import Scenario
+from fcljax.studies import paper_tables as tables
+from fcljax.studies import reproduce
 from fcljax.types import Frozen, Setting
 
 FOLDER = small_runs.ROOT / "experiments"

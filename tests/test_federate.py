@@ -34,18 +34,18 @@ from micro import (
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
-from fcljax.collects import Prototypes, class_prototypes, class_sums
 from fcljax.errors import InputError
-from fcljax.exemplars import replay
-from fcljax.federate import Kit, ServerStep, Slots, Survey, Term, Train, federate
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.learner import Objective, learner
 from fcljax.methods.fedncm import class_mean_step
 from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
 from fcljax.methods.pilora import average_step, reweight_step
-from fcljax.models.classifiers import linear, prototypes
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.terms import norm_bound, prox
+from fcljax.parts.classifiers import linear, prototypes
+from fcljax.parts.federate import Kit, ServerStep, Slots, Survey, Term, Train, federate
+from fcljax.parts.learner import Objective, learner
+from fcljax.parts.proximal import norm_bound, prox
+from fcljax.parts.replay import replay
+from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
 from fcljax.types import Aggregate, View
 
 RATE = 0.1

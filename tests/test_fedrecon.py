@@ -32,9 +32,9 @@ from micro import (
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.adapters.linear import LinearOptions, linear
-from fcljax.federate import Kit, Train
 from fcljax.methods.fedncm import FedNCMOptions, fedncm
 from fcljax.methods.fedrecon import FedReconOptions, episode_loss, fedrecon
+from fcljax.parts.federate import Kit, Train
 from fcljax.types import Aggregate, Batch, Frozen, Network, Turn
 
 RATE = 0.05

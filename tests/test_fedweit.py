@@ -30,14 +30,21 @@ from micro import (
 )
 
 from fcljax.adapters.full import FullOptions, full
-from fcljax.decomposed import Arrays, Own, Received, Shape, compose, decomposed, filled, sparse
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Seen, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method
-from fcljax.learner import Model, learner
 from fcljax.methods import fedavg
-from fcljax.methods.fedweit import (
+from fcljax.methods.fedweit.decomposed import (
+    Arrays,
+    Own,
+    Received,
+    Shape,
+    compose,
+    decomposed,
+    filled,
+    sparse,
+)
+from fcljax.methods.fedweit.fedweit import (
     Before,
     FedWeITOptions,
     Knowledge,
@@ -47,8 +54,10 @@ from fcljax.methods.fedweit import (
     remember,
     sparsity,
 )
-from fcljax.models.classifiers import linear
 from fcljax.models.resnet import RESNETS, resnet_network
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Kit, Seen, Train
+from fcljax.parts.learner import Model, learner
 from fcljax.types import Aggregate, Features, Frozen, Network
 
 RATE = 0.05

@@ -18,7 +18,6 @@ from micro import turn_of as turn
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
-from fcljax.collects import Prototypes
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
@@ -27,6 +26,7 @@ from fcljax.federated.schedule import Roster
 from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
 from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
+from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import Experiment
 from fcljax.runs.summary import wire_shapes
 from fcljax.scenario import Scenario

@@ -10,15 +10,16 @@ import pytest
 import small_runs
 from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SETTING, TASKS, info_of, method_of, turn_of
 
-from fcljax import proxy as P
 from fcljax.errors import InputError
-from fcljax.exemplars import Exemplars, Herded
-from fcljax.federate import Local, Seen
-from fcljax.learner import Classifier, Learner, Model, Output
-from fcljax.methods import METHODS, lga
-from fcljax.methods import glfc as G
+from fcljax.methods import METHODS
+from fcljax.methods.glfc import glfc as G
+from fcljax.methods.glfc import lga
+from fcljax.methods.glfc import proxy as P
+from fcljax.methods.glfc.lenet import _patches, apply_lenet, gradient_of, init_lenet, label_of
 from fcljax.models.heads import unit
-from fcljax.models.lenet import _patches, apply_lenet, gradient_of, init_lenet, label_of
+from fcljax.parts.federate import Local, Seen
+from fcljax.parts.learner import Classifier, Learner, Model, Output
+from fcljax.parts.replay import Exemplars, Herded
 from fcljax.types import Aggregate, Batch, Ctx
 
 FIRST, SECOND = TASKS

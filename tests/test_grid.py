@@ -10,7 +10,7 @@ from small_runs import ROOT
 
 from fcljax import cli, config
 from fcljax.errors import InputError
-from fcljax.runs.grid import name_of, plan_of
+from fcljax.studies.grid import name_of, plan_of
 
 
 def plan(text):

@@ -18,15 +18,15 @@ from fcljax.adapters.pool import Pool, PoolOptions, pool, prefix_injection, weig
 from fcljax.data.partition import sample_client
 from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Train, Wire
-from fcljax.learner import Model, learner
-from fcljax.methods import hepco as H
-from fcljax.models.classifiers import linear
-from fcljax.models.generator import GeneratorConfig, generate, init_generator
+from fcljax.methods.hepco import hepco as H
+from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.vit import VITS, vit_network
-from fcljax.runs import metrics
-from fcljax.steps import Start
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Kit, Train, Wire
+from fcljax.parts.learner import Model, learner
+from fcljax.parts.task_start import Start
+from fcljax.results import metrics
 from fcljax.types import Aggregate, Batch, Broadcast, Setting
 
 SMALL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}

@@ -27,7 +27,7 @@ from toys import same
 from fcljax.adapters.pool import weighted_prompts
 from fcljax.methods.fed_cprompt import contrastive_loss
 from fcljax.methods.fedlwf_mc import binary_loss
-from fcljax.steps import teacher
+from fcljax.parts.task_start import teacher
 
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 1}
 OPTIONS = {

@@ -102,9 +102,7 @@ def mesh():
 
 @pytest.mark.parametrize(
     "name",
-    small_runs.some(
-        ["two_pass", "remembering", "personal", "clipping", "recalling"], ["recalling"]
-    ),
+    small_runs.some(["two_pass", "remembering", "personal", "clipping", "recalling"], ["recalling"]),
 )
 def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):
     """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fcljax.errors import InputError
-from fcljax.runs import metrics
+from fcljax.results import metrics
 from fcljax.runs.records import Records
 from fcljax.runs.summary import warnings_of
 

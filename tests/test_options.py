@@ -11,9 +11,9 @@ from fcljax.adapters import ADAPTERS
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.options import check_ranges, fields_of, option, resolved
+from fcljax.pretraining.decoder import PretrainDecoderConfig
+from fcljax.pretraining.encoder import PretrainConfig
 from fcljax.runs.embed import EmbedConfig
-from fcljax.runs.pretrain import PretrainConfig
-from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
 
 PRESETS = ["intended", "improved", "paper", "released"]
 

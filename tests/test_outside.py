@@ -46,8 +46,8 @@ def write(path, body):
 SPOILED = """
 import jax, jax.numpy as jnp
 from fcljax import Kit, MethodEntry, Term, linear
-from fcljax.federate import federate
-from fcljax.learner import learner
+from fcljax.parts.federate import federate
+from fcljax.parts.learner import learner
 from fcljax.methods.fedavg import NoOptions
 
 def spoiled(options, kit):

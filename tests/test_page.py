@@ -15,9 +15,11 @@ from test_report import MATRIX, summary
 from fcljax import cli, config
 from fcljax.commands import running
 from fcljax.errors import InputError
-from fcljax.runs import loop, origin, page, report, svg
-from fcljax.runs.page import render
-from fcljax.runs.page_parts import Run
+from fcljax.results import figures as report
+from fcljax.results import page, svg
+from fcljax.results.page import render
+from fcljax.results.page_parts import Run
+from fcljax.runs import loop, origin
 
 HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
 VOID = {"meta", "link", "br", "img"}

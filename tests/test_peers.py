@@ -18,7 +18,7 @@ import bench_gpu
 import bench_peers
 from peers import ablation, accelerator, contest, dense, game, prompted
 
-from fcljax.federated.sweep import Lanes
+from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 
 MLP = dense.Dense((6,), (), (5,), 3, (7, 2, 4), batch=3, epochs=2, rate=0.3)

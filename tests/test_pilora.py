@@ -21,7 +21,6 @@ from micro import turn_of as turn
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.lora import l1, orthogonality, pair_of
-from fcljax.collects import Prototypes
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import weighted_mean
@@ -30,6 +29,7 @@ from fcljax.federated.engine import Lanes, run_round
 from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
 from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
+from fcljax.parts.reports import Prototypes
 from fcljax.types import Aggregate, Batch, Ctx, Features, Frozen, Network, Setting
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min

@@ -17,11 +17,9 @@ from fcljax.adapters import ADAPTERS
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
-from fcljax.federated.rehearsal import make_rehearser, rehearse
-from fcljax.learner import Model, learner
+from fcljax.federated.server_replay import make_rehearser, rehearse
 from fcljax.methods import pmae
 from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_lots, in_order, plan
-from fcljax.models.classifiers import linear
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -33,8 +31,11 @@ from fcljax.models.mae import (
     unpatchify,
 )
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.parts.classifiers import linear
+from fcljax.parts.learner import Model, learner
 from fcljax.pixels import NORMALISE, between
-from fcljax.runs import archive, restored
+from fcljax.runs import archive
+from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
 from fcljax.types import Autoencoder, Features, Frozen, Kept, Network, Restored, Setting
 

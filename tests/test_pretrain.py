@@ -16,8 +16,8 @@ from fcljax.data.glyphs import GLYPHS, PRETRAIN, Style, glyphs
 from fcljax.errors import InputError
 from fcljax.models.vit import VITS, init_vit, parameter_shapes
 from fcljax.models.weights.pretrained import load_backbone
-from fcljax.runs.metrics import nearest_class_mean
-from fcljax.runs.pretrain import PretrainConfig, eased, features, normalise, pretrain
+from fcljax.pretraining.encoder import PretrainConfig, eased, features, normalise, pretrain
+from fcljax.results.metrics import nearest_class_mean
 
 pytestmark = pytest.mark.long  # it trains a network; the weights that it made are checked elsewhere
 

@@ -24,9 +24,9 @@ from fcljax.errors import InputError
 from fcljax.models.mae import decode, patchify, random_mask, reconstruction_loss, sincos_positions
 from fcljax.models.vit import Injection, apply_vit
 from fcljax.models.weights.pretrained import PretrainedDecoder, load_backbone, save_native
-from fcljax.runs import pretrain_decoder as module
+from fcljax.pretraining import decoder as module
+from fcljax.pretraining.decoder import PretrainDecoderConfig, pretrain_decoder, random_crops
 from fcljax.runs.inputs import load_inputs
-from fcljax.runs.pretrain_decoder import PretrainDecoderConfig, pretrain_decoder, random_crops
 
 ASSET = resources.files("fcljax") / "assets" / "vit_micro_decoder.safetensors"
 SMALL = dict(

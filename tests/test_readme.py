@@ -11,6 +11,7 @@ import pytest
 import small_runs
 
 from fcljax import config
+from fcljax.checks.show_data import ShowConfig
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.commands.health import DoctorOptions
@@ -19,9 +20,8 @@ from fcljax.commands.sweeping import SweepOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.pretrained import ConvertOptions
+from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.runs.embed import EmbedConfig
-from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
-from fcljax.runs.show import ShowConfig
 
 README = small_runs.ROOT / "README.md"
 PAGES = [README, *sorted((small_runs.ROOT / "docs").rglob("*.md")), small_runs.ROOT / "CONTRIBUTING.md"]

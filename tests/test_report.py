@@ -13,7 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.errors import InputError
-from fcljax.runs import metrics, report
+from fcljax.results import figures as report
+from fcljax.results import metrics
 
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]
 

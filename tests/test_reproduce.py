@@ -16,11 +16,12 @@ from fcljax.commands.reproducing import _command, read
 from fcljax.data.files.dataset import Dataset
 from fcljax.errors import InputError
 from fcljax.methods import find_method
-from fcljax.runs import reproduce, sweeps, tables
 from fcljax.runs.build import make_method
-from fcljax.runs.mini import FACTORS, MOST, USUAL, VALUES, mini
-from fcljax.runs.sweeps import Outcome
 from fcljax.scenario import make_scenario
+from fcljax.studies import paper_tables as tables
+from fcljax.studies import reproduce, sweeps
+from fcljax.studies.mini import FACTORS, MOST, USUAL, VALUES, mini
+from fcljax.studies.sweeps import Outcome
 from fcljax.types import Setting
 
 TINY = """# A table of one file

@@ -24,9 +24,7 @@ from fcljax.federated.schedule import (
 )
 from fcljax.types import Method, Phase, Program, Round, Task, View
 
-UNTIMED = settings(
-    suppress_health_check=[HealthCheck.too_slow]
-)  # machines differ, results must not
+UNTIMED = settings(suppress_health_check=[HealthCheck.too_slow])  # machines differ, results must not
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 LANES = st.integers(1, 9)
 VIEWS = st.lists(

@@ -8,9 +8,9 @@ from small_runs import COMMON
 
 from fcljax import cli
 from fcljax.errors import InputError
-from fcljax.runs import seeds
-from fcljax.runs.metrics import over_seeds
-from fcljax.runs.seeds import parse_seeds
+from fcljax.results.metrics import over_seeds
+from fcljax.studies import seeds
+from fcljax.studies.seeds import parse_seeds
 
 SHORT = [*COMMON, "--rounds", "1", "--clients", "2", "--tasks", "2"]
 
@@ -56,7 +56,7 @@ def test_what_is_finished_is_not_run_again_and_more_seeds_may_join(tmp_path, mon
         return summary(cfg.seed)
 
     monkeypatch.setattr(seeds.loop, "run", run)
-    monkeypatch.setattr("fcljax.runs.comparison.compare", lambda folders, out: ([], out))
+    monkeypatch.setattr("fcljax.results.comparison.compare", lambda folders, out: ([], out))
     out = tmp_path / "many"
     assert cli.main(["run", "linear", *SHORT, "--seeds", "1,2", "--out", str(out)]) == 130
     assert cli.main(["run", "linear", "--resume", str(out), "--seeds", "2,9"]) == 0

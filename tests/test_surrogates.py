@@ -32,13 +32,13 @@ from toys import same
 from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.errors import InputError
-from fcljax.federate import Wire
-from fcljax.learner import Model, learner
 from fcljax.methods import cfed as C
-from fcljax.methods import target as T
-from fcljax.models.classifiers import linear
+from fcljax.methods.target import target as T
+from fcljax.methods.target.generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
-from fcljax.models.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Wire
+from fcljax.parts.learner import Model, learner
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
 

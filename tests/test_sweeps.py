@@ -15,11 +15,11 @@ import pytest
 from small_runs import ROOT, finished
 
 from fcljax import cli
-from fcljax.runs import sweeps
-from fcljax.runs.engines import SlurmOptions, Task, slurm_parameters
-from fcljax.runs.grid import plan_of
-from fcljax.runs.jobs import Job, command
 from fcljax.runs.loop import alone
+from fcljax.studies import sweeps
+from fcljax.studies.engines import SlurmOptions, Task, slurm_parameters
+from fcljax.studies.grid import plan_of
+from fcljax.studies.jobs import Job, command
 
 BASE = "base: {tasks: 2, epochs: 1, image_size: 8, batch_size: 64, rounds: 1, clients: 2}"
 TWO = f"{{method: linear, {BASE}, grid: {{lr: [0.001, 0.01]}}}}"

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from fcljax.errors import InputError
-from fcljax.runs import tables
-from fcljax.runs.tables import Number, Result, Row
+from fcljax.studies import paper_tables as tables
+from fcljax.studies.paper_tables import Number, Result, Row
 
 HEADER = """# A title: with a colon
 # source: a paper, table 1

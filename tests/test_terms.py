@@ -26,13 +26,13 @@ from small_runs import some
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.linear import LinearOptions
-from fcljax.federate import Kit, Term, Train
-from fcljax.learner import Model
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.terms import norm_bound, prox
+from fcljax.parts.federate import Kit, Term, Train
+from fcljax.parts.learner import Model
+from fcljax.parts.proximal import norm_bound, prox
 
 RATE, TASK = 0.1, TASKS[1]
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2), rows_of([3, 3, 4, 4], seed=3)]

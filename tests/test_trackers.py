@@ -8,8 +8,8 @@ from small_runs import COMMON
 
 from fcljax import cli
 from fcljax.errors import InputError
-from fcljax.runs import trackers
-from fcljax.runs.trackers import Entry, Tracker, following, parse, scalars
+from fcljax.results import trackers
+from fcljax.results.trackers import Entry, Tracker, following, parse, scalars
 
 SETTINGS = {"method": "linear", "rounds": 2, "seed": 7}
 LINE = {"task": 1, "round": 0, "loss": 0.5, "accuracy": [0.25, None], "refused": 0, "best": True, "note": "x"}

@@ -29,7 +29,8 @@ from fcljax.commands import running
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
-from fcljax.runs import archive, build, checkpoint, loop, origin, report, signals
+from fcljax.results import figures as report
+from fcljax.runs import archive, build, checkpoint, loop, origin, signals
 from fcljax.types import Kept
 
 ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]

@@ -31,14 +31,14 @@ from small_runs import COMMON
 
 from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
-from fcljax.bayesian import bayesian, means
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Seen, Train, federate
 from fcljax.federated.aggregation import AggregationOptions, conflate, make_aggregation
-from fcljax.learner import Objective, learner
-from fcljax.methods.vfcl import Check, VFCLOptions, priors, vfcl
-from fcljax.models.bayes import Posterior
-from fcljax.models.classifiers import linear
+from fcljax.methods.vfcl.bayesian import bayesian, means
+from fcljax.methods.vfcl.posterior import Posterior
+from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Kit, Seen, Train, federate
+from fcljax.parts.learner import Objective, learner
 
 RATE = 0.05
 GRADIENT = Train(1, 4, RATE, optax.identity())

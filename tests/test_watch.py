@@ -13,8 +13,8 @@ from rich.console import Console
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.files import owned
-from fcljax.runs import watch as module
-from fcljax.runs.watch import braille, finished, look, owned_here, rounds_of, run_dirs, watch
+from fcljax.results import watch as module
+from fcljax.results.watch import braille, finished, look, owned_here, rounds_of, run_dirs, watch
 
 SETTINGS = {"method": "fedncm", "dataset": "digits", "seed": 7, "tasks": 2, "rounds": 2}
 

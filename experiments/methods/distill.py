@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from fcljax import Kit, Method, MethodEntry, ServerStep, View, Weighted, apply_head, distillation, linear
-from fcljax.collects import class_prototypes
-from fcljax.federate import federate
-from fcljax.learner import learner
+from fcljax.parts.federate import federate
+from fcljax.parts.learner import learner
+from fcljax.parts.reports import class_prototypes
 
 
 @dataclasses.dataclass(frozen=True)

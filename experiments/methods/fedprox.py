@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from fcljax import Kit, Method, MethodEntry, Term, linear
-from fcljax.federate import federate
-from fcljax.learner import learner
+from fcljax.parts.federate import federate
+from fcljax.parts.learner import learner
 
 
 @dataclasses.dataclass(frozen=True)

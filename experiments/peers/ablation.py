@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fcljax.federated.sweep import Lanes
+from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import ViTConfig
 from fcljax.types import Batch, ClientInfo, Ctx, Phase, Turn
 from peers.game import KEY, Game, capacities_of, round_of

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fcljax.data.streaming import Host
-from fcljax.federated.sweep import Lanes
+from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import VITS, ViTConfig
 from peers.contest import has_torch
 from peers.game import Game, round_of

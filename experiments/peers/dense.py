@@ -15,9 +15,9 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax.adapters.full import FullOptions, full
-from fcljax.federate import Kit, Train
 from fcljax.methods.fedavg import averaging
 from fcljax.models.convolution import Window, conv
+from fcljax.parts.federate import Kit, Train
 from fcljax.types import Features, Frozen, Network, Setting
 from peers.game import KEY, Game, add_tree, deal, rows_of, task_of
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax.federated.check import Example, check_method
+from fcljax.federated.client_loop import Fetch, Lanes
 from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Capacity, Roster, capacities
-from fcljax.federated.sweep import Fetch, Lanes
 from fcljax.runs.build import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
 

@@ -17,12 +17,12 @@ from jaxtyping import Array, PyTree
 from fcljax import config
 from fcljax.adapters.lora import orthogonality
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, prompt_injection
-from fcljax.collects import Prototypes
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.store import Split
-from fcljax.features import Predicted, make_predict
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
+from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
+from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
 from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Setting, Task, Turn
 from peers.game import KEY, Game, deal, mean_tree, rows_of, task_of

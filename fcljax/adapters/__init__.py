@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fcljax.adapters import coda, dualprompt, full, l2p, linear, lora, pool, prompts, vpt
-from fcljax.learner import Adapter
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting
 
 

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.pool import check_even, prefix_injection
 from fcljax.errors import InputError
-from fcljax.learner import Adapter
 from fcljax.models.heads import unit
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.options import option
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting, Task
 
 EPSILON = 1e-12  # of the lengths of vectors

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.adapters.l2p import choose, pull
-from fcljax.learner import Adapter
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option, resolved
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting, Task
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from fcljax.learner import Adapter
 from fcljax.options import option
+from fcljax.parts.learner import Adapter
 from fcljax.types import Frozen, Network, Setting
 
 

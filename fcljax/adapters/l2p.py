@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.learner import Adapter
 from fcljax.models.heads import cosine, reduce_rows
 from fcljax.models.vit import Injection
+from fcljax.parts.learner import Adapter
 from fcljax.types import Features, Network, Setting, Task
 
 

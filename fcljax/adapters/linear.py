@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fcljax.learner import Adapter
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting
 
 

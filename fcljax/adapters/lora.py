@@ -14,9 +14,9 @@ from einops import rearrange
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from fcljax.learner import Adapter
 from fcljax.models.vit import Injection, Lora, check_blocks
 from fcljax.options import option, resolved
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting, Task
 
 LoraInit = Literal["kaiming_uniform", "gaussian"]

@@ -14,10 +14,10 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.learner import Adapter, Mixture
 from fcljax.models.heads import cosine
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option
+from fcljax.parts.learner import Adapter, Mixture
 from fcljax.types import Network, Setting, Task
 
 

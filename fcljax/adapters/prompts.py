@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.learner import Adapter
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, check_blocks
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting, Task
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.prompts import prompt_injection
-from fcljax.learner import Adapter
 from fcljax.models.vit import Injection, check_blocks
+from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Setting, Task
 
 

@@ -39,12 +39,12 @@ from fcljax.bridges.records import (
 )
 from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
+from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Played
 from fcljax.federated.schedule import Roster, phase_steps
-from fcljax.federated.sweep import Accumulator
 from fcljax.files import check_folder
 from fcljax.methods import find_method
-from fcljax.runs import report
+from fcljax.results import figures as report
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate
@@ -297,9 +297,7 @@ def _rounds(
             on_round(t, r, state.server)
 
 
-def _summary(
-    exp: Experiment, method: str, cfg: RunConfig, records: Records, link: "Link"
-) -> dict[str, Any]:
+def _summary(exp: Experiment, method: str, cfg: RunConfig, records: Records, link: "Link") -> dict[str, Any]:
     """What summary.json holds: as of a run, without what only clients know, and with what went over the wire.
     Where clients' own models are what counts, there are no accuracies."""
     wire = {"wire": dict(link.total)}

@@ -22,13 +22,11 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out PNG]`."""
-    from fcljax.runs import page
-    from fcljax.runs.comparison import compare as compare_runs
+    from fcljax.results import page
+    from fcljax.results.comparison import compare as compare_runs
 
     folders, rest = words_before(arguments)
-    given = parse(
-        {"compare": CompareOptions()}, rest, "fcljax compare", "A table and a figure over runs."
-    )
+    given = parse({"compare": CompareOptions()}, rest, "fcljax compare", "A table and a figure over runs.")
     if not folders:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
     out = given.get("out") or Path(folders[0]).parent / "accuracy.png"

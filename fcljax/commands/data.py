@@ -70,7 +70,7 @@ def _data_prepare(arguments: list[str]) -> int:
 
 
 def _data_show(arguments: list[str]) -> int:
-    from fcljax.runs.show import ShowConfig, show
+    from fcljax.checks.show_data import ShowConfig, show
 
     about = "Images, and which client would hold which class."
     _, options = _named(arguments, "fcljax data show NAME", ShowConfig, about)

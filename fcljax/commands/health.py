@@ -27,7 +27,7 @@ def doctor(arguments: list[str]) -> int:
         {"doctor": DoctorOptions()}, rest, "fcljax doctor [CHECKPOINT...]",
         "What a run would need of this machine, and what to do about what is missing.",
     )  # fmt: skip
-    from fcljax.runs.doctor import examine, healthy
+    from fcljax.checks.doctor import examine, healthy
 
     findings = examine(checkpoints, given.get("data_dir"))
     well, console = healthy(findings), Console()

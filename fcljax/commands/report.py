@@ -19,12 +19,10 @@ class ReportOptions:
 
 def report(arguments: list[str]) -> int:
     """`fcljax report RUN_DIR... [--out FILE]`."""
-    from fcljax.runs import page
+    from fcljax.results import page
 
     folders, rest = words_before(arguments)
-    given = parse(
-        {"report": ReportOptions()}, rest, "fcljax report", "A page over finished runs."
-    )
+    given = parse({"report": ReportOptions()}, rest, "fcljax report", "A page over finished runs.")
     if not folders:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")
     say(Console(), f"report: {page.report(folders, given.get('out'))}")

@@ -46,8 +46,8 @@ def reproduce(arguments: list[str]) -> int:
     options = config.fill(ReproduceOptions, given, "options")
     config.check_ranges(options)
 
-    from fcljax.runs import reproduce as work
-    from fcljax.runs import sweeps
+    from fcljax.studies import reproduce as work
+    from fcljax.studies import sweeps
 
     if options.resume and options.out:
         raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
@@ -74,8 +74,8 @@ def read(method: str, words: Sequence[str]) -> dict[str, Any]:
 
 def _tell(plan: Any, outcomes: Any, scale: Any, out: Path, console: Console) -> int:
     """Write and show what has come out."""
-    from fcljax.runs import reproduce as work
-    from fcljax.runs import tables
+    from fcljax.studies import paper_tables as tables
+    from fcljax.studies import reproduce as work
 
     found = work.results(plan, outcomes)
     work.write(plan, found, outcomes, scale, out, lambda line: say(console, line))

@@ -73,8 +73,9 @@ def _read(arguments: list[str]) -> tuple[str, dict[str, Any], Paths, hosts.HostO
 
 def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> int:
     """The run itself, and what is printed at its end."""
-    from fcljax.runs import loop, page, trackers
-    from fcljax.runs.comparison import compare, results_table
+    from fcljax.results import page, trackers
+    from fcljax.results.comparison import compare, results_table
+    from fcljax.runs import loop
     from fcljax.runs.summary import learned_nothing
 
     console, resume, failed = Console(quiet=not hosts.leads()), paths.resume is not None, False
@@ -83,7 +84,7 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
     try:
         with signals.warned_by(paths.stop_signal) as stop:
             if seeds:
-                from fcljax.runs.seeds import run_seeds
+                from fcljax.studies.seeds import run_seeds
 
                 run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop, track)
                 figure = Path(out) / "accuracy.png"
@@ -116,7 +117,7 @@ def _go_on(method: str, out: str | None) -> str:
 
 def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
     """The seeds of a run over several, new or resumed; None: it is one run."""
-    from fcljax.runs.seeds import parse_seeds, stored_seeds
+    from fcljax.studies.seeds import parse_seeds, stored_seeds
 
     asked = parse_seeds(paths.seeds, resolved.seed) if paths.seeds else None
     stored = stored_seeds(paths.resume) if paths.resume else None
@@ -144,7 +145,7 @@ def check(arguments: list[str]) -> int:
     resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 
-    from fcljax.runs import conformance
+    from fcljax.checks import conformance
 
     statements = conformance.check(method, resolved)
     table = Table("statement", "holds", "found")

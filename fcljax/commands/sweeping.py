@@ -45,7 +45,8 @@ def sweep(arguments: list[str]) -> int:
     options = config.fill(SweepOptions, given, "options")
     config.check_ranges(options)
 
-    from fcljax.runs import grid, page, sweeps
+    from fcljax.results import page
+    from fcljax.studies import grid, sweeps
 
     file = files[0]
     runs = grid.plan(file)
@@ -79,8 +80,8 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
       InputError: for options that do not go together, an extra that is not installed, or a wrong mapping
         `slurm` or `ray` in the file.
     """
-    from fcljax.runs import engines
-    from fcljax.runs.sweeps import Ways
+    from fcljax.studies import engines
+    from fcljax.studies.sweeps import Ways
 
     if options.resume and options.out:
         raise InputError(f"resume: the sweep in {options.resume!r} has its own folder; leave out --out")

@@ -18,8 +18,8 @@ class WatchOptions:
 
 def watch(arguments: list[str]) -> int:
     """`fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it quietly."""
+    from fcljax.results.watch import watch as watch_runs
     from fcljax.runs import signals
-    from fcljax.runs.watch import watch as watch_runs
 
     missing = "run: no run directory given; usage: fcljax watch RUN_DIR [--once]"
     folders, rest = names_before(arguments, 1, missing)

@@ -49,8 +49,8 @@ def embed(arguments: list[str]) -> int:
 
 def pretrain(arguments: list[str]) -> int:
     """`fcljax pretrain [options]`."""
-    from fcljax.runs.pretrain import PretrainConfig
-    from fcljax.runs.pretrain import pretrain as train
+    from fcljax.pretraining.encoder import PretrainConfig
+    from fcljax.pretraining.encoder import pretrain as train
 
     options, cache = _parsed(PretrainConfig, arguments, "pretrain", "Train the packaged micro ViT again.")
     keep_compiled(cache)
@@ -62,8 +62,8 @@ def pretrain(arguments: list[str]) -> int:
 
 def pretrain_decoder(arguments: list[str]) -> int:
     """`fcljax pretrain-decoder [options]`."""
-    from fcljax.runs.pretrain_decoder import PretrainDecoderConfig
-    from fcljax.runs.pretrain_decoder import pretrain_decoder as train
+    from fcljax.pretraining.decoder import PretrainDecoderConfig
+    from fcljax.pretraining.decoder import pretrain_decoder as train
 
     about = "A masked autoencoder's decoder for a frozen encoder."
     options, cache = _parsed(PretrainDecoderConfig, arguments, "pretrain-decoder", about)

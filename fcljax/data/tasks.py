@@ -60,9 +60,7 @@ def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
     return tasks_of([np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)], num_classes)
 
 
-def tasks_of(
-    classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, widest: int = 0
-) -> tuple[Task, ...]:
+def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, widest: int = 0) -> tuple[Task, ...]:
     """The tasks that these classes make up, one after the other.
 
     Args:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.federated.sweep import Fetch, Shapes, example_batch
+from fcljax.federated.client_loop import Fetch, Shapes, example_batch
 from fcljax.types import (
     Aggregate,
     Batch,

@@ -19,16 +19,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from fcljax.data.streaming import Host, over_windows, ready
 from fcljax.federated.aggregation import sum_value
 from fcljax.federated.check import Example, check_method
-from fcljax.federated.rehearsal import (
-    Rehearsed,
-    Rehearser,
-    kept_rows,
-    make_rehearser,
-    rehearse,
-    spoiled,
-)
-from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
-from fcljax.federated.sweep import (
+from fcljax.federated.client_loop import (
     Accumulator,
     Call,
     Carry,
@@ -51,6 +42,15 @@ from fcljax.federated.sweep import (
     squeeze,
     states_of_chunk,
     sweep,
+)
+from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
+from fcljax.federated.server_replay import (
+    Rehearsed,
+    Rehearser,
+    kept_rows,
+    make_rehearser,
+    rehearse,
+    spoiled,
 )
 from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
 from fcljax.mesh import jit as jit_on

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from fcljax.errors import InputError, nearest
-from fcljax.federate import Kit
 from fcljax.methods import (
     cfed,
     ewc,
@@ -23,18 +22,18 @@ from fcljax.methods import (
     fedlwf_mc,
     fedncm,
     fedrecon,
-    fedweit,
     fppl,
-    glfc,
-    hepco,
     icarl,
-    lga,
     lwf,
     pilora,
     pmae,
-    target,
-    vfcl,
 )
+from fcljax.methods.fedweit import fedweit
+from fcljax.methods.glfc import glfc, lga
+from fcljax.methods.hepco import hepco
+from fcljax.methods.target import target
+from fcljax.methods.vfcl import vfcl
+from fcljax.parts.federate import Kit
 from fcljax.types import Method
 
 Loaded = TypeVar("Loaded")

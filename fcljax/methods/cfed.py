@@ -20,13 +20,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Seen, ServerStep, Term
-from fcljax.learner import Learner, Model, Objective, objective_loss
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
-from fcljax.steps import (
+from fcljax.parts.federate import Kit, Seen, ServerStep, Term
+from fcljax.parts.learner import Learner, Model, Objective, objective_loss
+from fcljax.parts.task_start import (
     Start,
     began_with,
     distil_start,

@@ -10,12 +10,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fcljax.federate import Kit, Seen, Term
-from fcljax.learner import Learner
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import masked_sum
-from fcljax.steps import start_of_task, teacher
+from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.learner import Learner
+from fcljax.parts.task_start import start_of_task, teacher
 from fcljax.types import Method
 
 

@@ -13,11 +13,11 @@ from typing import Literal
 import jax
 from jaxtyping import PRNGKeyArray
 
-from fcljax.federate import CROSS_ENTROPY, Kit, Rehearse, ServerStep, Term, federate
-from fcljax.learner import Keys, Objective, learner, two_keys
 from fcljax.methods import fppl
-from fcljax.models.classifiers import linear_on
 from fcljax.options import resolved
+from fcljax.parts.classifiers import linear_on
+from fcljax.parts.federate import CROSS_ENTROPY, Kit, Rehearse, ServerStep, Term, federate
+from fcljax.parts.learner import Keys, Objective, learner, two_keys
 from fcljax.types import Method
 
 

@@ -4,9 +4,9 @@ With one client that has everything it is the centralised prompting of HePCo's t
 is FedProx on prompts.
 """
 
-from fcljax.federate import Kit
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
+from fcljax.parts.federate import Kit
 from fcljax.types import Method
 
 

@@ -10,10 +10,10 @@ whose accuracy depends on who holds what, as it does there; `fedncm` itself trai
 import dataclasses
 from typing import Literal
 
-from fcljax.federate import Kit, Survey, federate
-from fcljax.learner import learner
 from fcljax.methods.fedncm import class_mean_step
-from fcljax.models.classifiers import linear, nearest_mean
+from fcljax.parts.classifiers import linear, nearest_mean
+from fcljax.parts.federate import Kit, Survey, federate
+from fcljax.parts.learner import learner
 from fcljax.types import Method
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federate import Kit, Seen, Term
-from fcljax.learner import Learner, Objective
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import reduce_rows
-from fcljax.steps import start_of_task, teacher
+from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.learner import Learner, Objective
+from fcljax.parts.task_start import start_of_task, teacher
 from fcljax.types import Method
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from jaxtyping import Array
 
-from fcljax.collects import class_sums
-from fcljax.federate import Kit, ServerStep, Survey, federate
-from fcljax.learner import Learner, Model, learner
-from fcljax.models.classifiers import add_classes, nearest_mean
+from fcljax.parts.classifiers import add_classes, nearest_mean
+from fcljax.parts.federate import Kit, ServerStep, Survey, federate
+from fcljax.parts.learner import Learner, Model, learner
+from fcljax.parts.reports import class_sums
 from fcljax.types import Aggregate, Method, Turn
 
 

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
-from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.models.classifiers import Sums, empty_sums, nearest_mean
 from fcljax.models.heads import class_sums
 from fcljax.models.prototypes import class_means, dce_loss, distances
+from fcljax.parts.classifiers import Sums, empty_sums, nearest_mean
+from fcljax.parts.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
+from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.types import Aggregate, Ctx, Method, Setting, Turn
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.collects import Prototypes, class_prototypes
-from fcljax.federate import Kit, Seen, ServerStep, Term, federate
 from fcljax.federated.aggregation import per_class, screen_prototypes
-from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.models.classifiers import linear
 from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
 from fcljax.options import option, resolved
+from fcljax.parts.classifiers import linear
+from fcljax.parts.federate import Kit, Seen, ServerStep, Term, federate
+from fcljax.parts.learner import Learner, Model, Objective, learner
+from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.types import Aggregate, Method, Task, Turn, View, Weighted
 
 Average = Literal["holders", "batch"]

@@ -11,12 +11,12 @@ of the highest. What is kept are row numbers; the engine reads the images.
 
 import dataclasses
 
-from fcljax.exemplars import replay
-from fcljax.federate import Kit
-from fcljax.learner import Objective
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.lwf import distil
 from fcljax.options import option
+from fcljax.parts.federate import Kit
+from fcljax.parts.learner import Objective
+from fcljax.parts.replay import replay
 from fcljax.types import Method
 
 

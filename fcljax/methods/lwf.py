@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fcljax.federate import Kit, Seen, Term
-from fcljax.learner import Learner, Model
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import distillation
 from fcljax.options import option
+from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.learner import Learner, Model
 from fcljax.types import Ctx, Method
 
 

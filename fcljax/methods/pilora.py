@@ -16,14 +16,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.lora import l1, orthogonality
-from fcljax.collects import Prototypes, class_prototypes, class_sums
-from fcljax.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
 from fcljax.federated.aggregation import prototype_reweight, uniform_mean
-from fcljax.learner import Learner, Model, Objective, learner
-from fcljax.models.classifiers import Sums, current_rows, prototypes, put_current
 from fcljax.models.prototypes import Distance, class_means, pl_loss
 from fcljax.models.vit import Lora
 from fcljax.options import option, resolved
+from fcljax.parts.classifiers import Sums, current_rows, prototypes, put_current
+from fcljax.parts.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
+from fcljax.parts.learner import Learner, Model, Objective, learner
+from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
 from fcljax.types import Aggregate, Method, Turn, View
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.federate import Collect, Kit, Rehearse, Seen, ServerStep, Slots, Term, Train
-from fcljax.learner import Learner, Model
 from fcljax.methods.fedavg import averaging
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option, resolved
+from fcljax.parts.federate import Collect, Kit, Rehearse, Seen, ServerStep, Slots, Term, Train
+from fcljax.parts.learner import Learner, Model
 from fcljax.pixels import between, to_unit
 from fcljax.types import (
     Aggregate,

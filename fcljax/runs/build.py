@@ -17,16 +17,17 @@ from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
-from fcljax.federate import Kit, Train
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method
+from fcljax.federated.client_loop import Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, Roster, capacities
-from fcljax.federated.sweep import Shapes, batches_alone, slot_bytes
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
+from fcljax.parts.federate import Kit, Train
+from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
     device_mesh,
@@ -38,7 +39,6 @@ from fcljax.runs.inputs import (
     read_clean,
 )
 from fcljax.scenario import Scenario, make_scenario
-from fcljax.terms import norm_bound, prox
 from fcljax.types import Frozen, Method, Network, Round, Setting
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as of a ViT-Ti

@@ -23,6 +23,7 @@ from fcljax.data.streaming import ready
 from fcljax.errors import InputError
 from fcljax.files import atomic, check_folder
 from fcljax.models.networks import network_name
+from fcljax.results.metrics import nearest_class_mean
 from fcljax.runs.inputs import (
     Inputs,
     device_mesh,
@@ -32,7 +33,6 @@ from fcljax.runs.inputs import (
     save_features,
     tell,
 )
-from fcljax.runs.metrics import nearest_class_mean
 from fcljax.types import Frozen
 
 
@@ -104,7 +104,10 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
 
 
 def _features(
-    cfg: EmbedConfig, inputs: Inputs, mesh: Mesh | None, labels: tuple[np.ndarray, np.ndarray],
+    cfg: EmbedConfig,
+    inputs: Inputs,
+    mesh: Mesh | None,
+    labels: tuple[np.ndarray, np.ndarray],
     advance: Callable[[int], None],
 ) -> list[np.ndarray]:
     compute = frozen_features(inputs, cfg.eval_batch_size, advance, mesh)

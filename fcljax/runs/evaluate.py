@@ -10,10 +10,10 @@ from jaxtyping import Bool, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
-from fcljax.features import Predicted, make_predict
-from fcljax.runs import metrics
+from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
+from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.records import Records
 from fcljax.types import Task, Turn
 

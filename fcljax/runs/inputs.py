@@ -25,7 +25,6 @@ from fcljax.data.files.sources import data_folder, hold_out, load_dataset
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.features import make_features
 from fcljax.files import atomic, machine_memory, open_regular
 from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
@@ -34,6 +33,7 @@ from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, load_backbone
 from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
+from fcljax.runs.features import make_features
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
@@ -134,9 +134,7 @@ def surrogate_images(
       InputError: for a data set that is not there, or the run's own.
     """
     if options.surrogate == cfg.dataset:
-        raise InputError(
-            f"surrogate: {options.surrogate!r} is the run's own data set; name another"
-        )
+        raise InputError(f"surrogate: {options.surrogate!r} is the run's own data set; name another")
     try:
         dataset = load_dataset(options.surrogate, **image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
@@ -269,7 +267,9 @@ def _host(split: Split, window: float) -> Host:
 
 
 def frozen_features(
-    inputs: Inputs, batch_size: int, advance: Callable[[int], None] = lambda rows: None,
+    inputs: Inputs,
+    batch_size: int,
+    advance: Callable[[int], None] = lambda rows: None,
     mesh: Mesh | None = None,
 ) -> Callable[..., Array | np.ndarray]:
     """(params, split, rows) -> the backbone's class token [n, width] of these images, by default of all,

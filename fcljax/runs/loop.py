@@ -26,14 +26,16 @@ from fcljax.federated.engine import Clients, RoundReport, init_clients, keep_tas
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.runs import archive, checkpoint, hosts, memory, origin, page, report, trackers
+from fcljax.results import figures as report
+from fcljax.results import page, trackers
+from fcljax.runs import archive, checkpoint, hosts, memory, origin
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate, personal_accuracy, sampled_calibration
 from fcljax.runs.inputs import tell
 from fcljax.runs.queries import make_queries
+from fcljax.runs.reconstructions import Rebuilt, draw_restored, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, progress_bar, record, shown
-from fcljax.runs.restored import Rebuilt, draw_restored, measure, restored_images
 from fcljax.runs.signals import Stopped, postponed
 from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
 from fcljax.terminal import say

@@ -13,7 +13,8 @@ from fcljax.config import RunConfig
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.models.networks import network_name
-from fcljax.runs import metrics, report
+from fcljax.results import figures as report
+from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.records import Records
 from fcljax.types import Broadcast, ClientInfo, Ctx, Round, Turn, Upload

@@ -294,9 +294,7 @@ def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, forc
             NAMED[name].images if name in NAMED else None,
         )
         if official and count != official:
-            say(
-                options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}"
-            )
+            say(options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
         facts = {
             "name": name,
             "class_list": choice,
@@ -397,9 +395,7 @@ def _npz(name: str, path: Path) -> Dataset:
     return Dataset(name, x_train, y_train, x_test, y_test, names)
 
 
-def load_part(
-    name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None
-) -> Dataset:
+def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
     """One split alone, of the arrays x_SPLIT and y_SPLIT of a .npz file, and class_names if there are any;
     the other split is one black image.
 

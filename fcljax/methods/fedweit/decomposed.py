@@ -1,0 +1,298 @@
+"""A learner whose network is composed anew for every task of a client, as FedWeIT does it (Yoon et al. 2021).
+
+Neither network nor adapter nor classifier know of it. For task t a client computes with
+
+    theta_t = B * m_t + A_t + sum_r alpha_tr A^r    (equation 1)
+
+where B, the base, is the adapter's part, which travels and is averaged; the mask m_t (between 0 and 1, one
+number for each entry of an array's last axis: its outputs), the sparse A_t and the attention alpha_t (one row
+for each array) are the client's own; and the A^r are what the server has handed to everybody for this task,
+other clients' A of finished tasks. What is the client's own lies in the classifier's place, behind the head,
+so that `federate(personal=("classifier", "stats"))` keeps it there. Running statistics are one set for each
+task.
+
+All arrays of a network are one vector [N] here, and their masks another [M]: leaf by leaf, a network of a
+hundred takes minutes to compile. Shapes are fixed: every client's A take T N numbers, and what was received
+takes T R N, once, with the server. Evaluation gives every class the logit of the network of the task that
+brought it, which takes as many passes as there were tasks.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.data.tasks import make_tasks
+from fcljax.errors import InputError
+from fcljax.parts.learner import Classifier, Learner, Model, Output
+from fcljax.types import Batch, Frozen, Setting, Task
+
+
+class Shape(NamedTuple):
+    """How networks are composed.
+
+    received: R, parameters of others that a task may have
+    mask: what masks begin with, inside of (0, 1)
+    adaptive: the share of the first base that every A_t begins with
+    retroactive: do the A of earlier tasks go on training?
+    prune: numbers of A that are not larger are 0 wherever they are sent or evaluated
+    unsent: share of each array's outputs whose base a client does not send
+    """
+
+    received: int
+    mask: float
+    adaptive: float
+    retroactive: bool
+    prune: float
+    unsent: float
+
+
+class Received(NamedTuple):
+    """For each task A of R clients, and whose they are; -1: nobody's, and 0."""
+
+    values: Float[Array, "T R N"]
+    client: Int[Array, "T R"]
+
+
+class Shared(NamedTuple):
+    """In the adapter's place: the base, and what was handed out."""
+
+    base: Float[Array, " N"]
+    received: Received
+
+
+class Own(NamedTuple):
+    """In the classifier's place. Of all tasks: masks [T, M] before the sigmoid, A [T, N] and attention [T, R,
+    L], and of which task each class is (-1: none). Of one task, as its part: without the axis T, but for A
+    that train together, and without `task`."""
+
+    head: PyTree
+    mask: Float[Array, "*tasks M"]
+    adaptive: Float[Array, "*tasks N"]
+    attention: Float[Array, "*tasks R L"]
+    task: PyTree = ()
+
+
+class Sparse(NamedTuple):
+    """What a client sends of a base: 0 where nothing is sent, and 1 or 0 by output; or means of both over
+    clients."""
+
+    base: Float[Array, " N"]
+    sent: Float[Array, " M"]
+
+
+def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
+    """The learner with a base that travels and everything else of a network with the client.
+
+    Args:
+      inner: which does the computing; its adapter has the same part in all tasks and its classifier is
+        linear.
+      setting: the stream's sizes.
+      shape: how networks are composed.
+
+    Raises:
+      InputError: for an adapter that has parameters for each task.
+    """
+    arrays, head = arrays_of(inner, setting), _own_classifier(inner.classifier, shape)
+
+    def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
+        params, tasks = inner.init(key, frozen), setting.tasks
+        base = arrays.flat(inner.adapter.part(params.adapter, make_tasks(setting.classes, tasks)[0]))
+        stats = jax.tree.map(lambda x: jnp.broadcast_to(x, (tasks, *x.shape)), params.stats)
+        own = first_own(params.classifier, base, arrays, setting, shape)
+        nothing = jnp.zeros((tasks, shape.received, len(base)))
+        received = Received(nothing, jnp.full(nothing.shape[:2], jnp.int32(-1)))
+        return params._replace(adapter=Shared(base, received), classifier=own, stats=stats)
+
+    def part(params: Model, task: Task) -> Model:
+        own = head.part(params.classifier, task)
+        return Model(params.adapter.base, own, params.extra, params.stats)
+
+    def put(params: Model, task: Task, part: Model) -> Model:
+        base, own = part.adapter, head.put(params.classifier, task, part.classifier)
+        base = filled(arrays, base, params.adapter.base) if isinstance(base, Sparse) else base
+        shared = params.adapter._replace(base=base)
+        return params._replace(adapter=shared, classifier=own, stats=part.stats)
+
+    def run(frozen: Frozen, theta: Array, own: Own, part: Model, stats: PyTree, *rest) -> Output:
+        model = Model(arrays.tree(theta), own.head, part.extra, stats)
+        return inner.forward(frozen, Model((), ()), model, *rest)
+
+    def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
+        own, now = part.classifier, task.index
+        own = own._replace(adaptive=own.adaptive[now]) if shape.retroactive else own
+        theta = compose(arrays, part.adapter, own, held.adapter.values[now])
+        output = run(frozen, theta, own, part, at(part.stats, now), batch, task, train)
+        stats = jax.tree.map(lambda all_, new: all_.at[now].set(new), part.stats, output.stats)
+        return output._replace(stats=stats)
+
+    def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
+        """Classes of no task yet count as the current one's."""
+        classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
+
+        def add(index: Int[Array, ""], found: Array) -> Array:
+            own = of_task(params.classifier, index)
+            own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
+            theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
+            output = run(frozen, theta, own, params, at(params.stats, index), batch, task, False)
+            return jnp.where(classes == index, output.logits, found)
+
+        lowest = jnp.full((len(batch.image), setting.classes), jnp.finfo(jnp.float32).min)
+        return jax.lax.fori_loop(0, task.index + 1, add, lowest)
+
+    def sends(part: Model, task: Task) -> Model:
+        del task
+        return part._replace(adapter=sparse(arrays, part.adapter, part.classifier.mask, shape.unsent))
+
+    return inner._replace(
+        classifier=head, init=init, open_task=lambda params, task: params, part=part, put=put,
+        held=lambda params: Model(params.adapter.received, ()), forward=forward, predict=predict,
+        sends=sends if shape.unsent else None,
+    )  # fmt: skip
+
+
+def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
+    """The part and its place of what is the client's own; the learner does the rest."""
+
+    def part(params: Own, task: Task) -> Own:
+        now = of_task(params, task.index)
+        adaptive = params.adaptive if shape.retroactive else now.adaptive
+        return now._replace(head=inner.part(params.head, task), adaptive=adaptive)
+
+    def put(params: Own, task: Task, part: Own) -> Own:
+        there = lambda all_, new: all_.at[task.index].set(new)
+        adaptive = part.adaptive if shape.retroactive else there(params.adaptive, part.adaptive)
+        return Own(
+            inner.put(params.head, task, part.head), there(params.mask, part.mask), adaptive,
+            there(params.attention, part.attention), jnp.where(task.current, task.index, params.task),
+        )  # fmt: skip
+
+    return inner._replace(part=part, put=put, held=lambda params: ())
+
+
+# ---- one network -------------------------------------------------------------------------------------------
+
+
+class Arrays(NamedTuple):
+    """The L arrays of a network, which lie one after the other in vectors [N], and their outputs, the entries
+    of last axes, in vectors [M]."""
+
+    structure: jax.tree_util.PyTreeDef
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers each has."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def outputs(self) -> list[int]:
+        """How many outputs each has; an array without axes has one."""
+        return [math.prod(shape[-1:]) for shape in self.shapes]
+
+    def flat(self, tree: PyTree) -> Float[Array, " N"]:
+        """A tree of the arrays as one vector."""
+        return jnp.concatenate([jnp.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
+
+    def tree(self, vector: Float[Array, " N"]) -> PyTree:
+        """The arrays of a vector."""
+        pieces = jnp.split(vector, np.cumsum(self.sizes)[:-1])
+        leaves = [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def of_outputs(self, values: Float[Array, "*lead M"]) -> Float[Array, "*lead N"]:
+        """For each number the value of its output."""
+        pieces = jnp.split(values, np.cumsum(self.outputs)[:-1], axis=-1)
+        repeats = [size // outputs for size, outputs in zip(self.sizes, self.outputs, strict=True)]
+        tiled = [jnp.tile(x, times) for x, times in zip(pieces, repeats, strict=True)]
+        return jnp.concatenate(tiled, axis=-1)
+
+    def of_arrays(self, values: Float[Array, "*lead L"]) -> Float[Array, "*lead N"]:
+        """For each number the value of its array."""
+        lead = values.shape[:-1]
+        sized = enumerate(self.sizes)
+        return jnp.concatenate([jnp.broadcast_to(values[..., i, None], (*lead, n)) for i, n in sized], -1)
+
+
+def arrays_of(inner: Learner, setting: Setting) -> Arrays:
+    """Of the part of the inner learner's adapter, without computing anything."""
+    first = make_tasks(setting.classes, setting.tasks)[0]
+
+    def adapter(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
+        params = inner.init(key, Frozen(inner.network.init(key))).adapter
+        return inner.adapter.part(params, first), inner.adapter.held(params)
+
+    part, held = jax.eval_shape(adapter, jax.random.key(0))
+    if jax.tree.leaves(held):
+        raise InputError("adapter: it has parameters for each task already; nearest: --lora-pairs one")
+    leaves, structure = jax.tree.flatten(part)
+    return Arrays(structure, tuple(leaf.shape for leaf in leaves))
+
+
+def compose(
+    arrays: Arrays, base: Float[Array, " N"], own: Own, received: Float[Array, "R N"]
+) -> Float[Array, " N"]:
+    """theta = B * sigmoid(mask) + A + sum_r alpha_r A^r (equation 1; the sigmoid is the release's).
+
+    Args:
+      arrays: of the network.
+      base: B.
+      own: mask [M], adaptive [N] and attention [R, L] of one task.
+      received: A^r.
+    """
+    given = jnp.sum(arrays.of_arrays(own.attention) * received, axis=0)
+    return base * arrays.of_outputs(jax.nn.sigmoid(own.mask)) + own.adaptive + given
+
+
+def of_task(own: Own, index: ArrayLike) -> Own:
+    """What a client has for one task alone."""
+    return Own(own.head, own.mask[index], own.adaptive[index], own.attention[index])
+
+
+def pruned(adaptive: Float[Array, "..."], prune: float) -> Float[Array, "..."]:
+    """Numbers whose size is not above `prune` become 0."""
+    return jnp.where(jnp.abs(adaptive) > prune, adaptive, 0.0)
+
+
+def first_own(head: PyTree, base: Array, arrays: Arrays, setting: Setting, shape: Shape) -> Own:
+    """What a client has before it ever trains: all tasks alike, no attention to anybody."""
+    tasks, raw = setting.tasks, math.log(shape.mask / (1 - shape.mask))
+    return Own(
+        head,
+        mask=jnp.full((tasks, sum(arrays.outputs)), raw, jnp.float32),
+        adaptive=jnp.tile(shape.adaptive * base, (tasks, 1)),
+        attention=jnp.zeros((tasks, shape.received, len(arrays.shapes))),
+        task=jnp.full(setting.classes, jnp.int32(-1)),
+    )
+
+
+def at(tree: PyTree, index: ArrayLike) -> PyTree:
+    """Of leaves [T, ...] those of one task."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+# ---- what is sent ------------------------------------------------------------------------------------------
+
+
+def sparse(arrays: Arrays, base: Float[Array, " N"], mask: Float[Array, " M"], unsent: float) -> Sparse:
+    """A base without the share `unsent` of each array's outputs, those with the smallest masks.
+
+    The release compares masks before the sigmoid by their size, so that the most negative count as the
+    largest; here those that let the least of the base through are left out.
+    """
+    outputs = np.array(arrays.outputs)
+    array = np.repeat(np.arange(len(outputs)), outputs)
+    ranked = jax.lax.sort((jnp.asarray(array), mask), num_keys=2)[1]
+    least = ranked[np.cumsum(outputs) - outputs + np.floor(unsent * outputs).astype(int)]
+    sent = (mask >= least[array]).astype(jnp.float32)
+    return Sparse(base * arrays.of_outputs(sent), sent)
+
+
+def filled(arrays: Arrays, mean: Sparse, old: Float[Array, " N"]) -> Float[Array, " N"]:
+    """The merged base: each number's mean over the clients that sent it; the old one where nobody did."""
+    sent = arrays.of_outputs(mean.sent)
+    return jnp.where(sent > 0, mean.base / jnp.where(sent > 0, sent, 1.0), old)

@@ -1,0 +1,115 @@
+"""LGA, the successor of GLFC (Dong et al., TPAMI 2023), in what it does otherwise (specification B').
+
+A row's weight is balanced over all earlier tasks and not over old and new alone, the distillation is weighted
+too, and the proxy judges a model by features around those of the images that it rebuilds.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fcljax.methods.glfc import glfc
+from fcljax.methods.glfc.glfc import GLFCOptions, Known, Rule, compensated, over_mean
+from fcljax.methods.glfc.proxy import Proxy, over_used, shown
+from fcljax.options import option
+from fcljax.parts.federate import Kit
+from fcljax.parts.learner import Learner, Model
+from fcljax.parts.task_start import unlabelled
+from fcljax.types import Batch, Method, Task, Turn
+
+LEAST, MOST = 0.5, 5.0  # of a row's weight
+NEAR = 0.1  # the squared length of a perturbation over that of its feature, at the most
+PERTURBED, TRIED = 5, 20  # perturbations of each feature that count, and that are drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class LGAOptions(GLFCOptions):
+    """Options of LGA: GLFC's and these."""
+
+    loss_weight: float = 1.0  # lambda, of the whole loss
+    # share of a task's rounds, the first ones, in which the merged model scores 0 (the release: 6 of 10)
+    quiet_share: float = option(0.6, most=1.0)
+
+
+FIDELITY = glfc.FIDELITY | {"released": glfc.FIDELITY["released"] | dict(reset_best="second")}
+
+
+def lga(options: LGAOptions, kit: Kit) -> Method:
+    """LGA as a method. `options` must be resolved."""
+    factor = options.loss_weight
+    rule = Rule(by_tasks, factor, factor, factor, weighs_old=True)
+    return compensated(options, kit, rule, functools.partial(around, options, kit.setting.rounds))
+
+
+def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
+    """Category-balanced weights: gaps to the power t / (t + 1), over the mean of the new rows; and for every
+    earlier task over the mean of the rows that the client had learned by then, all of which add up."""
+    learned, index = known.now.learned, task.index
+    gap = jnp.where(index > 0, gap ** (index / (index + 1)), gap)
+    old = learned[batch.label]
+    weight = jnp.where(old, 0.0, over_mean(gap, ~old & batch.mask))
+
+    def add(block: Array, weight: Array) -> Array:
+        group = old & (known.block[batch.label] <= block)
+        return weight + jnp.where(group, over_mean(gap, group & batch.mask), 0.0)
+
+    weight = jax.lax.fori_loop(0, index, add, weight)
+    return jnp.where(jnp.any(learned), jnp.clip(weight, LEAST, MOST), 1.0)
+
+
+def around(
+    options: LGAOptions, rounds: int, turn: Turn, learner: Learner, params: Model, proxy: Proxy,
+    key: PRNGKeyArray,
+) -> Float[Array, ""]:  # fmt: skip
+    """LGA's judge: the accuracy on features around those of the images; 0 in a task's first rounds."""
+    look, draw = jax.random.split(key)
+    judge = functools.partial(_accuracy, options, turn, learner, params, proxy, look, draw)
+    return jax.lax.cond(turn.round < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
+
+
+def _accuracy(
+    options: LGAOptions, turn: Turn, learner: Learner, params: Model, proxy: Proxy, look: PRNGKeyArray,
+    draw: PRNGKeyArray,
+) -> Float[Array, ""]:  # fmt: skip
+    monitor, task, part = proxy.monitor, turn.task, learner.part(params, turn.task)
+
+    def features(pixels: Array) -> Float[Array, "states D"]:
+        return learner.forward(turn.frozen, params, part, unlabelled(learner, pixels), task, False).feature
+
+    image = shown(options, learner, monitor, look)
+    feature = jax.lax.map(features, image.reshape(-1, *image.shape[2:]))
+    scale = class_variance(feature, monitor.label.reshape(-1), monitor.used.reshape(-1), len(task.seen)) ** 2
+
+    def right(args: tuple) -> Array:
+        (mine, key), label = args
+        some, accepted = perturbed(mine, proxy.radius * scale[label], jax.random.wrap_key_data(key))
+        logits = learner.classifier.logits(params.classifier, part.classifier, some, task)
+        found = jnp.argmax(jnp.where(task.seen, logits, -jnp.inf), axis=-1)
+        return jnp.sum((found == label) & accepted) / jnp.maximum(jnp.sum(accepted), 1)
+
+    keys = jax.random.key_data(jax.random.split(draw, len(feature)))
+    return over_used(right, (feature, keys), monitor)
+
+
+def class_variance(
+    feature: Float[Array, "sets states D"], label: Array, used: Array, classes: int
+) -> Float[Array, "classes D"]:
+    """The variance of each number of a class's features, over all its used sets."""
+    member = jax.nn.one_hot(label, classes) * used[:, None]
+    rows = jnp.maximum(jnp.sum(member, axis=0), 1)[:, None]
+    mean = lambda values: member.T @ jnp.mean(values, axis=1) / rows
+    return mean((feature - mean(feature)[label][:, None]) ** 2)
+
+
+def perturbed(
+    feature: Float[Array, "states D"], scale: Float[Array, " D"], key: PRNGKeyArray
+) -> tuple[Float[Array, "some D"], Array]:
+    """Each feature with Gaussian noise of these deviations, several times, and which of them count: the first
+    few whose noise is short enough."""
+    noise = scale * jax.random.normal(key, (TRIED, *feature.shape))
+    short = jnp.sum(noise**2, axis=-1) <= NEAR * jnp.sum(feature**2, axis=-1)
+    accepted = short & (jnp.cumsum(short, axis=0) <= PERTURBED)
+    return (feature + noise).reshape(-1, feature.shape[-1]), accepted.reshape(-1)

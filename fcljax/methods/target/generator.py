@@ -1,0 +1,74 @@
+"""A generator of images from noise (DeepInversion's successors; TARGET, specification C6).
+
+A linear layer to a map of a quarter of the image's sides, doubled twice, with 3x3 convolutions, batch
+normalisation and leaky ReLU, to pixels in [0, 1]. It normalises by the batch at hand alone: it is never used
+but on the batches that it trains on.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from fcljax.methods.hepco.generator import uniform
+
+SLOPE = 0.2  # of the leaky ReLU
+
+
+class ImageGeneratorConfig(NamedTuple):
+    """Static shape of a generator: sides of its images, width of its noise, channels of its last hidden map
+    (the first has twice as many)."""
+
+    height: int
+    width: int
+    noise: int = 256
+    channels: int = 64
+
+
+class _Conv(nn.Module):
+    """A 3x3 convolution as nine matrix products: inside a loop XLA's gradient of a convolution is many times
+    slower on a CPU (jax issue 12868), and this loses little elsewhere."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w d"]:
+        init, (h, w, c) = uniform(9 * x.shape[-1]), x.shape[1:]
+        kernel = self.param("kernel", init, (3, 3, c, self.features))
+        bias = self.param("bias", init, (self.features,))
+        padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        shifted = ((i, j, padded[:, i : i + h, j : j + w]) for i in range(3) for j in range(3))
+        return sum((part @ kernel[i, j] for i, j, part in shifted), bias)
+
+
+class _Network(nn.Module):
+    config: ImageGeneratorConfig
+
+    @nn.compact
+    def __call__(self, noise: Float[Array, "batch noise"]) -> Float[Array, "batch h w 3"]:
+        c = self.config
+        h, w, wide = -(-c.height // 4), -(-c.width // 4), 2 * c.channels
+        norm = lambda x: nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
+        double = lambda x: x.repeat(2, axis=1).repeat(2, axis=2)
+        init = uniform(c.noise)
+        x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
+        x = norm(x.reshape(-1, h, w, wide))
+        for channels in (wide, c.channels):
+            x = nn.leaky_relu(norm(_Conv(channels)(double(x))), SLOPE)
+        return jax.nn.sigmoid(_Conv(3)(x))[:, : c.height, : c.width]
+
+
+def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
+    """Parameters of a new generator."""
+    return _Network(config).init(key, jnp.zeros((2, config.noise)))["params"]
+
+
+def generate_images(
+    config: ImageGeneratorConfig, params: PyTree, noise: Float[Array, "batch noise"]
+) -> Float[Array, "batch height width 3"]:
+    """Images of pixels in [0, 1]."""
+    # running statistics are made anew and dropped: nothing reads them
+    image, _ = _Network(config).apply({"params": params}, noise, mutable=["batch_stats"])
+    return image

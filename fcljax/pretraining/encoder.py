@@ -1,0 +1,243 @@
+"""Pretraining of the packaged micro ViT: `fcljax pretrain`.
+
+The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every
+step, so no image is seen twice. It never sees a digit, neither in training nor in any choice: optimiser and
+schedule were chosen by nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not
+trained on; patch and width by speed and by the size of the file.
+
+The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At
+the end 79% of fresh training letters were right (600 classes, all distortions), and 78.5% of GLYPHS by
+nearest class means of 20 images per class (chance: 1%). For the record, measured once after everything was
+fixed: with the class means of the training digits, 97.8% of the test digits of the set `digits` are right.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jaxtyping import Array, Float, UInt8
+
+from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs
+from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.weights.pretrained import save_native
+from fcljax.options import check_ranges, option
+from fcljax.pretraining.training import (
+    VALIDATION_SEED,
+    check_weights_file,
+    command_line,
+    fresh_letters,
+    training_bar,
+)
+from fcljax.results.metrics import nearest_class_mean
+from fcljax.types import PyTree
+
+_BACKBONE = "vit_micro"
+_EVERY = 20  # steps between updates of the progress bar
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """Options of `fcljax pretrain`. The defaults made the packaged weights."""
+
+    out: Path = Path("vit_micro.safetensors")  # where the weights go
+    steps: int = 2000  # optimiser steps
+    batch_size: int = 128  # fresh images per step
+    # peak learning rate of Muon (the matrices of the blocks) after the warm-up, then cosine decay to 0
+    lr: float = option(0.02, positive=True, most=1.0)
+    adam_lr: float = option(2e-3, positive=True, most=1.0)  # the same for Adam (everything else)
+    warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rates rise from 0
+    ramp: float = option(0.4, most=1.0)  # share of the steps in which distortions rise from slight to full
+    smoothing: float = option(0.1, most=1.0)  # label smoothing
+    # factor of the cosines of class tokens and class weights: the logits
+    temperature: float = option(16.0, positive=True)
+    # how many characters of the alphabet to learn
+    classes: int = option(len(PRETRAIN), least=2, most=len(PRETRAIN))
+    validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
+    seed: int = option(0, least=0, most=2**32 - 1)  # of initial weights and images
+
+
+class State(NamedTuple):
+    """What training updates: parameters {vit, head} and the optimiser's state."""
+
+    params: PyTree
+    opt: optax.OptState
+
+
+def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
+    """Gray levels 0..255 to three equal channels in -1..1 (of x / 255, mean and standard deviation 0.5)."""
+    return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
+
+
+def features(
+    config: ViTConfig, params: PyTree, gray: UInt8[np.ndarray, "n height width"], batch: int = 200
+) -> Float[np.ndarray, "n dim"]:
+    """Class tokens of gray images, in batches."""
+    apply = jax.jit(lambda params, x: apply_vit(config, params, normalise(x)).cls)
+    padded = np.concatenate([gray, np.zeros((-len(gray) % batch, *gray.shape[1:]), np.uint8)])
+    tokens = [np.asarray(apply(params, padded[i : i + batch])) for i in range(0, len(padded), batch)]
+    return np.concatenate(tokens)[: len(gray)]
+
+
+def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
+    """Nearest-class-mean accuracy on GLYPHS: `per_class` images of each for means and as many to test."""
+    x, y, x_test, y_test = glyphs(per_class, per_class, VALIDATION_SEED, config.image_size)
+    return nearest_class_mean(
+        features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test
+    )
+
+
+def _muon_on_blocks(params: PyTree) -> PyTree:
+    def choose(path, x):
+        matrix = x.ndim == 2 and "block_" in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers() if matrix else None
+
+    return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
+    """Muon on the blocks' matrices, Adam on the rest: 8% right on GLYPHS in 500 steps of 64, AdamW 2.5%."""
+    warmup = round(config.steps * config.warmup)
+    steps = max(config.steps, warmup + 1)
+    schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
+    muon = optax.contrib.muon(
+        schedule(config.lr),
+        adam_learning_rate=schedule(config.adam_lr),
+        adam_b2=0.98,
+        weight_decay=0.01,
+        muon_weight_dimension_numbers=_muon_on_blocks,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) -> Array:
+    """Cosines with a weight vector per class: a linear head that, like class means, only sees directions."""
+    unit = lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
+    return temperature * unit(apply_vit(vit, params["vit"], image).cls) @ unit(params["head"]).T
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _step(
+    config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, label: Array
+) -> tuple[State, Array]:
+    """One update; also the loss and the accuracy."""
+
+    def objective(params):
+        logits = _logits(vit, config.temperature, params, normalise(gray))
+        target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), config.smoothing)
+        return optax.softmax_cross_entropy(logits, target).mean(), (logits.argmax(-1) == label).mean()
+
+    (loss, accuracy), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+    updates, opt = _optimiser(config).update(grads, state.opt, state.params)
+    return State(optax.apply_updates(state.params, updates), opt), jnp.stack([loss, accuracy])
+
+
+def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
+    """Initial position embeddings: sines and cosines (small random ones would drown in the patches)."""
+    y, x = jnp.meshgrid(*2 * [jnp.linspace(-1, 1, vit.grid)], indexing="ij")
+    frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
+    waves = [wave(frequency * axis.reshape(-1, 1)) for axis in (x, y) for wave in (jnp.sin, jnp.cos)]
+    return 0.5 * jnp.concatenate([jnp.zeros((1, vit.width)), jnp.concatenate(waves, axis=1)])
+
+
+def _start(config: PretrainConfig, vit: ViTConfig) -> State:
+    body, head = jax.random.split(jax.random.key(config.seed))
+    body = {**init_vit(body, vit), "pos": _positions(vit)}
+    params = {"vit": body, "head": jax.random.normal(head, (config.classes, vit.width)) * vit.width**-0.5}
+    return State(params, _optimiser(config).init(params))
+
+
+def eased(style: Style, strength: float) -> Style:
+    """Slighter distortions and larger, sharper glyphs for a strength in 0..1 below 1; 1 is the style itself.
+
+    Training that starts easy learns at once: with AdamW and all distortions from the start, 800 steps of 64
+    images left the network at 2.5% on GLYPHS, near chance.
+    """
+    factor = {
+        name: getattr(style, name) * strength
+        for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")
+    }
+    factor |= {name: getattr(style, name) * strength for name in ("noise", "dark_on_light")}
+    least = lambda low, high: high - (high - low) * (0.4 + 0.6 * strength)
+    resolution = (round(least(*style.resolution)), style.resolution[1])
+    contrast = 1 - (1 - style.contrast) * strength
+    return dataclasses.replace(
+        style, **factor, scale=(least(*style.scale), style.scale[1]), resolution=resolution, contrast=contrast
+    )
+
+
+def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A fresh batch for every step, from (seed, step)."""
+    fields = glyph_fields(PRETRAIN[: config.classes])
+    for step in range(config.steps):
+        # In tenths, so that the renderer's tables are computed ten times and not at every step.
+        strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
+        style = eased(Style(), strength)
+        gray, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
+        yield gray, label.astype(np.int32)
+
+
+def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
+    """All steps. JAX runs a step in the background while the next batch is drawn."""
+    state, recent = _start(config, vit), []
+    with training_bar("pretrain", "loss", "accuracy") as bar:
+        task = bar.add_task("", total=config.steps, loss=float("nan"), accuracy=float("nan"))
+        for step, (gray, label) in enumerate(_batches(config, vit.image_size), 1):
+            state, metrics = _step(config, vit, state, gray, label)
+            recent = [*recent[-99:], metrics]
+            if step % _EVERY == 0 or step == config.steps:
+                loss, accuracy = np.mean([np.asarray(m) for m in recent[-_EVERY:]], axis=0)
+                bar.update(task, completed=step, loss=loss, accuracy=accuracy)
+    return state, np.mean([np.asarray(m) for m in recent], axis=0).tolist()
+
+
+def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
+    return {
+        "source": f"fcljax: supervised on {config.classes} letters and symbols rendered from the fonts of "
+        "matplotlib; no digits",
+        "command": command_line("pretrain", config, "out"),
+        "steps": str(config.steps),
+        "seed": str(config.seed),
+        "classes": PRETRAIN[: config.classes],
+        "mean": "0.5",
+        "std": "0.5",
+        "image_size": str(vit.image_size),
+    }
+
+
+def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
+    """Train the micro ViT on the PRETRAIN alphabet and write its weights, atomically.
+
+    They are float16 safetensors with dotted names. The same config gives the same bytes on the same kind of
+    machine.
+
+    Returns:
+      out, bytes, steps, seconds, loss and accuracy (training, over the last 100 steps), and validation:
+        nearest-class-mean accuracy of the weights as stored on GLYPHS, letters that were not trained on.
+
+    Raises:
+      InputError: an option is out of range.
+    """
+    check_ranges(config)
+    check_weights_file(config.out)
+    began, vit = time.monotonic(), VITS[_BACKBONE]
+    # static in jit: no new trace for another file
+    state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
+    stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), state.params["vit"])
+    save_native(config.out, stored, _metadata(config, vit), "float16")
+    return {
+        "out": str(config.out),
+        "bytes": Path(config.out).stat().st_size,
+        "steps": config.steps,
+        "seconds": round(time.monotonic() - began, 1),
+        "loss": round(loss, 4),
+        "accuracy": round(accuracy, 4),
+        "validation": round(validate(vit, stored, config.validate), 4),
+    }

@@ -1,0 +1,160 @@
+"""Where the runs of a sweep are made: as processes of this machine, as tasks of Ray, or as jobs of Slurm. All
+start the same command, which writes to files that all machines must see by the same names."""
+
+import contextlib
+import dataclasses
+import importlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from fcljax.errors import InputError, one_line
+from fcljax.files import write_text
+from fcljax.options import option
+from fcljax.studies import jobs
+from fcljax.studies.jobs import Job
+
+Name = Literal["local", "ray", "slurm", "slurm-local"]
+
+
+class Task(NamedTuple):
+    """A run that was started: its exit code once it has ended, None before; and what ends it, which is given
+    the number of a signal."""
+
+    code: Callable[[], int | None]
+    stop: Callable[[int], object]
+
+
+Start = Callable[[Job], Task]
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmOptions:
+    """What a run asks Slurm for: the mapping `slurm` of a sweep's file."""
+
+    partition: str | None = None
+    time: int = 24 * 60  # minutes; a run that takes longer is queued again and goes on
+    gpus: int = option(0, least=0)
+    cpus: int = 4
+    memory_gb: float | None = option(None, positive=True)  # default: the partition's
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    requeues: int = option(3, least=0)  # how often a run whose time is over is queued again
+
+
+@dataclasses.dataclass(frozen=True)
+class RayOptions:
+    """What a run asks Ray for: the mapping `ray` of a sweep's file. RAY_ADDRESS names a cluster."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@contextlib.contextmanager
+def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> Iterator[Start]:
+    """What starts runs, until the block ends.
+
+    Args:
+      folder: for the engine's own files.
+
+    Raises:
+      InputError: if it is not installed, or refuses.
+    """
+    if name == "local":
+        yield _local
+    elif name == "ray":
+        with _ray(ray) as start:
+            yield start
+    else:
+        yield _submitit(name, slurm, folder)
+
+
+def _local(job: Job) -> Task:
+    process = jobs.start(job)
+    return Task(process.poll, process.send_signal)
+
+
+@contextlib.contextmanager
+def _ray(options: RayOptions) -> Iterator[Start]:
+    ray = extra("ray", "ray")
+    mine = not ray.is_initialized()
+    if mine:
+        ending = signal.getsignal(signal.SIGTERM)
+        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        signal.signal(signal.SIGTERM, ending)  # Ray's own ends it before it has ended the runs
+    remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
+
+    def start(job: Job) -> Task:
+        told = jobs.stop_file(job)
+        told.unlink(missing_ok=True)
+        running = remote.remote(job)
+
+        def code() -> int | None:
+            if not ray.wait([running], timeout=0)[0]:
+                return None
+            return _code(lambda: ray.get(running), job)
+
+        # Ray's own cancel was seen to leave the run's process behind
+        return Task(code, lambda number: write_text(told, str(number)))
+
+    try:
+        yield start
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
+    submitit = extra("submitit", "slurm")
+    cluster = "slurm" if name == "slurm" else "local"
+    try:
+        executor = submitit.AutoExecutor(
+            folder=folder, cluster=cluster, slurm_max_num_timeout=options.requeues
+        )
+    except RuntimeError as error:  # there is no Slurm
+        raise InputError(f"engine: {name} cannot be used here: {error}") from None
+    executor.update_parameters(**slurm_parameters(options))
+
+    def start(job: Job) -> Task:
+        submitted = executor.submit(jobs.Again(), job)
+        code = lambda: _code(submitted.result, job) if submitted.done() else None
+        return Task(code, lambda number: submitted.cancel())
+
+    return start
+
+
+def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
+    """As submitit names them; what nobody asks for is left out."""
+    asked = {
+        "timeout_min": options.time, "cpus_per_task": options.cpus, "mem_gb": options.memory_gb,
+        "gpus_per_node": options.gpus or None, "slurm_partition": options.partition,
+        "slurm_account": options.account, "slurm_qos": options.qos, "slurm_constraint": options.constraint,
+    }  # fmt: skip
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _code(result: Callable[[], int], job: Job) -> int:
+    """The exit code of a run that has ended; the log says how an engine lost one."""
+    try:
+        return result()
+    except Exception as error:
+        with open(job.log, "a", encoding="utf-8") as log:
+            log.write(f"\nfcljax: the engine lost the run: {one_line(f'{type(error).__name__}: {error}')}\n")
+        return 1
+
+
+def extra(module: str, name: str) -> ModuleType:
+    """A package that comes with an extra of fcljax.
+
+    Raises:
+      InputError: naming the extra, if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise InputError(
+            f"engine: {module} is not installed; it comes with the extra: pip install 'fcljax[{name}]'"
+        ) from None

@@ -1,0 +1,296 @@
+"""A sweep: the runs of a grid (`grid.py`), each a run directory of its own in one folder, some at a time.
+
+The folder holds a run directory for each run, plan.yaml (the runs and what the file gives them), settings/
+(their config.yaml), logs/ (what they say), and at the end sweep.json and accuracy.png. It has nothing to do
+with the sweeps of `federated/sweep.py`, which play clients on lanes.
+"""
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fcljax import config
+from fcljax.errors import InputError, one_line
+from fcljax.files import write_text
+from fcljax.results import figures as report
+from fcljax.results.comparison import compare
+from fcljax.runs import origin
+from fcljax.runs.signals import number_of, postponed
+from fcljax.runs.summary import learned_nothing
+from fcljax.studies import engines
+from fcljax.studies.engines import Start, Task
+from fcljax.studies.grid import Planned
+from fcljax.studies.jobs import Job, carried
+from fcljax.studies.seeds import folder_of_runs
+from fcljax.terminal import add_row, say
+
+PLAN, SETTINGS, LOGS, RESULT = "plan.yaml", "settings", "logs", "sweep.json"
+SECONDS = 0.2  # between two looks at what runs
+
+
+class Outcome(NamedTuple):
+    """What became of a run: "finished", "failed" or "not finished", the exit code of its process if there was
+    one, why it failed, and its summary.json if it has one."""
+
+    state: str
+    exit_code: int | None
+    why: str
+    summary: dict[str, Any] | None
+
+
+class Ways(NamedTuple):
+    """How runs are made: at most so many at a time, or each on a GPU of its own, where, and with which
+    further options of `fcljax run`."""
+
+    slots: Sequence[str | None]  # what CUDA_VISIBLE_DEVICES is for each that runs at a time; None: as it is
+    engine: engines.Name = "local"
+    slurm: engines.SlurmOptions = engines.SlurmOptions()
+    ray: engines.RayOptions = engines.RayOptions()
+    options: tuple[str, ...] = ()
+
+
+def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Console) -> dict[str, Outcome]:
+    """Make all runs that are not finished in `out`; one that fails does not end the others.
+
+    Args:
+      runs: all of the sweep.
+      out: its folder; a new one, unless `resume`.
+      resume: go on with what is there. Runs may be more than before, and are otherwise as they were.
+      ways: how.
+      console: where the progress bar goes.
+
+    Returns:
+      What became of each run, by its name; sweep.json says the same.
+
+    Raises:
+      InputError: for a folder that cannot be used, belongs to another sweep or in which a process is at work.
+      KeyboardInterrupt: after all that ran have ended, with checkpoints to go on from.
+    """
+    check = (lambda: _check_same(runs, out)) if resume else None
+    with folder_of_runs(out, check):
+        _write_plan(runs, out)
+        codes: dict[str, int] = {}
+        todo = [run for run in runs if outcome(run, out, None).summary is None]
+        try:
+            with (
+                engines.engine(ways.engine, ways.slurm, ways.ray, out / LOGS / "engine") as start,
+                _watched(runs, out, console) as watch,
+            ):
+                play([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
+        finally:
+            outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
+            report.write_json(out / RESULT, result(runs, outcomes))
+    return outcomes
+
+
+# ---- what is in the folder ---------------------------------------------------------------------------------
+
+
+def _write_plan(runs: Sequence[Planned], out: Path) -> None:
+    for name in (SETTINGS, LOGS):
+        (out / name).mkdir(exist_ok=True)
+    for run in runs:
+        write_text(_settings(run, out), config.to_yaml(run.method, run.cfg))
+    write_text(out / PLAN, yaml.safe_dump(plan_of(runs), sort_keys=False))
+
+
+def plan_of(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
+    """What plan.yaml holds: name of the run -> its method, and what the sweep's file gives it."""
+    return {run.name: {"method": run.method} | run.given for run in runs}
+
+
+def _check_same(runs: Sequence[Planned], out: Path) -> None:
+    """Check that what was begun in a sweep is in it still, with the same settings.
+
+    Raises:
+      InputError: naming the first run that is not, and the settings in which it is another.
+    """
+    if not (out / PLAN).is_file():
+        raise InputError(f"resume: {str(out)!r} is no folder of a sweep: it has no {PLAN}")
+    now = {run.name: run for run in runs}
+    for name in config.load_yaml(out / PLAN):
+        if not (out / str(name) / "config.yaml").exists():
+            continue
+        if name not in now:
+            raise InputError(
+                f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file has not"
+            )
+        origin.check_file(out / name, now[name].method, now[name].cfg)
+
+
+def _settings(run: Planned, out: Path) -> Path:
+    return out / SETTINGS / f"{run.name}.yaml"
+
+
+def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
+    """The process that makes a run in the sweep's folder."""
+    settings, log = _settings(run, out).absolute(), (out / LOGS / f"{run.name}.log").absolute()
+    return Job(
+        run.name, run.method, str((out / run.name).absolute()), str(settings), str(log), options, os.getcwd(),
+        carried(os.environ),
+    )  # fmt: skip
+
+
+def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
+    """What became of a run whose process has ended with this code; None: there was no process."""
+    try:
+        summary = report.load_summary(out / run.name)
+    except InputError:
+        summary = None
+    if summary and not code:
+        failed = learned_nothing(summary)
+        return Outcome(
+            "failed" if failed else "finished", code, "no upload was valid" if failed else "", summary
+        )
+    if code is None:
+        return Outcome("not finished", None, "", summary)
+    return Outcome("failed", code, last_line(out / LOGS / f"{run.name}.log"), summary)
+
+
+def last_line(log: Path) -> str:
+    """What a process has said last."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 10_000))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return one_line(next((line for line in reversed(lines) if line), "it said nothing"))
+
+
+def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """The content of sweep.json."""
+    states = [outcome.state for outcome in outcomes.values()]
+    told = [
+        {
+            "name": run.name, "method": run.method, "seed": run.cfg.seed, "given": run.given,
+            **{key: getattr(outcomes[run.name], key) for key in ("state", "exit_code", "why")},
+            **{key: (outcomes[run.name].summary or {}).get(key) for key in ("A_avg", "A_last")},
+        }
+        for run in runs
+    ]  # fmt: skip
+    return {
+        state.replace(" ", "_"): states.count(state) for state in ("finished", "failed", "not finished")
+    } | {"runs": told}
+
+
+# ---- runs that go on ---------------------------------------------------------------------------------------
+
+
+def play(
+    jobs: Sequence[Job], start: Start, slots: Sequence[str | None], codes: dict[str, int],
+    watch: Callable[[Mapping[str, int], Sequence[str]], None],
+) -> None:  # fmt: skip
+    """Make runs, at most `len(slots)` at a time, and write their exit codes into `codes`. A signal that ends
+    this process is passed on to those that run; it ends when they have."""
+    waiting, free, running = deque(jobs), list(slots), {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                with postponed():  # nothing runs that nobody knows of
+                    job, slot = waiting.popleft(), free.pop(0)
+                    running[job.name] = (start(on_device(job, slot)), slot)
+            for name, code in _ended(running).items():
+                codes[name] = code
+                free.append(running.pop(name)[1])
+            watch(codes, list(running))
+            if running:
+                time.sleep(SECONDS)
+    except BaseException as stop:
+        with postponed():
+            _end(running, number_of(stop) if isinstance(stop, KeyboardInterrupt) else 15)
+        raise
+
+
+def on_device(job: Job, device: str | None) -> Job:
+    """A job that sees one GPU alone."""
+    if device is None:
+        return job
+    return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
+
+
+def _ended(running: Mapping[str, tuple[Task, str | None]]) -> dict[str, int]:
+    codes = {name: task.code() for name, (task, _) in running.items()}
+    return {name: code for name, code in codes.items() if code is not None}
+
+
+def _end(running: Mapping[str, tuple[Task, str | None]], number: int) -> None:
+    """Tell all runs to end, as the signal would, and wait until they have."""
+    for task, _ in running.values():
+        task.stop(number)
+    while len(_ended(running)) < len(running):
+        time.sleep(SECONDS)
+
+
+@contextlib.contextmanager
+def _watched(
+    runs: Sequence[Planned], out: Path, console: Console
+) -> Iterator[Callable[[Mapping[str, int], Sequence[str]], None]]:
+    """A bar over the rounds of all runs, with the time left, and a line for each run that has ended."""
+    columns = [
+        TextColumn("runs {task.fields[ended]}/{task.fields[runs]}"), BarColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
+    ]  # fmt: skip
+    rounds = {run.name: run.cfg.tasks * run.cfg.rounds for run in runs}
+    ended = {run.name for run in runs if outcome(run, out, None).summary}
+    with Progress(*columns, console=console, speed_estimate_period=3600) as progress:
+        done = sum(rounds[name] for name in ended)
+        bar = progress.add_task(
+            "", total=sum(rounds.values()), completed=done, runs=len(runs), ended=len(ended), now=""
+        )
+
+        def watch(codes: Mapping[str, int], running: Sequence[str]) -> None:
+            for name in [name for name in codes if name not in ended]:
+                ended.add(name)
+                say(progress.console, f"{name}: {'finished' if not codes[name] else 'FAILED'}")
+            played = sum(min(rounds[name], _rounds(out / name)) for name in running)
+            done = sum(rounds[name] for name in ended) + played
+            progress.update(bar, completed=done, ended=len(ended), now=" ".join(running)[:60])
+
+        yield watch
+
+
+def _rounds(folder: Path) -> int:
+    """The rounds that a run has logged."""
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+# ---- what is said at the end -------------------------------------------------------------------------------
+
+
+def finished(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
+    """The folders of the runs that finished."""
+    return [out / name for name, outcome in outcomes.items() if outcome.state == "finished"]
+
+
+def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
+    """A table of what did not finish, if anything, and those of `compare` over what did, with its figure."""
+    done = finished(outcomes, out)
+    compared, figure = compare(done, out / "accuracy.png") if done else ([], None)
+    failed = Table("run", "exit code", "why", title="failed")
+    for name, found in outcomes.items():
+        if found.state != "finished":
+            code = "" if found.exit_code is None else found.exit_code
+            add_row(failed, name, code, found.why or found.state)
+    return [*compared, *([failed] if failed.row_count else [])], figure
+
+
+def plan_table(runs: Sequence[Planned]) -> Table:
+    """The runs of a sweep, with the options in which they differ."""
+    table = Table("run", "method", "what differs", title=f"{len(runs)} runs")
+    table.columns[0].overflow = "fold"
+    names = dict.fromkeys(name for run in runs for name in run.given)
+    differ = [name for name in names if len({run.given.get(name) for run in runs}) > 1]
+    for run in runs:
+        told = [f"{name} {run.given[name]}" for name in differ if name in run.given]
+        add_row(table, run.name, run.method, ", ".join(told))
+    return table
