@@ -27,12 +27,12 @@ from fcljax.data.tasks import make_tasks
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
 from fcljax.models.networks import CONVNETS, make_network
-from fcljax.parts.federate import Kit, Train
+from fcljax.parts.federate import Run, Train
 from fcljax.runs import checkpoint
-from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Method, Setting, Turn
+from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes
 
 CLASSES, TASKS, ROWS = 100, 10, 500
-SETTING = Setting(CLASSES, TASKS, CLASSES // TASKS, 1, rounds=10, rows=ROWS)
+SIZES = Sizes(CLASSES, TASKS, CLASSES // TASKS, 1, rounds=10, examples=ROWS)
 
 
 def main() -> None:
@@ -48,53 +48,56 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{processor()}, {jax.devices()[0].device_kind}, matrix products {peak():.0f} GFLOP/s")
     print(f"{options.backbone}, {options.side} x {options.side} pixels")
-    kit = kit_of(options.backbone, options.side, options.batch)
+    run = kit_of(options.backbone, options.side, options.batch)
     if options.what == "step":
-        steps(kit, options.side, options.batch, options.draws, options.repeats)
+        steps(run, options.side, options.batch, options.draws, options.repeats)
     else:
-        checkpoints(kit, options.clients)
+        checkpoints(run, options.clients)
 
 
-def kit_of(backbone: str, side: int, batch: int) -> Kit:
+def kit_of(backbone: str, side: int, batch: int) -> Run:
     """The network as a run has it, all of which trains."""
     config = dataclasses.replace(CONVNETS[backbone], image_size=side, stem="cifar")
     network = make_network(config, (0.0,) * 3, (1.0,) * 3)
-    adapter = full(FullOptions(0.01), SETTING, network)
-    return Kit(SETTING, network, adapter, Train(1, batch, 0.01, optax.identity()))
+    adapter = full(FullOptions(0.01), SIZES, network)
+    return Run(SIZES, network, adapter, Train(1, batch, 0.01, optax.identity()))
 
 
-def vfcl_of(kit: Kit, draws: int) -> Method:
+def vfcl_of(run: Run, draws: int) -> Method:
     """VFCL without exemplars: what rows it recalls is no cost of its posteriors."""
-    return vfcl(VFCLOptions(samples=draws, merge="tempered", exemplars=0), kit)
+    return vfcl(VFCLOptions(samples=draws, merge="tempered", exemplars=0), run)
 
 
-def client(method: Method, kit: Kit) -> tuple[Ctx, tuple, tuple]:
+def client(method: Method, run: Run) -> tuple[ClientContext, tuple, tuple]:
     """A client that begins its second task: what it may read, its state, and what it works with."""
-    frozen, key = Frozen(kit.network.init(jax.random.key(0))), jax.random.key(1)
+    frozen, key = Frozen(run.network.init(jax.random.key(0))), jax.random.key(1)
     server = jax.jit(method.init)(key, frozen)
     task = jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
-    sent = method.broadcast(Turn(frozen, task, np.int32(0), np.bool_(False)), server)
+    sent = method.broadcast(RoundContext(frozen, task, np.int32(0), np.bool_(False)), server)
     info = ClientInfo(jnp.int32(0), jnp.int32(ROWS), jnp.full(CLASSES, ROWS // CLASSES), jnp.int32(0))
-    ctx, state = Ctx(frozen, sent.wire, sent.held, task, info), method.init_client(key, server)
-    return ctx, state, jax.jit(method.rounds[0].program.start)(ctx, state, key)
+    context, state = (
+        ClientContext(frozen, sent.payload, sent.cached, task, info),
+        method.init_client(key, server),
+    )
+    return context, state, jax.jit(method.rounds[0].program.start)(context, state, key)
 
 
-def steps(kit: Kit, side: int, batch: int, draws: list[int], repeats: int) -> None:
+def steps(run: Run, side: int, batch: int, draws: list[int], repeats: int) -> None:
     """Plain descent, then VFCL with each number of draws, side by side."""
-    ways: dict[str, Method] = {"plain": averaging(kit)} | {f"{n} draws": vfcl_of(kit, n) for n in draws}
+    ways: dict[str, Method] = {"plain": averaging(run)} | {f"{n} draws": vfcl_of(run, n) for n in draws}
     image = jax.random.normal(jax.random.key(2), (batch, side, side, 3))
     ids = jnp.arange(batch, dtype=jnp.int32)
     rows = Batch(image, 10 + ids % 10, ids >= 0, ids)
     calls = {}
     for name, method in ways.items():
-        ctx, _, local = client(method, kit)
+        context, _, local = client(method, run)
         start = time.perf_counter()
         step = (
             jax.jit(method.rounds[0].program.phases[0].step)
-            .lower(ctx, local, rows, jax.random.key(3))
+            .lower(context, local, rows, jax.random.key(3))
             .compile()
         )
-        calls[name] = caller(step, ctx, local, rows), time.perf_counter() - start
+        calls[name] = caller(step, context, local, rows), time.perf_counter() - start
     times = [{name: seconds(call)[0] for name, (call, _) in calls.items()} for _ in range(repeats)]
     medians = {name: statistics.median(each[name] for each in times) for name in calls}
     print("| step | seconds | times plain | compilation, s |\n|---|---|---|---|")
@@ -109,11 +112,11 @@ def caller(step: Callable, *arguments: object) -> Callable:
     return lambda: step(*arguments, jax.random.key(3))
 
 
-def checkpoints(kit: Kit, clients: int) -> None:
+def checkpoints(run: Run, clients: int) -> None:
     """A run's state with so many clients, written and read."""
-    ctx, state, _ = client(vfcl_of(kit, 1), kit)
+    context, state, _ = client(vfcl_of(run, 1), run)
     everyone = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * clients), state)
-    whole = checkpoint.State(ctx.wire.part, everyone, jax.random.key_data(jax.random.key(0)))
+    whole = checkpoint.State(context.payload.part, everyone, jax.random.key_data(jax.random.key(0)))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         start = time.perf_counter()

@@ -96,10 +96,12 @@ def main(batch: int) -> None:
                 pair = jax.tree.map(lambda leaf: jnp.stack([leaf] * CLIENTS), pair)
             taken = seconds(run, pair) / steps
             line = {
-                "way": name, "how": how, "ms": round(1e3 * taken, 1),
+                "way": name,
+                "how": how,
+                "ms": round(1e3 * taken, 1),
                 "of_peak": round(clients * work / taken / top / 1e9, 3),
                 "gradient_error": float(f"{error:.1e}"),
-            }  # fmt: skip
+            }
             print(json.dumps(line), flush=True)
 
 

@@ -29,7 +29,7 @@ from fcljax.data.store import client_rows
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacities, plan_round
+from fcljax.federated.schedule import ClientPartition, capacities, plan_round
 from fcljax.models.heads import cross_entropy
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
@@ -37,13 +37,13 @@ from fcljax.runs.inputs import network_of
 from fcljax.types import (
     Batch,
     Broadcast,
+    ClientContext,
     ClientInfo,
-    Ctx,
     Method,
     Phase,
     Program,
     Round,
-    Setting,
+    Sizes,
     Upload,
     View,
     Weighted,
@@ -68,32 +68,32 @@ def small_method(epochs: int = 1, channel: str = "mean") -> Method:
     def logits(params, batch):
         return jax.nn.relu(batch.image @ params[0]) @ params[1]
 
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         params, optimiser = local
-        loss_of = lambda p: cross_entropy(logits(p, batch), batch.label, ctx.task.current, batch.mask)
+        loss_of = lambda p: cross_entropy(logits(p, batch), batch.label, context.task.current, batch.mask)
         loss, gradient = jax.value_and_grad(loss_of)(params)
         update, optimiser = sgd.update(gradient, optimiser)
         return (optax.apply_updates(params, update), optimiser), {"loss": Weighted(loss, jnp.ones(()))}
 
-    def finish(ctx, local, state):
-        return Upload(**{channel: local[0]}, weight=ctx.info.rows), state
+    def finish(context, local, state):
+        return Upload(**{channel: local[0]}, weight=context.client.examples), state
 
-    def serve(turn, server, aggregate, key):
+    def serve(round_context, server, aggregate, key):
         if channel == "mean":
             return aggregate.mean, {}
         share = aggregate.weight / jnp.sum(aggregate.weight)
         return jax.tree.map(lambda each: jnp.tensordot(share, each, 1), aggregate.gather), {}
 
     program = Program(
-        start=lambda ctx, state, key: (ctx.wire, sgd.init(ctx.wire)),
+        start=lambda context, state, key: (context.payload, sgd.init(context.payload)),
         phases=(Phase(View(epochs, BATCH), step),),
         finish=finish,
     )
     return Method(
         init=init,
-        broadcast=lambda turn, server: Broadcast(server),
+        broadcast=lambda round_context, server: Broadcast(server),
         rounds=(Round(program, serve),),
-        predict=lambda turn, server, batch: logits(server, batch),
+        predict=lambda round_context, server, batch: logits(server, batch),
     )
 
 
@@ -102,29 +102,38 @@ def fetch(data, rows, keys, augment):
     return data[0][rows], data[1][rows], None
 
 
-def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndarray, Roster]:
+def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndarray, ClientPartition]:
     """Labels of 10 balanced classes and who holds them, Dirichlet(beta)."""
     label = np.repeat(np.arange(CLASSES), rows // CLASSES)
     parts = dirichlet(label, clients, beta, np.random.RandomState(seed), min_size=0)
-    return label, Roster(*client_rows(parts, label, TASK), count_matrix(label, parts, CLASSES))
+    return label, ClientPartition(*client_rows(parts, label, TASK), count_matrix(label, parts, CLASSES))
 
 
 def timed_round(
-    method: Method, roster: Roster, data, lanes: Lanes, frozen=(), reader=fetch, task=TASK, repeats: int = 3,
+    method: Method,
+    partition: ClientPartition,
+    data,
+    lanes: Lanes,
+    frozen=(),
+    reader=fetch,
+    task=TASK,
+    repeats: int = 3,
     ids: np.ndarray | None = None,
-):  # fmt: skip
+):
     """(seconds of one round, rows it reads, traces); `ids` take part, or all."""
-    ids = np.arange(len(roster.count)) if ids is None else ids
-    share = len(ids) / len(roster.count)
+    ids = np.arange(len(partition.count)) if ids is None else ids
+    share = len(ids) / len(partition.count)
     example = Example(frozen, data, task)
-    shapes = rooms(method, reader, example, [roster], lanes.count, share)
+    shapes = rooms(method, reader, example, [partition], lanes.count, share)
     engine = make_engine(method, reader, lanes, shapes, example)
     server = method.init(KEY, frozen)
-    states = [init_clients(method, server, len(roster.count), KEY)]
+    states = [init_clients(method, server, len(partition.count), KEY)]
     reports = []
 
     def once():
-        _, states[0], report = run_round(engine, frozen, server, states[0], data, roster, ids, task, 0, KEY)
+        _, states[0], report = run_round(
+            engine, frozen, server, states[0], data, partition, ids, task, 0, KEY
+        )
         reports.append(report)
 
     seconds = best(once, repeats)
@@ -135,9 +144,9 @@ def slots() -> None:
     """5,000 rows of 10 classes over 100 clients, batch 16, 8 lanes."""
     method = small_method()
     for beta in (0.05, 0.5):
-        _, roster = skewed(5000, 100, beta)
-        (room,) = capacities(method, [roster], 8, 128)
-        _, (useful, paid) = plan_round(method.rounds[0].program, roster, np.arange(100), 0, 8, room)
+        _, partition = skewed(5000, 100, beta)
+        (room,) = capacities(method, [partition], 8, 128)
+        _, (useful, paid) = plan_round(method.rounds[0].program, partition, np.arange(100), 0, 8, room)
         emit(
             "slots",
             clients=100,
@@ -152,7 +161,7 @@ def slots() -> None:
 def packed() -> None:
     """One packed round of 100 skewed clients against a jitted step dispatched from Python for each batch of
     each client."""
-    label, roster = skewed(5000, 100, 0.05)
+    label, partition = skewed(5000, 100, 0.05)
     image = np.random.default_rng(0).normal(size=(len(label), WIDTH)).astype(np.float32)
     method = small_method()
     server = method.init(KEY, ())
@@ -162,26 +171,31 @@ def packed() -> None:
     total = jax.jit(lambda mean, params, weight: jax.tree.map(lambda m, p: m + weight * p, mean, params))
 
     def dispatched():
-        mean, ctx = jax.tree.map(jnp.zeros_like, server), Ctx((), server, (), TASK, info)
+        mean, context = jax.tree.map(jnp.zeros_like, server), ClientContext((), server, (), TASK, info)
         for client in range(100):
-            rows = roster.rows[roster.offset[client] : roster.offset[client + 1]]
-            local = start(ctx, (), KEY)
+            rows = partition.rows[partition.offset[client] : partition.offset[client + 1]]
+            local = start(context, (), KEY)
             for i in range(0, len(rows), BATCH):
                 mine = np.resize(rows[i : i + BATCH], BATCH)
                 mask = np.arange(BATCH) < len(rows) - i
-                local, _ = step(ctx, local, _batch(image[mine], label[mine], mask), KEY)
+                local, _ = step(context, local, _batch(image[mine], label[mine], mask), KEY)
             mean = total(mean, local[0], np.float32(len(rows) / len(label)))
         jax.block_until_ready(mean)
 
     data = (jnp.asarray(image), jnp.asarray(label, jnp.int32))
     by_hand = best(dispatched, 5)
     for lanes in (Lanes(1, "loop"), Lanes(8, "vmap")):
-        seconds, rows, traces = timed_round(method, roster, data, lanes, repeats=5)
+        seconds, rows, traces = timed_round(method, partition, data, lanes, repeats=5)
         emit(
-            "packed", lanes=lanes.count, mode=lanes.mode, round_ms=round(1000 * seconds, 2),
-            dispatched_ms=round(1000 * by_hand, 2), ratio=round(by_hand / seconds, 2), rows=rows,
+            "packed",
+            lanes=lanes.count,
+            mode=lanes.mode,
+            round_ms=round(1000 * seconds, 2),
+            dispatched_ms=round(1000 * by_hand, 2),
+            ratio=round(by_hand / seconds, 2),
+            rows=rows,
             traces=traces,
-        )  # fmt: skip
+        )
 
 
 def _batch(image, label, mask):
@@ -190,24 +204,26 @@ def _batch(image, label, mask):
 
 def lanes() -> None:
     """Training examples per second of each lane mode."""
-    label, roster = skewed(5000, 100, 0.5)
+    label, partition = skewed(5000, 100, 0.5)
     data = (jax.random.normal(KEY, (len(label), WIDTH)), jnp.asarray(label, jnp.int32))
-    emit_modes("two-layer network", small_method(), roster, data)
+    emit_modes("two-layer network", small_method(), partition, data)
 
     backbone = load_backbone("vit_micro", None, None)
     settings = config.from_mapping("fppl", {"epochs": 1, "batch_size": 32, "clients": 16}, "bench")
-    setting = Setting(CLASSES, 1, CLASSES, 16)
-    method = make_method("fppl", config.resolve("fppl", settings), setting, network_of(backbone))
-    label, roster = skewed(1600, 16, 5.0)
+    sizes = Sizes(CLASSES, 1, CLASSES, 16)
+    method = make_method("fppl", config.resolve("fppl", settings), sizes, network_of(backbone))
+    label, partition = skewed(1600, 16, 5.0)
     data = (jax.random.normal(KEY, (len(label), 32, 32, 3)), jnp.asarray(label, jnp.int32))
-    emit_modes("fppl on vit_micro", method, roster, data, frozen_of(backbone), repeats=2)
+    emit_modes("fppl on vit_micro", method, partition, data, frozen_of(backbone), repeats=2)
 
 
-def emit_modes(model: str, method: Method, roster: Roster, data, frozen=(), repeats: int = 3) -> None:
+def emit_modes(
+    model: str, method: Method, partition: ClientPartition, data, frozen=(), repeats: int = 3
+) -> None:
     """One line for each lane mode."""
     modes = (Lanes(1, "loop"), Lanes(4, "loop"), Lanes(4, "vmap"), Lanes(8, "vmap"), Lanes(4, "unroll"))
     for mode in modes:
-        seconds, rows, traces = timed_round(method, roster, data, mode, frozen, repeats=repeats)
+        seconds, rows, traces = timed_round(method, partition, data, mode, frozen, repeats=repeats)
         rate = round(rows / seconds)
         emit("lanes", model=model, lanes=mode.count, mode=mode.mode, examples_per_s=rate, traces=traces)
 
@@ -242,18 +258,26 @@ def many_clients(clients: int, taking_part: int, channel: str) -> None:
     rows = np.tile(np.arange(own, dtype=np.int32), -(-clients * 8 // own))[: clients * 8]
     counts = np.zeros((clients, CLASSES), np.int32)
     np.add.at(counts, (np.repeat(np.arange(clients), 8), label[rows]), 1)
-    roster = Roster(rows, np.arange(clients + 1, dtype=np.int64) * 8, counts)
+    partition = ClientPartition(rows, np.arange(clients + 1, dtype=np.int64) * 8, counts)
     image = np.random.default_rng(0).normal(size=(own, WIDTH)).astype(np.float32)
     data = (jnp.asarray(image), jnp.asarray(label, jnp.int32))
     ids = np.sort(np.random.default_rng(1).permutation(clients)[:taking_part])
     before = high_water_mb()
-    seconds, _, traces = timed_round(small_method(channel=channel), roster, data, Lanes(8, "vmap"), ids=ids)
-    held = image.nbytes + sum(array.nbytes for array in (label, *roster[:3]))
+    seconds, _, traces = timed_round(
+        small_method(channel=channel), partition, data, Lanes(8, "vmap"), ids=ids
+    )
+    present = image.nbytes + sum(array.nbytes for array in (label, *partition[:3]))
     found = {
-        "clients": clients, "taking_part": taking_part, "channel": channel, "seconds": round(seconds, 3),
-        "us_per_participant": round(1e6 * seconds / taking_part, 1), "peak_mb": round(high_water_mb(), 1),
-        "before_mb": round(before, 1), "data_mb": round(held / 2**20, 1), "traces": traces,
-    }  # fmt: skip
+        "clients": clients,
+        "taking_part": taking_part,
+        "channel": channel,
+        "seconds": round(seconds, 3),
+        "us_per_participant": round(1e6 * seconds / taking_part, 1),
+        "peak_mb": round(high_water_mb(), 1),
+        "before_mb": round(before, 1),
+        "data_mb": round(present / 2**20, 1),
+        "traces": traces,
+    }
     print(json.dumps(found))
 
 

@@ -32,17 +32,25 @@ HERE = Path(__file__).resolve()
 Found = dict[str, Any]
 # the most of the whole time that each may take; where few are asked for, more in proportion
 SHARES = {
-    "ceilings": 0.15, "bfloat16 vmap": 0.3, "evaluation": 0.15, "torch": 0.2, "float32 vmap": 0.3,
-    "streaming": 0.2, "bfloat16 loop": 0.2, "float32 loop": 0.2, "bfloat16 unroll": 0.3,
+    "ceilings": 0.15,
+    "bfloat16 vmap": 0.3,
+    "evaluation": 0.15,
+    "torch": 0.2,
+    "float32 vmap": 0.3,
+    "streaming": 0.2,
+    "bfloat16 loop": 0.2,
+    "float32 loop": 0.2,
+    "bfloat16 unroll": 0.3,
     "float32 unroll": 0.3,
-}  # fmt: skip
+}
 CLOSE = 0.97  # of the best rate: fewer lanes that reach it are the better default
 # the product whose rate is the ceiling: jax's default on NVIDIA's GPUs is TF32, torch's is full precision
 CEILINGS = {"bfloat16": "bfloat16", "float32": "float32, default precision"}
 TORCH_CEILINGS = {
-    "bfloat16": "bfloat16", "float32": "float32, highest precision",
+    "bfloat16": "bfloat16",
+    "float32": "float32, highest precision",
     "float32, TF32 allowed": "float32, default precision",
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -25,9 +25,9 @@ from fcljax.adapters.pool import PoolOptions
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.hepco.hepco import HepcoOptions, latent_distillation
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Kit, Train, Wire
+from fcljax.parts.federate import Payload, Run, Train
 from fcljax.parts.learner import Learner, Model, learner
-from fcljax.types import Aggregate, Broadcast, Frozen, Network, Setting, Task, Turn
+from fcljax.types import Aggregate, Broadcast, Frozen, Network, RoundContext, Sizes, Task
 
 CLASSES, TASKS = 100, 10
 
@@ -81,13 +81,13 @@ def python_loop(spent: list[float], lower: int, upper: Any, body: Callable, star
 def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     """HePCo's server step as a function of arrays, and random ones: the merged model, the clients' models, a
     key."""
-    setting = Setting(CLASSES, TASKS, CLASSES // TASKS, clients)
+    sizes = Sizes(CLASSES, TASKS, CLASSES // TASKS, clients)
     network = Network(lambda key: (), lambda *_: None, width, 12, (8, 8, 3))  # pyrefly: ignore
-    adapter = ADAPTERS["pool"].build(PoolOptions(), setting, network)
+    adapter = ADAPTERS["pool"].build(PoolOptions(), sizes, network)
     model = learner(network, adapter, linear(width, CLASSES))
     cfg = config.resolve("hepco", config.from_mapping("hepco", {}, "options"))
-    options, kit = config.part(HepcoOptions, cfg), Kit(setting, network, adapter, Train(1, 1, 1e-3))
-    latent, task = latent_distillation(options, kit), jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
+    options, run = config.part(HepcoOptions, cfg), Run(sizes, network, adapter, Train(1, 1, 1e-3))
+    latent, task = latent_distillation(options, run), jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
     keys = jax.random.split(jax.random.key(0), clients + 2)
     params = model.init(keys[0], Frozen(()))
     parts = [noisy(model, params, task, key) for key in keys[2:]]
@@ -96,13 +96,17 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     rows = jnp.tile(jnp.where(task.current, 10, 0), (clients, 1))
 
     def step(params: Model, gathered: Model, key: jax.Array) -> Model:
-        previous = Broadcast(Wire(model.part(params, task), {}))
-        turn = Turn((), task, jnp.int32(0), jnp.bool_(False), previous)
+        previous = Broadcast(Payload(model.part(params, task), {}))
+        round_context = RoundContext((), task, jnp.int32(0), jnp.bool_(False), previous)
         aggregate = Aggregate(
-            (), (), {"part": gathered, "class_rows": rows}, jnp.ones(clients), jnp.arange(clients),
+            (),
+            (),
+            {"part": gathered, "class_rows": rows},
+            jnp.ones(clients),
+            jnp.arange(clients),
             jnp.ones(clients, bool),
-        )  # fmt: skip
-        return latent.step(turn, model, params, past, aggregate, key)[0]
+        )
+        return latent.step(round_context, model, params, past, aggregate, key)[0]
 
     return step, (params, gathered, keys[1])
 

@@ -168,9 +168,12 @@ def made(ways: dict[str, Callable]) -> tuple:
 def title(name: str) -> str:
     """Of a workload in the table."""
     return {
-        "cnn": "CNN, 50 clients", "mlp": "MLP, 200 clients", "tiny": "5,000 tiny clients",
-        "fppl": "FPPL, ViT-Ti/16", "pilora": "PILoRA, ViT-Ti/16",
-    }[name]  # fmt: skip
+        "cnn": "CNN, 50 clients",
+        "mlp": "MLP, 200 clients",
+        "tiny": "5,000 tiny clients",
+        "fppl": "FPPL, ViT-Ti/16",
+        "pilora": "PILoRA, ViT-Ti/16",
+    }[name]
 
 
 WORKLOADS: dict[str, Callable[[bool], Iterable[Any]]] = {

@@ -29,11 +29,11 @@ from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
 from fcljax.federated.engine import default_lanes, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacities
+from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
 from fcljax.runs.inputs import fetch, network_of
-from fcljax.types import Setting
+from fcljax.types import Sizes
 
 CLASSES, CLIENTS, BATCH = 10, 4, 32
 
@@ -111,24 +111,29 @@ def forget(path: Path) -> None:
 def make_round(split: Split):
     """(data -> server after one round of one epoch, the rows that it reads in some order)."""
     loaded, label = load_backbone("vit_micro", None, None), split.label
-    setting, frozen = Setting(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
+    sizes, frozen = Sizes(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
     settings = config.from_mapping("linear", {"epochs": 1, "batch_size": BATCH}, "bench")
-    method = make_method("linear", config.resolve("linear", settings), setting, network_of(loaded))
+    method = make_method("linear", config.resolve("linear", settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
     rows, offset = client_rows(parts, label, task)
-    held = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
-    roster = Roster(rows, offset, held)
+    present = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
+    partition = ClientPartition(rows, offset, present)
     lanes = default_lanes(jax.default_backend(), CLIENTS)
     reader = partial(fetch, preset("fppl", loaded.config.image_size), False)
-    rooms, example = capacities(method, [roster], lanes.count, CLIENTS), Example(frozen, Host(split, 1), task)
+    rooms, example = (
+        capacities(method, [partition], lanes.count, CLIENTS),
+        Example(frozen, Host(split, 1), task),
+    )
     engine = make_engine(method, reader, lanes, rooms, example)
     key = jax.random.key(0)
     server = method.init(key, frozen)
 
     def play(data):
         states, ids = init_clients(method, server, CLIENTS, key), np.arange(CLIENTS)
-        return jax.device_get(run_round(engine, frozen, server, states, data, roster, ids, task, 0, key)[0])
+        return jax.device_get(
+            run_round(engine, frozen, server, states, data, partition, ids, task, 0, key)[0]
+        )
 
     return play, rows
 

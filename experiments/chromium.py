@@ -85,15 +85,24 @@ def _pipes(program: str, home: str) -> Iterator[tuple[int, int]]:
     # above 4, so that none of them is in the way of the numbers that the browser wants
     wanted = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (their_in, their_out)]
     flags = [
-        "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-dev-shm-usage", "--disable-background-networking", f"--user-data-dir={home}",
+        "--headless=new",
+        "--remote-debugging-pipe",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        f"--user-data-dir={home}",
         "about:blank",
-    ]  # fmt: skip
+    ]
     shell = f'exec "$@" 3<&{wanted[0]} 4>&{wanted[1]}'
     process = subprocess.Popen(
-        ["bash", "-c", shell, "bash", program, *flags], pass_fds=wanted,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"HOME": home},
-    )  # fmt: skip
+        ["bash", "-c", shell, "bash", program, *flags],
+        pass_fds=wanted,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"HOME": home},
+    )
     for each in (their_in, their_out, *wanted):
         os.close(each)
     try:

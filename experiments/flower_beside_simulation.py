@@ -25,7 +25,7 @@ from fcljax.runs.build import build
 from fcljax.runs.checkpoint import State
 from fcljax.runs.queries import with_queries
 from fcljax.runs.records import Clock, Records
-from fcljax.runs.summary import traffic_by_round, wire_shapes
+from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.types import PyTree
 
 # one client's work at a time: compiling is what takes the time
@@ -47,7 +47,7 @@ def simulated(method: str, cfg: RunConfig) -> tuple[list[PyTree], list[dict[str,
                 state, kept, _ = play(exp.train, state, past, t, r, r == cfg.rounds - 1)
                 past += () if kept is None else (kept,)
                 states.append(jax.device_get(state.server))
-    return states, [each._asdict() for each in traffic_by_round(exp, wire_shapes(exp))]
+    return states, [each._asdict() for each in traffic_by_round(exp, payload_shapes(exp))]
 
 
 def flowered(method: str, settings: dict[str, Any], clients: int, out: str | None = None) -> list[PyTree]:
@@ -81,7 +81,7 @@ def main(method: str, arguments: list[str]) -> None:
                 {
                     key: value
                     for key, value in line.items()
-                    if key.startswith("wire") or key in ("task", "round")
+                    if key.startswith("payload") or key in ("task", "round")
                 }
             )
 

@@ -22,8 +22,8 @@ from fcljax.runs.inputs import frozen_features
 
 def real_latents(feature: Float[Array, "N D"], label: Int[Array, " N"], classes: int):
     """A `draw_latents` of real features; rows with label -1 belong to no class of the run."""
-    held = label >= 0
-    rows_of = jnp.bincount(jnp.where(held, label, classes), length=classes + 1)
+    present = label >= 0
+    rows_of = jnp.bincount(jnp.where(present, label, classes), length=classes + 1)
 
     def draw(options, shape, rows, past, task, new, older, key: PRNGKeyArray) -> hepco.Composite:
         del shape, new, older
@@ -32,7 +32,7 @@ def real_latents(feature: Float[Array, "N D"], label: Int[Array, " N"], classes:
             """Each class as often as it occurs, each of its images equally often."""
             odds = jnp.where(rows > 0, jnp.log(jnp.maximum(rows, 1e-12)), -jnp.inf)
             of_row = odds[jnp.maximum(label, 0)] - jnp.log(jnp.maximum(rows_of[jnp.maximum(label, 0)], 1))
-            chosen = jax.random.categorical(key, jnp.where(held, of_row, -jnp.inf), shape=(count,))
+            chosen = jax.random.categorical(key, jnp.where(present, of_row, -jnp.inf), shape=(count,))
             return hepco.Latents(feature[chosen], label[chosen])
 
         first, second = jax.random.split(key)
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     feature = frozen_features(exp.inputs, cfg.eval_batch_size)(exp.frozen, exp.train)
     label = jnp.asarray(exp.scenario.train_label)
     # the method has no place for this, on purpose: a server that could draw these would need no generators
-    hepco.draw_latents = real_latents(jnp.asarray(feature), label, exp.setting.classes)
+    hepco.draw_latents = real_latents(jnp.asarray(feature), label, exp.sizes.classes)
     summary = loop.run("hepco", cfg, out)
     print(f"A_last {100 * summary['A_last']:.1f} %")
 

@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> None:
     cfg = running.settings("pmae", given, running.Paths())
     pair_of, no_restore = pmae.autoencoder_of, pmae.no_restore
 
-    def room_for_images(options, setting, network: Network, pair: Autoencoder) -> pmae.Restore:
-        none = no_restore(options, setting, network, pair)
+    def room_for_images(options, sizes, network: Network, pair: Autoencoder) -> pmae.Restore:
+        none = no_restore(options, sizes, network, pair)
         *place, tokens, _ = none.latent.shape
         numbers = 3 * pair.patches * pair.patch**2
         return none._replace(latent=jnp.zeros((*place, tokens, -(-numbers // tokens))))

@@ -37,9 +37,9 @@ def main(run_dir: str) -> None:
     exp = build(method, cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
         server = loop.begin(exp, manager, print)[0].server
-    network, classes, task = network_of(exp.inputs.backbone), exp.setting.classes, exp.scenario.tasks[-1]
+    network, classes, task = network_of(exp.inputs.backbone), exp.sizes.classes, exp.scenario.tasks[-1]
     adapter = ADAPTERS[cfg.adapter]
-    built = adapter.build(config.part(adapter.options, cfg), exp.setting, network)
+    built = adapter.build(config.part(adapter.options, cfg), exp.sizes, network)
     model, params = learner(network, built, linear(network.width, classes)), server.params
     pool, head = server.steps[0], params.classifier
 
@@ -52,7 +52,7 @@ def main(run_dir: str) -> None:
     train, test = (np.asarray(of(exp.frozen, split)) for split in (exp.train, exp.test))
     label, target = exp.scenario.train_label, exp.scenario.test_label
     fresh = np.stack([train[label == c].mean(0) for c in range(classes)])
-    stored = np.asarray(prototype_mean(pool.vector, pool.held, jnp.ones(cfg.clients, bool))[0])
+    stored = np.asarray(prototype_mean(pool.vector, pool.present, jnp.ones(cfg.clients, bool))[0])
     tasks = [t.classes[t.classes >= 0] for t in exp.scenario.tasks]
 
     def accuracy(predicted):

@@ -4,7 +4,7 @@
     python experiments/robust.py --out runs/robust --methods fppl --seeds 2023
     python experiments/robust.py --out runs/faults --shares 0.1 0.2 0.4 --methods fedavg fppl pilora
 
-10 clients with the same class mix (iid); 2 tasks, 3 rounds of 2 epochs. Either 2 clients are hostile in all
+10 clients with the same class mix (iid); 2 tasks, 3 rounds of 2 epochs. Either 2 clients are malicious in all
 rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every round. FedAvg
 averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in two blocks.
 Every run is an ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as
@@ -32,8 +32,8 @@ RULES = {
     "median": ["--aggregator", "median"],
     "trimmed_mean, trim 0.2": ["--aggregator", "trimmed_mean", "--trim", "0.2"],
     "geometric_median": ["--aggregator", "geometric_median"],
-    "krum, 2 assumed": ["--aggregator", "krum", "--hostile-bound", "2"],
-    "multi_krum, 2 assumed": ["--aggregator", "multi_krum", "--hostile-bound", "2"],
+    "krum, 2 assumed": ["--aggregator", "krum", "--malicious-bound", "2"],
+    "multi_krum, 2 assumed": ["--aggregator", "multi_krum", "--malicious-bound", "2"],
     "centred_clipping, radius 1": ["--aggregator", "centred_clipping", "--clip-radius", "1.0"],
     "mean of changes clipped to 1": ["--clip-norm", "1.0"],
 }
@@ -52,7 +52,7 @@ def main() -> None:
     # rules differ on the server alone, so most programs are compiled once
     jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    hostile = {attack: ["--hostile", "2", "--attack", attack] for attack in ATTACKS}
+    malicious = {attack: ["--malicious", "2", "--attack", attack] for attack in ATTACKS}
     for method in options.methods:
         for share in options.shares:
             drawn = {f"{fault}-{share}": ["--faults", f"{fault}={share}"] for fault in options.faults}
@@ -61,7 +61,7 @@ def main() -> None:
                 flush=True,
             )
         if not options.shares:
-            print(table(method, method, hostile, options.seeds, options.out, options.rules), flush=True)
+            print(table(method, method, malicious, options.seeds, options.out, options.rules), flush=True)
 
 
 def table(

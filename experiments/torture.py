@@ -312,11 +312,11 @@ WHOLE = (
     "keep-checkpoints",
     "data-budget",
     "glyph-train",
-    "alpha",
+    "classes-per-client",
     "seed",
     "heads",
 )
-REAL = ("lr", "beta", "participation", "holdout", "split-ratio", "weight-decay", "norm-bound", "momentum")
+REAL = ("lr", "alpha", "participation", "holdout", "split-ratio", "weight-decay", "norm-bound", "momentum")
 NAMED = (
     "adapter",
     "partition",
@@ -568,7 +568,7 @@ GENERATORS: tuple[Callable[[random.Random], Bad], ...] = (
                     ["--batch-size", str(rng.randrange(10**8, 2**31))],
                     ["--devices", str(rng.randrange(2, 10**6))],
                     ["--image-size", str(8 * rng.randrange(700, 790))],
-                    ["--hostile", str(rng.randrange(5, 10**6))],
+                    ["--malicious", str(rng.randrange(5, 10**6))],
                 )
             ),
         ],

@@ -38,8 +38,10 @@ def checked(folder: Path) -> None:
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     looked_into(names)
-    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files; {sdist.name}: "
-          f"{sdist.stat().st_size:,} bytes")  # fmt: skip
+    print(
+        f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files; {sdist.name}: "
+        f"{sdist.stat().st_size:,} bytes"
+    )
     for package in (wheel, sdist):
         installed(package, folder / f"from-{'wheel' if package is wheel else 'sdist'}")
         print(f"{package.name}: installed, and runs")

@@ -46,11 +46,22 @@ USAGE = """usage: fcljax COMMAND ...
 """
 
 COMMANDS = {
-    "run": run, "check": check, "list": list_, "compare": compare, "report": report, "watch": watch,
-    "sweep": sweep, "reproduce": reproduce, "data": data, "convert": convert, "embed": embed,
-    "pretrain": pretrain, "pretrain-decoder": pretrain_decoder, "doctor": doctor,
+    "run": run,
+    "check": check,
+    "list": list_,
+    "compare": compare,
+    "report": report,
+    "watch": watch,
+    "sweep": sweep,
+    "reproduce": reproduce,
+    "data": data,
+    "convert": convert,
+    "embed": embed,
+    "pretrain": pretrain,
+    "pretrain-decoder": pretrain_decoder,
+    "doctor": doctor,
     "completion": lambda arguments: completion(arguments, COMMANDS),
-}  # fmt: skip
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

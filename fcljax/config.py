@@ -109,7 +109,7 @@ class InputConfig(BackboneConfig, SplitConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DealConfig(SplitConfig):
+class PartitionConfig(SplitConfig):
     """Which client holds which of the images, and in which task."""
 
     tasks: int = 5  # number of tasks T
@@ -120,9 +120,9 @@ class DealConfig(SplitConfig):
     # classes (VFCL)
     partition: Partition = "dirichlet"
     # labels that a client owns in a task (quantity), or shards of 1/100 of its rows that it draws (shards)
-    alpha: int = 2
+    classes_per_client: int = 2
     # Dirichlet concentration of dirichlet and task_dirichlet; smaller is less even
-    beta: float = option(0.5, positive=True)
+    alpha: float = option(0.5, positive=True)
     # the fewest rows a client may get in all or, with task_dirichlet, in a task; else drawn again
     min_rows: int = option(10, least=0)
     # static: clients keep their rows; redrawn: all rows are dealt afresh in every round; independent: so they
@@ -181,7 +181,7 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, DealConfig, InputConfig):
+class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, PartitionConfig, InputConfig):
     """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
     need no download."""
 
@@ -195,13 +195,20 @@ Presets = Mapping[str, Mapping[str, object]]  # preset name -> values of fields
 
 # what a field is where neither the user nor a preset says
 USUAL = {
-    "preprocess": "fppl", "normalise": "checkpoint", "positions": "antialiased", "population": "static",
-    "train_share": 1.0, "class_order": "shuffled",
-}  # fmt: skip
+    "preprocess": "fppl",
+    "normalise": "checkpoint",
+    "positions": "antialiased",
+    "population": "static",
+    "train_share": 1.0,
+    "class_order": "shuffled",
+}
 # and with --partition sampled, which alone reads these
 SAMPLED: dict[str, Any] = {
-    "split_ratio": 0.1, "category_ratio": 0.6, "imbalance": 1.0, "long_tail": "applied",
-}  # fmt: skip
+    "split_ratio": 0.1,
+    "category_ratio": 0.6,
+    "imbalance": 1.0,
+    "long_tail": "applied",
+}
 PRIVATE: dict[str, Any] = {"category_ratio": 0.5}  # likewise, of private streams through the same tasks
 POOLED: dict[str, Any] = {"pool_classes": 5}  # and of those with a pool
 
@@ -285,9 +292,12 @@ def run_class(method: str, adapter: str | None = None) -> type:
         for name, value in own.items()
     ]
     return dataclasses.make_dataclass(
-        f"Run_{Path(method).stem}_{adapter}", fields, bases=bases, frozen=True,
+        f"Run_{Path(method).stem}_{adapter}",
+        fields,
+        bases=bases,
+        frozen=True,
         namespace={"__doc__": entry.summary},
-    )  # fmt: skip
+    )
 
 
 def defaults(method: str, adapter: str, group: type[Value]) -> Value:
@@ -313,12 +323,12 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         )
     if config.clients > MOST_CLIENTS:
         raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
-    if config.hostile >= config.clients:
+    if config.malicious >= config.clients:
         raise InputError(
-            f"hostile: {config.hostile} of {config.clients} clients; nearest: {config.clients - 1}"
+            f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
-    if config.attack is not None and not config.hostile:
-        raise InputError(f"attack: {config.attack!r} needs hostile clients; nearest: --hostile 1")
+    if config.attack is not None and not config.malicious:
+        raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
     if config.dp_delta is not None and config.noise_multiplier is None:
         raise InputError(
@@ -330,7 +340,7 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
     return settle(config, chosen)
 
 
-def check_partition(config: DealConfig) -> None:
+def check_partition(config: PartitionConfig) -> None:
     """Check that settings of sampled clients and of private streams come with them, and that nobody redraws
     what they fix or fixes what they redraw.
 
@@ -355,7 +365,7 @@ def check_partition(config: DealConfig) -> None:
         )
 
 
-def _reads(config: DealConfig) -> dict[str, Any]:
+def _reads(config: PartitionConfig) -> dict[str, Any]:
     """Fields that this partition alone reads, and their values where nothing is asked for."""
     if config.partition == "sampled":
         return SAMPLED
@@ -384,10 +394,10 @@ def settle(config: Settings, preset: Mapping[str, Any] = MappingProxyType({})) -
     Raises:
       InputError: as `check_partition`.
     """
-    if isinstance(config, DealConfig):
+    if isinstance(config, PartitionConfig):
         check_partition(config)
     usual, preset = dict(USUAL), dict(preset)
-    if isinstance(config, DealConfig):
+    if isinstance(config, PartitionConfig):
         reads = _reads(config)
         usual |= reads
         sampled = config.partition == "sampled"  # of whom alone a preset speaks

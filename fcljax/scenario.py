@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
-from fcljax.config import DealConfig
+from fcljax.config import PartitionConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.partition import (
     Sample,
@@ -23,7 +23,7 @@ from fcljax.data.store import ClientRows, client_rows, merge
 from fcljax.data.streams import own_streams, pool_of, shared_streams
 from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
 from fcljax.errors import InputError
-from fcljax.federated.schedule import Roster
+from fcljax.federated.schedule import ClientPartition
 from fcljax.options import resolved
 from fcljax.types import Task
 
@@ -35,20 +35,20 @@ class Scenario(NamedTuple):
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
-    rosters: list[list[Roster]]  # [task][round]
+    partitions: list[list[ClientPartition]]  # [task][round]
     holdings: Int[np.ndarray, "K C"]  # training rows per client and class; redrawn: of all rounds together
 
     def current(self, task: int, client: int) -> Bool[np.ndarray, " C"]:
         """The classes of a task, of a client's own where it has one."""
-        own = self.rosters[task][0].task
+        own = self.partitions[task][0].task
         return np.asarray(own.current[client] if own else self.tasks[task].current)
 
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
         """Of which classes each client has held rows, up to a task's end."""
-        return np.any([r.class_rows > 0 for of_task in self.rosters[: task + 1] for r in of_task], axis=0)
+        return np.any([r.class_rows > 0 for of_task in self.partitions[: task + 1] for r in of_task], axis=0)
 
 
-def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -> Scenario:
+def make_scenario(dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool) -> Scenario:
     """The tasks and rosters of a run.
 
     Args:
@@ -75,32 +75,36 @@ def make_scenario(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool) -
     counts = [[_counts(each, dealt.train_label, classes) for each in of_task] for of_task in rows]
     said = [[told(t, r) for r in range(deals)] for t in range(len(tasks))] if told else counts
     owns = dealt.own or (None,) * len(tasks)
-    rosters = [
-        [Roster(*each, numbers, own) for each, numbers in zip(of_task, counted, strict=True)]
+    partitions = [
+        [ClientPartition(*each, numbers, own) for each, numbers in zip(of_task, counted, strict=True)]
         * (rounds // deals)
         for of_task, counted, own in zip(rows, said, owns, strict=True)
     ]
     holdings = functools.reduce(np.add, (each for of_task in counts for each in of_task))
-    return Scenario(dealt.train_label, dealt.test_label, tasks, rosters, holdings)
+    return Scenario(dealt.train_label, dealt.test_label, tasks, partitions, holdings)
 
 
 def scenario_of_counts(
-    dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool, rows: Int[np.ndarray, "T K"]
+    dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool, rows: Int[np.ndarray, "T K"]
 ) -> Scenario:
     """What a server knows that holds no training rows: the tasks, and how many rows clients say that they
     have in each. Its rosters name no rows and no classes."""
     order, tasks = _tasks(dataset, cfg, joint)
     nobody = np.zeros((cfg.clients, len(order)), np.int32)
 
-    def roster(count: Int[np.ndarray, " K"]) -> Roster:
-        return Roster(np.zeros(int(count.sum()), np.int32), np.concatenate([[0], np.cumsum(count)]), nobody)
+    def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
+        return ClientPartition(
+            np.zeros(int(count.sum()), np.int32), np.concatenate([[0], np.cumsum(count)]), nobody
+        )
 
-    rosters = [[roster(count)] * rounds for count in rows]
+    partitions = [[partition(count)] * rounds for count in rows]
     train_label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    return Scenario(train_label, test_label, tasks, rosters, nobody)
+    return Scenario(train_label, test_label, tasks, partitions, nobody)
 
 
-def scenario_of_one(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool, client: int) -> Scenario:
+def scenario_of_one(
+    dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool, client: int
+) -> Scenario:
     """What a client knows that holds data of its own: all training rows of the data set are its, each in the
     task of its class."""
     order, tasks = _tasks(dataset, cfg, joint)
@@ -109,11 +113,13 @@ def scenario_of_one(dataset: Dataset, cfg: DealConfig, rounds: int, joint: bool,
     owned[client] = np.arange(len(label), dtype=np.int32)
     held = [client_rows(owned, label, task) for task in tasks]
     counts = [_counts(each, label, len(order)) for each in held]
-    rosters = [[Roster(*each, number)] * rounds for each, number in zip(held, counts, strict=True)]
-    return Scenario(label, test_label, tasks, rosters, functools.reduce(np.add, counts))
+    partitions = [
+        [ClientPartition(*each, number)] * rounds for each, number in zip(held, counts, strict=True)
+    ]
+    return Scenario(label, test_label, tasks, partitions, functools.reduce(np.add, counts))
 
 
-def _tasks(dataset: Dataset, cfg: DealConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
+def _tasks(dataset: Dataset, cfg: PartitionConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
     """The class order and the tasks that all clients go through."""
     classes = len(dataset.class_names)
     order = _order(classes, cfg, np.random.RandomState(cfg.seed))
@@ -138,7 +144,7 @@ class Deal(NamedTuple):
     own: tuple[Task, ...] = ()
 
 
-def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
+def deal(dataset: Dataset, cfg: PartitionConfig, rounds: int = 1) -> Deal:
     """Deal the training rows to clients and tasks, for so many rounds a task, which the seeds of sampled
     clients depend on.
 
@@ -193,9 +199,14 @@ def deal(dataset: Dataset, cfg: DealConfig, rounds: int = 1) -> Deal:
 
 
 def _private(
-    dataset: Dataset, cfg: DealConfig, order: np.ndarray, label: np.ndarray, test_label: np.ndarray,
-    used: np.ndarray, rng: np.random.RandomState,
-) -> Deal:  # fmt: skip
+    dataset: Dataset,
+    cfg: PartitionConfig,
+    order: np.ndarray,
+    label: np.ndarray,
+    test_label: np.ndarray,
+    used: np.ndarray,
+    rng: np.random.RandomState,
+) -> Deal:
     """Private streams: of the run's tasks, or of a pool that every client draws its own from."""
     classes = len(order)
     if cfg.pool is None:
@@ -223,7 +234,7 @@ def _stacked(shared: Task, mine: tuple[Task, ...]) -> Task:
     return Task.of_numpy(everybody(np.asarray(shared.index)), everybody(shared.classes), current, seen)
 
 
-def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.ndarray:
+def _order(classes: int, cfg: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
     """The class order; only numpy's shuffle draws from the stream."""
     match cfg.class_order:
         case "natural":
@@ -235,15 +246,18 @@ def _order(classes: int, cfg: DealConfig, stream: np.random.RandomState) -> np.n
 
 
 def _sampled(
-    labels: np.ndarray, mine: np.ndarray, cfg: DealConfig, task: int, round_: int, rounds: int
+    labels: np.ndarray, mine: np.ndarray, cfg: PartitionConfig, task: int, round_: int, rounds: int
 ) -> list[Sample]:
     """The clients of one round, with the seeds of HePCo's release (specification 6.3); rows of the store."""
     first = 1 + cfg.clients * round_ + cfg.clients * rounds * task + 2000 * cfg.seed
     draw = functools.partial(
-        sample_client, labels[mine], split=resolved(cfg.split_ratio),
-        category=resolved(cfg.category_ratio), imbalance=resolved(cfg.imbalance),
+        sample_client,
+        labels[mine],
+        split=resolved(cfg.split_ratio),
+        category=resolved(cfg.category_ratio),
+        imbalance=resolved(cfg.imbalance),
         applied=cfg.long_tail == "applied",
-    )  # fmt: skip
+    )
     drawn = [draw(seed=(first + client) % 2**32) for client in range(cfg.clients)]
     return [each._replace(rows=mine[each.rows]) for each in drawn]
 
@@ -257,13 +271,13 @@ def _told(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
     return told
 
 
-def _split(labels: np.ndarray, cfg: DealConfig, rng: np.random.RandomState) -> list[np.ndarray]:
+def _split(labels: np.ndarray, cfg: PartitionConfig, rng: np.random.RandomState) -> list[np.ndarray]:
     match cfg.partition:
         case "iid":
             return iid(labels, cfg.clients, rng, cfg.min_rows)
         case "quantity":
-            return quantity(labels, cfg.clients, cfg.alpha, rng)
+            return quantity(labels, cfg.clients, cfg.classes_per_client, rng)
         case "shards":
-            return shards(labels, cfg.clients, cfg.alpha, rng)
+            return shards(labels, cfg.clients, cfg.classes_per_client, rng)
         case _:
-            return dirichlet(labels, cfg.clients, cfg.beta, rng, cfg.min_rows)
+            return dirichlet(labels, cfg.clients, cfg.alpha, rng, cfg.min_rows)

@@ -29,7 +29,7 @@ class Weighted(NamedTuple):
 Metrics: TypeAlias = dict[str, Weighted]
 
 
-class Setting(NamedTuple):
+class Sizes(NamedTuple):
     """The static sizes of a run, from which methods make their shapes."""
 
     classes: int  # C
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     task_classes: int  # Ct: classes of the largest task
     clients: int  # K
     rounds: int = 1  # per task, for schedules that run over a task's rounds
-    rows: int = 0  # the most that a client holds in a round, for what gathers all of them; 0: not known
+    examples: int = 0  # the most that a client holds in a round, for what gathers all of them; 0: not known
 
 
 class Frozen(NamedTuple):
@@ -128,8 +128,8 @@ class ClientInfo(NamedTuple):
     round in the task."""
 
     id: Int[Array, ""]
-    rows: Int[Array, ""]
-    class_rows: Int[Array, " C"]
+    examples: Int[Array, ""]
+    class_examples: Int[Array, " C"]
     round: Int[Array, ""]
 
     @classmethod
@@ -147,25 +147,25 @@ class Batch(NamedTuple):
     image: Float[Array, "B H W 3"]
     label: Int[Array, " B"]
     mask: Bool[Array, " B"]
-    row: Int[Array, " B"]
+    index: Int[Array, " B"]
     # cached features of the un-prompted backbone, where the input is deterministic
     query: Float[Array, "B D"] | None = None
     # keys of what a step draws for each row: of the round, the phase, the step and the row, whoever holds it
-    draw: Key[Array, " B"] | None = None
+    keys: Key[Array, " B"] | None = None
 
 
-class Ctx(NamedTuple):
+class ClientContext(NamedTuple):
     """All that a client may read: the frozen network, what was broadcast, its own task (streams may differ
     between clients) and what is known of it."""
 
     frozen: PyTree
-    wire: PyTree
-    held: PyTree
+    payload: PyTree
+    cached: PyTree
     task: Task
-    info: ClientInfo
+    client: ClientInfo
 
 
-class Turn(NamedTuple):
+class RoundContext(NamedTuple):
     """All that a server may read besides its own state. `previous` is what was broadcast; () where nothing
     was."""
 
@@ -176,7 +176,7 @@ class Turn(NamedTuple):
     previous: PyTree = ()
 
     @classmethod
-    def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> "Turn":
+    def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> "RoundContext":
         """A turn made on the host, of numbers."""
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(frozen, task, np.int32(round_), np.bool_(last))
@@ -187,8 +187,8 @@ class Broadcast(NamedTuple):
     what every client already has from earlier rounds (frozen prompts of past tasks, say) and is counted as
     extra storage."""
 
-    wire: PyTree
-    held: PyTree = ()
+    payload: PyTree
+    cached: PyTree = ()
 
 
 class Upload(NamedTuple):
@@ -236,8 +236,8 @@ class Phase(NamedTuple):
     """
 
     view: View
-    step: Callable[[Ctx, Local, Batch, PRNGKeyArray], tuple[Local, Metrics]]
-    recall: Callable[[Ctx, Local, PRNGKeyArray], Int[Array, " recall"]] | None = None
+    step: Callable[[ClientContext, Local, Batch, PRNGKeyArray], tuple[Local, Metrics]]
+    recall: Callable[[ClientContext, Local, PRNGKeyArray], Int[Array, " recall"]] | None = None
 
 
 class Program(NamedTuple):
@@ -250,10 +250,10 @@ class Program(NamedTuple):
       numbers, never images
     """
 
-    start: Callable[[Ctx, ClientState, PRNGKeyArray], Local]
+    start: Callable[[ClientContext, ClientState, PRNGKeyArray], Local]
     phases: tuple[Phase, ...]
-    finish: Callable[[Ctx, Local, ClientState], tuple[Upload, ClientState]]
-    receive: Callable[[Ctx, Upload], Upload] | None = None
+    finish: Callable[[ClientContext, Local, ClientState], tuple[Upload, ClientState]]
+    receive: Callable[[ClientContext, Upload], Upload] | None = None
     memory: Callable[[ClientState], Int[Array, " M"]] | None = None
 
 
@@ -272,12 +272,12 @@ class Round(NamedTuple):
     """
 
     program: Program
-    server: Callable[[Turn, Server, Aggregate, PRNGKeyArray], tuple[Server, Metrics]] | None = None
+    server: Callable[[RoundContext, Server, Aggregate, PRNGKeyArray], tuple[Server, Metrics]] | None = None
     who: Who = "sampled"
     when: When = "round"
 
 
-class Kept(NamedTuple):
+class ReplayBuffer(NamedTuple):
     """Rows that the server keeps: anything [N, ...], their labels, and which of the places are taken."""
 
     rows: PyTree
@@ -285,7 +285,7 @@ class Kept(NamedTuple):
     used: Bool[Array, " N"]
 
 
-class KeptBatch(NamedTuple):
+class ReplayBatch(NamedTuple):
     """Some of the rows that the server keeps. `task`: as whose each is taken. `classes`: those of all rows
     that it trains on now."""
 
@@ -296,7 +296,7 @@ class KeptBatch(NamedTuple):
     classes: Bool[Array, " C"]
 
 
-class Rehearsal(NamedTuple):
+class ServerReplay(NamedTuple):
     """Training of the server, after its part of a round, on rows that it keeps of every task. Its state holds
     those of the current task; when a task is over they move to the host, and come back in batches.
 
@@ -308,13 +308,13 @@ class Rehearsal(NamedTuple):
     finish(turn, server, local) -> server
     """
 
-    kept: Callable[[Turn, Server], Kept]
+    kept: Callable[[RoundContext, Server], ReplayBuffer]
     plan: Callable[[int, bool], tuple[tuple[int, int], ...]]
     epochs: int
     batch_size: int
-    start: Callable[[Turn, Server], Local]
-    step: Callable[[Turn, Server, Local, KeptBatch, PRNGKeyArray], tuple[Local, Metrics]]
-    finish: Callable[[Turn, Server, Local], Server]
+    start: Callable[[RoundContext, Server], Local]
+    step: Callable[[RoundContext, Server, Local, ReplayBatch, PRNGKeyArray], tuple[Local, Metrics]]
+    finish: Callable[[RoundContext, Server, Local], Server]
 
 
 class Restored(NamedTuple):
@@ -332,8 +332,8 @@ def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
     return ()
 
 
-def _same(turn: Turn, server: Server, key: PRNGKeyArray) -> Server:
-    del turn, key
+def _same(round_context: RoundContext, server: Server, key: PRNGKeyArray) -> Server:
+    del round_context, key
     return server
 
 
@@ -365,19 +365,19 @@ class Method(NamedTuple):
     """
 
     init: Callable[[PRNGKeyArray, PyTree], Server]
-    broadcast: Callable[[Turn, Server], Broadcast]
+    broadcast: Callable[[RoundContext, Server], Broadcast]
     rounds: tuple[Round, ...]
-    predict: Callable[[Turn, Server, Batch], Float[Array, "B C"]]
+    predict: Callable[[RoundContext, Server, Batch], Float[Array, "B C"]]
     init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_state
-    begin_task: Callable[[Turn, Server, PRNGKeyArray], Server] = _same
-    end_task: Callable[[Turn, Server, PRNGKeyArray], Server] = _same
+    begin_task: Callable[[RoundContext, Server, PRNGKeyArray], Server] = _same
+    end_task: Callable[[RoundContext, Server, PRNGKeyArray], Server] = _same
     queries: bool = False
-    predict_client: Callable[[Turn, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
-    trainable: Callable[[Turn, Server], dict[str, PyTree]] | None = None
-    handover: Callable[[Turn, Server], PyTree] | None = None
+    predict_client: Callable[[RoundContext, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
+    trainable: Callable[[RoundContext, Server], dict[str, PyTree]] | None = None
+    handover: Callable[[RoundContext, Server], PyTree] | None = None
     aggregation: str = "mean"
-    predict_provisional: Callable[[Turn, Server, Batch], Float[Array, "B C"]] | None = None
-    rehearsal: Rehearsal | None = None
-    predict_drawn: Callable[[Turn, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
-    restores: Callable[[Turn, Server, Array, PRNGKeyArray], Restored] | None = None
+    predict_provisional: Callable[[RoundContext, Server, Batch], Float[Array, "B C"]] | None = None
+    server_replay: ServerReplay | None = None
+    predict_drawn: Callable[[RoundContext, Server, ClientState, Batch], Float[Array, "B C"]] | None = None
+    restores: Callable[[RoundContext, Server, Array, PRNGKeyArray], Restored] | None = None
     personal: bool = False

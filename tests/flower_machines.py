@@ -61,16 +61,21 @@ class Machines:
         (folder / "home" / "config.toml").write_text(text)
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         self.env = os.environ | {
-            "PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": str(folder / "home"),
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
-        }  # fmt: skip
+        }
 
     def start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]], env=self.env, stdout=log, stderr=log,
+                [str(BIN / command[0]), *command[1:]],
+                env=self.env,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def kill(self, name: str) -> None:
         """End a process and all that it has started, without a word."""
@@ -79,16 +84,27 @@ class Machines:
 
     def link(self) -> None:
         self.start(
-            "superlink", "flower-superlink", "--insecure", "--port", str(self.port),
+            "superlink",
+            "flower-superlink",
+            "--insecure",
+            "--port",
+            str(self.port),
             "--disable-runtime-dependency-installation",
-        )  # fmt: skip
+        )
         self.wait_for(lambda: listens(self.port), 60.0)
 
     def node(self, client: int, config: str = "") -> None:
         self.start(
-            f"node-{client}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
-            "--port", str(free_port()), "--node-config", f"partition-id={client} {config}",
-        )  # fmt: skip
+            f"node-{client}",
+            "flower-supernode",
+            "--insecure",
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--port",
+            str(free_port()),
+            "--node-config",
+            f"partition-id={client} {config}",
+        )
 
     def submit(self, settings: dict) -> str:
         """`flwr run`; the run's number."""

@@ -15,40 +15,59 @@ from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, keep_task, make_engine, run_round
-from fcljax.federated.schedule import Roster, capacities
+from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import make_method
-from fcljax.types import Aggregate, Batch, ClientInfo, Ctx, Features, Frozen, Network, Setting, Turn
+from fcljax.types import (
+    Aggregate,
+    Batch,
+    ClientContext,
+    ClientInfo,
+    Features,
+    Frozen,
+    Network,
+    RoundContext,
+    Sizes,
+)
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 # the second task has two classes and a padding class
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, rows=9)
+SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
 STREAM = make_tasks(5, 2)
 NETWORK = network(TINY)
 SURROGATE = jnp.asarray(np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
 FROZEN = frozen_parameters(TINY, SURROGATE)
-LABEL = np.arange(60) % SETTING.classes
+LABEL = np.arange(60) % SIZES.classes
 IMAGE = np.random.default_rng(0).normal(size=(60, 8, 8, 3))
 DATA = toys.Rows(jnp.asarray(IMAGE, jnp.float32), jnp.asarray(LABEL, jnp.int32))
 KEY = toys.KEY
 PAIR = Lanes(2, "vmap")
 # of the two papers' server steps, for methods that are put together in a test
 FPPL = FPPLOptions(
-    server_epochs=1, local_classes="current", reduction="mean", unified_average="holders",
-    prototype_view="clean", prototype_download="current",
-)  # fmt: skip
+    server_epochs=1,
+    local_classes="current",
+    reduction="mean",
+    unified_average="holders",
+    prototype_view="clean",
+    prototype_download="current",
+)
 PILORA = PiloraOptions(
-    distance="sqrt_scaled", negatives="all", predict_classes="seen", schedule="constant",
-    mean_features="clean", reweight_distance="l2", reweight_mode="divide",
-)  # fmt: skip
+    distance="sqrt_scaled",
+    negatives="all",
+    predict_classes="seen",
+    schedule="constant",
+    mean_features="clean",
+    reweight_distance="l2",
+    reweight_mode="divide",
+)
 
 
-def deal(task, counts) -> Roster:
+def deal(task, counts) -> ClientPartition:
     """Clients with so many rows of the task; the task's first row belongs to nobody."""
     mine = np.flatnonzero(task.current[LABEL])[1 : 1 + sum(counts)]
-    return toys.make_roster(np.split(mine, np.cumsum(counts)[:-1]), LABEL, SETTING.classes)
+    return toys.make_roster(np.split(mine, np.cumsum(counts)[:-1]), LABEL, SIZES.classes)
 
 
 DEALS = [deal(task, (9, 0, 4, 7)) for task in STREAM]
@@ -63,9 +82,9 @@ def resolved(name, **values):
     return config.resolve(name, config.from_mapping(name, values, "test"))
 
 
-def method_of(name, setting=SETTING, network=NETWORK, **values):
+def method_of(name, sizes=SIZES, network=NETWORK, **values):
     """A method as a run makes it."""
-    return make_method(name, resolved(name, **values), setting, network)
+    return make_method(name, resolved(name, **values), sizes, network)
 
 
 # ---- through the engine ------------------------------------------------------------------------------------
@@ -76,11 +95,11 @@ def engine_of(method, lanes=PAIR, deals=DEALS, frozen=FROZEN, data=DATA, task=ST
     return make_engine(method, fetch, lanes, shapes, Example(frozen, data, task))
 
 
-def turn_of(task, round_=0, last=False, frozen=FROZEN, previous=()):
-    return Turn(frozen, task, np.int32(round_), np.bool_(last), previous)
+def round_context_of(task, round_=0, last=False, frozen=FROZEN, previous=()):
+    return RoundContext(frozen, task, np.int32(round_), np.bool_(last), previous)
 
 
-def begin(method, frozen=FROZEN, key=2, clients=SETTING.clients):
+def begin(method, frozen=FROZEN, key=2, clients=SIZES.clients):
     """The server and the stacked states of all clients before the first round."""
     server = jax.jit(method.init)(jax.random.key(key), frozen)
     return server, init_clients(method, server, clients, KEY)
@@ -97,31 +116,42 @@ def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN
     rounds. ids: who takes part; None: everyone."""
     begin_task, end_task = compiled(engine.method.begin_task), compiled(engine.method.end_task)
     states, history, reports, past = jax.tree.map(jnp.copy, states), [], {}, ()
-    for task, roster in zip(stream, deals, strict=True):
-        everyone = np.flatnonzero(roster.count)
+    for task, partition in zip(stream, deals, strict=True):
+        everyone = np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
-        server = begin_task(turn_of(task, frozen=frozen), server, KEY)
+        server = begin_task(round_context_of(task, frozen=frozen), server, KEY)
         for round_ in range(rounds):
             last = round_ == rounds - 1
             for when in ("opening",) * (round_ == 0) + ("round",) + ("closing",) * last:
                 number, who = (round_, chosen) if when == "round" else (0, everyone)
                 server, states, reports[when] = run_round(
-                    engine, frozen, server, states, data, roster, who, task, number, jax.random.key(3),
-                    when=when, last=last, past=past,
-                )  # fmt: skip
+                    engine,
+                    frozen,
+                    server,
+                    states,
+                    data,
+                    partition,
+                    who,
+                    task,
+                    number,
+                    jax.random.key(3),
+                    when=when,
+                    last=last,
+                    past=past,
+                )
             kept = keep_task(engine, frozen, server, task, round_) if last else None
             past += () if kept is None else (kept,)
-            server = end_task(turn_of(task, round_, last, frozen), server, KEY) if last else server
+            server = end_task(round_context_of(task, round_, last, frozen), server, KEY) if last else server
             history.append((*jax.tree.map(jnp.copy, (server, states)), reports["round"]))
     return history
 
 
-def receive(engine, index, server, states, roster, ids, task, frozen=FROZEN, data=DATA):
+def receive(engine, index, server, states, partition, ids, task, frozen=FROZEN, data=DATA):
     """What the engine receives in one of the method's rounds, before the server's part: (accumulator, new
     states). Gathered uploads are in order of id, `mean` is the sum of weight times upload."""
     player = engine.players[index]
     one = engine._replace(players=(player,))
-    return toys.receive(one, frozen, server, states, data, roster, ids, task)
+    return toys.receive(one, frozen, server, states, data, partition, ids, task)
 
 
 # ---- one client at a time ----------------------------------------------------------------------------------
@@ -141,10 +171,10 @@ def info_of(classes, rows=1, id_=0, round_=0):
     return ClientInfo(jnp.int32(id_), jnp.int32(rows), jnp.zeros(classes, jnp.int32), jnp.int32(round_))
 
 
-def ctx_of(method, server, task, info, frozen):
+def context_of(method, server, task, info, frozen):
     """What a client may read once the server has broadcast."""
-    broadcast = method.broadcast(turn_of(task, info.round, frozen=frozen), server)
-    return Ctx(frozen, broadcast.wire, broadcast.held, task, info)
+    broadcast = method.broadcast(round_context_of(task, info.round, frozen=frozen), server)
+    return ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
 
 
 def aggregate_of(uploads, ids, valid, places):
@@ -193,44 +223,44 @@ def main_of(method):
 def train(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
     """A client that takes a step on each of the batches: what it could read, and how it ends."""
     program, rows = main_of(method).program, sum(int(batch.mask.sum()) for batch in batches)
-    ctx = ctx_of(method, server, task, info_of(SETTING.classes, rows, id_, round_), SCALE)
+    context = context_of(method, server, task, info_of(SIZES.classes, rows, id_, round_), SCALE)
     state = method.init_client(key, server) if state is None else state
-    local = compiled(program.start)(ctx, state, key)
+    local = compiled(program.start)(context, state, key)
     for batch in batches:
-        local, _ = compiled(program.phases[0].step)(ctx, local, batch, key)
-    return ctx, local
+        local, _ = compiled(program.phases[0].step)(context, local, batch, key)
+    return context, local
 
 
 def client_round(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
     """A client that trains on the batches and looks at them again: its upload as it arrives, its state."""
     program = main_of(method).program
     state = method.init_client(key, server) if state is None else state
-    ctx, local = train(method, server, task, batches, state, id_, round_, key)
+    context, local = train(method, server, task, batches, state, id_, round_, key)
     for phase in program.phases[1:]:
         for batch in batches:
-            local, _ = compiled(phase.step)(ctx, local, batch, key)
-    upload, state = compiled(program.finish)(ctx, local, state)
-    return compiled(program.receive)(ctx, upload) if program.receive else upload, state
+            local, _ = compiled(phase.step)(context, local, batch, key)
+    upload, state = compiled(program.finish)(context, local, state)
+    return compiled(program.receive)(context, upload) if program.receive else upload, state
 
 
 def end_of_task(method, server, task, batches, state, id_=0, key=KEY):
     """A client's state once it has looked at these batches of the task that is over."""
     rows = sum(int(batch.mask.sum()) for batch in batches)
-    ctx = ctx_of(method, server, task, info_of(SETTING.classes, rows, id_), SCALE)
+    context = context_of(method, server, task, info_of(SIZES.classes, rows, id_), SCALE)
     for program in [each.program for each in method.rounds if each.when == "closing" and not each.server]:
-        local = compiled(program.start)(ctx, state, key)
+        local = compiled(program.start)(context, state, key)
         for phase in program.phases:
             for batch in batches:
-                local, _ = compiled(phase.step)(ctx, local, batch, key)
-        _, state = compiled(program.finish)(ctx, local, state)
+                local, _ = compiled(phase.step)(context, local, batch, key)
+        _, state = compiled(program.finish)(context, local, state)
     return state
 
 
 def server_round(method, server, task, aggregate, round_=0, key=KEY):
     """The server after it got these uploads, and its metrics."""
-    now = turn_of(task, round_, frozen=SCALE)
-    turn = now._replace(previous=method.broadcast(now, server))
-    return compiled(main_of(method).server)(turn, server, aggregate, key)
+    now = round_context_of(task, round_, frozen=SCALE)
+    round_context = now._replace(previous=method.broadcast(now, server))
+    return compiled(main_of(method).server)(round_context, server, aggregate, key)
 
 
 def by_hand(method, rounds=1):
@@ -241,13 +271,13 @@ def by_hand(method, rounds=1):
         own = [int(label) for label in task.classes if label >= 0]
         both = lambda i, own: [rows_of([*own, own[i // 2]][:4], 3 * i), rows_of(own[: i + 1], 3 * i + 1)]
         batches = {i: both(i, own) for i in ids}
-        server = compiled(method.begin_task)(turn_of(task, frozen=SCALE), server, KEY)
+        server = compiled(method.begin_task)(round_context_of(task, frozen=SCALE), server, KEY)
         for round_ in range(rounds):
             uploads = []
             for i in ids:
                 upload, states[i] = client_round(method, server, task, batches[i], states[i], i, round_)
                 uploads.append(upload)
-            aggregate = aggregate_of(uploads, ids, [True, True], SETTING.clients)
+            aggregate = aggregate_of(uploads, ids, [True, True], SIZES.clients)
             server, _ = server_round(method, server, task, aggregate, round_)
         states = {i: end_of_task(method, server, task, batches[i], states[i], i) for i in ids}
     return server

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import FORMULA, KEY, SCALE, SETTING, TASKS, WIDTH, resolved, rows_of
+from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
@@ -16,9 +16,7 @@ from fcljax.types import Frozen
 
 PROMPTS = dict(adapter="prompts", prompt_length=3, prompt_blocks=2)
 LORA = dict(adapter="lora", lora_rank=2, lora_blocks=2)
-DUAL = dict(
-    adapter="dualprompt", dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1
-)  # fmt: skip
+DUAL = dict(adapter="dualprompt", dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1)
 CODA = dict(adapter="coda", coda_components=4, coda_length=2, coda_blocks=2)
 VARIANTS = {
     "linear": dict(adapter="linear"),
@@ -55,7 +53,7 @@ of_prompts = pytest.mark.parametrize("variant", [name for name in VARIANTS if na
 def adapter_of(variant):
     cfg = resolved("fppl", **VARIANTS[variant])
     entry = ADAPTERS[cfg.adapter]
-    return entry.build(config.part(entry.options, cfg), SETTING, FORMULA)
+    return entry.build(config.part(entry.options, cfg), SIZES, FORMULA)
 
 
 def random(tree, seed=0):
@@ -74,7 +72,7 @@ def same(left, right):
 
 
 def is_slot(x):
-    return x.ndim and x.shape[0] == SETTING.tasks
+    return x.ndim and x.shape[0] == SIZES.tasks
 
 
 def feature(adapter, held, part, task, train=True):
@@ -155,14 +153,14 @@ def test_slots_of_other_tasks_get_a_gradient_of_exactly_zero(variant):
     @jax.jit
     def slopes(task):
         loss = lambda held, part: jnp.sum(feature(adapter, held, part, task) ** 2)
-        return jax.grad(loss, argnums=(0, 1))(adapter.held(params), adapter.part(params, task))
+        return jax.grad(loss, argnums=(0, 1))(adapter.cached(params), adapter.part(params, task))
 
     for task in TASKS:
         by_held, by_part = slopes(task)
         assert not any(leaf.any() for leaf in jax.tree.leaves(by_held))
         slots = by_part.prompt if adapter.prompt else by_part
         if variant == "prompts, all of them sent":
-            current = jnp.arange(SETTING.tasks) == task.index
+            current = jnp.arange(SIZES.tasks) == task.index
             assert not slots[~current].any()
             slots = slots[current]
         if variant != "prompts, the best task alone":  # whose prompt may be another task's
@@ -196,7 +194,7 @@ def test_what_clients_hold_is_enough_to_train(variant):
     for task in TASKS:
         part = adapter.part(params, task)
         np.testing.assert_array_equal(
-            feature(adapter, adapter.held(params), part, task), feature(adapter, params, part, task)
+            feature(adapter, adapter.cached(params), part, task), feature(adapter, params, part, task)
         )
 
 
@@ -218,7 +216,7 @@ def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
     params = params_of(adapter)
     part = adapter.part(params, TASKS[1])
     assert scalars(adapter.trained(part, TASKS[1])) == trained
-    assert (scalars(part), scalars(adapter.held(params))) == (sent, held)
+    assert (scalars(part), scalars(adapter.cached(params))) == (sent, held)
 
 
 @every
@@ -229,7 +227,7 @@ def test_an_adapter_says_what_it_reads_and_at_which_rate_it_trains(variant):
     assert (adapter.prompt is not None) == (name in (*QUERIED, "vpt"))
     rate = {"lora": resolved("fppl", **VARIANTS[variant]).lora_lr} if name == "lora" else {"full": 0.5}
     assert adapter.rate == rate.get(name)
-    model = learner(FORMULA, adapter, linear(WIDTH, SETTING.classes))
+    model = learner(FORMULA, adapter, linear(WIDTH, SIZES.classes))
     assert model.queries == (name in (*QUERIED, "linear"))
 
 
@@ -260,9 +258,9 @@ def test_prompts_are_those_that_are_injected_in_training_and_in_evaluation(varia
     params = params_of(adapter)
     for task in TASKS:
         part = adapter.part(params, task)
-        prompt = adapter.prompt(adapter.held(params), part, QUERY, task)
+        prompt = adapter.prompt(adapter.cached(params), part, QUERY, task)
         assert prompt.shape == (4, 2, 3, WIDTH)
-        for held, train in ((adapter.held(params), True), (params, False)):
+        for held, train in ((adapter.cached(params), True), (params, False)):
             injection = adapter.inject(held, part, QUERY, task, train, EVERY)
             assert sorted(injection.prompt) == [0, 1] and not injection.lora
             for block in (0, 1):
@@ -284,14 +282,12 @@ def test_the_prompt_of_an_image_is_a_function_of_its_own_query(variant):
 # ---- classifiers -------------------------------------------------------------------------------------------
 
 CLASSIFIERS = {
-    "linear": linear(WIDTH, SETTING.classes),
-    "prototypes": prototypes(WIDTH, SETTING.classes),
-    "class means": nearest_mean(WIDTH, SETTING.classes),
-    "class means beside a linear one": nearest_mean(
-        WIDTH, SETTING.classes, inner=linear(WIDTH, SETTING.classes)
-    ),
+    "linear": linear(WIDTH, SIZES.classes),
+    "prototypes": prototypes(WIDTH, SIZES.classes),
+    "class means": nearest_mean(WIDTH, SIZES.classes),
+    "class means beside a linear one": nearest_mean(WIDTH, SIZES.classes, inner=linear(WIDTH, SIZES.classes)),
     "class means beside prototypes": nearest_mean(
-        WIDTH, SETTING.classes, inner=prototypes(WIDTH, SETTING.classes)
+        WIDTH, SIZES.classes, inner=prototypes(WIDTH, SIZES.classes)
     ),
 }
 of_classifiers = pytest.mark.parametrize("name", CLASSIFIERS)
@@ -318,7 +314,7 @@ def test_a_classifier_s_held_parameters_are_enough_for_the_logits_of_training(na
     params, task = random(classifier.init(KEY)), TASKS[1]
     part = classifier.part(params, task)
     logits = classifier.logits(classifier.held(params), part, QUERY, task)
-    assert logits.shape == (4, SETTING.classes)
+    assert logits.shape == (4, SIZES.classes)
     if name != "class means":  # where nothing trains there are none
         by_hand = {"linear": lambda head: QUERY @ head.kernel + head.bias, "prototypes": nearest}
         rule = by_hand["prototypes" if "prototypes" in name else "linear"]

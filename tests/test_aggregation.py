@@ -202,8 +202,8 @@ def test_rules_batch_under_vmap(rule):
 
 FAR = 3e38
 GEOMETRIC = RULES["geometric_median"]
-KRUM = jax.jit(agg.krum, static_argnames="hostile")
-MULTI_KRUM = jax.jit(agg.multi_krum, static_argnames=("hostile", "chosen"))
+KRUM = jax.jit(agg.krum, static_argnames="malicious")
+MULTI_KRUM = jax.jit(agg.multi_krum, static_argnames=("malicious", "chosen"))
 CENTRED = jax.jit(agg.centred_clipping, static_argnames=("radius", "steps"))
 KITE = [[0.0, 0.0], [2.0, 3.0], [10.0, 0.0], [3.0, -6.0]]  # its diagonals cross at (7/3, 0)
 LINE = jnp.array([0.0, 1.0, 3.0, 7.0, 100.0])
@@ -231,40 +231,40 @@ def test_a_client_at_infinity_pulls_the_geometric_median_as_a_unit_vector():
     close(out, {"x": np.array([3**-0.5]), "y": np.array(0.0)}, atol=1e-5)
 
 
-@pytest.mark.parametrize("hostile, best", [(0, 3.0), (1, 1.0)])  # 3 neighbours, or 2
-def test_krum_takes_the_upload_with_the_nearest_neighbours(hostile, best):
-    assert float(KRUM(LINE, jnp.ones(5), ALL, hostile=hostile)) == best
+@pytest.mark.parametrize("malicious, best", [(0, 3.0), (1, 1.0)])  # 3 neighbours, or 2
+def test_krum_takes_the_upload_with_the_nearest_neighbours(malicious, best):
+    assert float(KRUM(LINE, jnp.ones(5), ALL, malicious=malicious)) == best
 
 
 def test_krum_measures_all_leaves_together():
     # on either axis by itself, the row (0, 0) is one of the most central
     points = [[0.0, 0.0], [5.0, 0.1], [5.1, 0.0], [5.0, 0.0], [0.0, 5.0]]
-    out = KRUM(in_two_leaves(points), jnp.ones(5), ALL, hostile=1)
+    out = KRUM(in_two_leaves(points), jnp.ones(5), ALL, malicious=1)
     assert (out["x"].tolist(), float(out["y"])) == ([5.0], 0.0)
 
 
 @pytest.mark.parametrize("chosen, mean", [(1, 1.0), (2, 0.5), (3, 4 / 3), (4, 2.75), (5, 22.2)])
-def test_the_two_nearest_squared_distances_rank_five_uploads_with_one_hostile(chosen, mean):
+def test_the_two_nearest_squared_distances_rank_five_uploads_with_one_malicious(chosen, mean):
     # 0: 1 + 9, 1: 1 + 4, 3: 4 + 9, 7: 16 + 36, 100: 93^2 + 97^2
-    out = MULTI_KRUM(LINE, jnp.ones(5), ALL, hostile=1, chosen=chosen)
+    out = MULTI_KRUM(LINE, jnp.ones(5), ALL, malicious=1, chosen=chosen)
     assert float(out) == pytest.approx(mean)
 
 
-def test_multi_krum_averages_all_but_the_hostile_and_ignores_weights():
-    assert float(MULTI_KRUM(LINE, jnp.ones(5), ALL, hostile=1)) == pytest.approx(2.75)
-    assert float(MULTI_KRUM(LINE, jnp.arange(5.0), ALL, hostile=0)) == pytest.approx(22.2)
+def test_multi_krum_averages_all_but_the_malicious_and_ignores_weights():
+    assert float(MULTI_KRUM(LINE, jnp.ones(5), ALL, malicious=1)) == pytest.approx(2.75)
+    assert float(MULTI_KRUM(LINE, jnp.arange(5.0), ALL, malicious=0)) == pytest.approx(22.2)
 
 
 def test_krum_counts_valid_rows_only():
     values = jnp.concatenate([LINE, jnp.array([jnp.nan, jnp.inf])])
     valid = jnp.arange(7) < 5
-    assert float(KRUM(values, jnp.ones(7), valid, hostile=1)) == 1.0
-    assert float(MULTI_KRUM(values, jnp.ones(7), valid, hostile=1)) == pytest.approx(2.75)
+    assert float(KRUM(values, jnp.ones(7), valid, malicious=1)) == 1.0
+    assert float(MULTI_KRUM(values, jnp.ones(7), valid, malicious=1)) == pytest.approx(2.75)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_krum_of_too_few_rows_is_their_first_and_of_nobody_zero(count):
-    assert float(KRUM(LINE + 1, jnp.ones(5), jnp.arange(5) < count, hostile=1)) == min(count, 1)
+    assert float(KRUM(LINE + 1, jnp.ones(5), jnp.arange(5) < count, malicious=1)) == min(count, 1)
 
 
 @pytest.mark.parametrize("steps, expected", [(0, 0.0), (1, 0.75), (2, 1.125), (3, 1.3125)])
@@ -287,8 +287,8 @@ ROBUST = {
     "median": agg.coordinate_median,
     "trimmed_mean": functools.partial(agg.trimmed_mean, trim=0.25),
     "geometric_median": agg.geometric_median,
-    "krum": functools.partial(agg.krum, hostile=2),
-    "multi_krum": functools.partial(agg.multi_krum, hostile=2),
+    "krum": functools.partial(agg.krum, malicious=2),
+    "multi_krum": functools.partial(agg.multi_krum, malicious=2),
     "centred_clipping": lambda x, w, v: agg.centred_clipping(
         x, w, v, jax.tree.map(lambda a: 0 * a[0], x), 1.0
     ),
@@ -311,8 +311,8 @@ OF_UNITS = {
     "geometric_median": lambda x, unit: agg.geometric_median(
         x, jnp.ones(4), jnp.ones(4, bool), smoothing=1e-6 * unit
     ),
-    "krum": lambda x, unit: agg.krum(x, jnp.ones(4), jnp.ones(4, bool), hostile=0),
-    "multi_krum": lambda x, unit: agg.multi_krum(x, jnp.ones(4), jnp.ones(4, bool), hostile=1),
+    "krum": lambda x, unit: agg.krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=0),
+    "multi_krum": lambda x, unit: agg.multi_krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=1),
     "centred_clipping": lambda x, unit: agg.centred_clipping(
         x, jnp.ones(4), jnp.ones(4, bool), 0 * x[0], unit
     ),
@@ -422,9 +422,9 @@ def test_no_options_are_the_streamed_weighted_mean_and_nothing_else():
         ({"aggregator": "trimmed_mean", "trim": 0.2}, 11 / 3),
         ({"aggregator": "geometric_median"}, 3.0),
         ({"aggregator": "krum"}, 1.0),
-        ({"aggregator": "krum", "hostile_bound": 0}, 3.0),
+        ({"aggregator": "krum", "malicious_bound": 0}, 3.0),
         ({"aggregator": "multi_krum"}, 2.75),
-        ({"aggregator": "multi_krum", "hostile_bound": 0}, 22.2),
+        ({"aggregator": "multi_krum", "malicious_bound": 0}, 22.2),
         ({"aggregator": "centred_clipping"}, 5.208),
         ({"aggregator": "centred_clipping", "clip_radius": 0.5}, 0.976),
     ],
@@ -578,8 +578,8 @@ def test_the_name_says_what_is_on():
             "trim: only trimmed_mean reads it, and aggregator is 'mean'; nearest: --aggregator trimmed_mean",
         ),
         (
-            {"hostile_bound": 1, "aggregator": "median"},
-            "hostile_bound: only krum and multi_krum read it, and aggregator is 'median'; "
+            {"malicious_bound": 1, "aggregator": "median"},
+            "malicious_bound: only krum and multi_krum read it, and aggregator is 'median'; "
             "nearest: --aggregator krum",
         ),
         (
@@ -634,7 +634,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(field, wrong, nearest):
     "field, bad",
     [
         ("trim", (-0.1, 0.5, float("nan"))),
-        ("hostile_bound", (-1,)),
+        ("malicious_bound", (-1,)),
         ("clip_radius", (0.0, -1.0, float("inf"), float("nan"))),
         ("clip_norm", (0.0, -1.0, float("inf"), float("nan"))),
         ("noise_multiplier", (0.0, -1.0, float("nan"))),
@@ -644,7 +644,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(field, wrong, nearest):
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, bad):
-    reads = {"trim": "trimmed_mean", "hostile_bound": "krum", "clip_radius": "centred_clipping"}
+    reads = {"trim": "trimmed_mean", "malicious_bound": "krum", "clip_radius": "centred_clipping"}
     base = {"aggregator": reads.get(field, "mean"), "clip_norm": 1.0}
     base |= {"server_optimiser": "adam"} if field.startswith("server") else {}
     for value in bad:

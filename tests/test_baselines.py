@@ -13,16 +13,16 @@ from micro import (
     FROZEN,
     LABEL,
     NETWORK,
-    SETTING,
+    SIZES,
     STREAM,
     TASKS,
     TINY,
-    ctx_of,
+    context_of,
     engine_of,
     info_of,
     method_of,
     resolved,
-    turn_of,
+    round_context_of,
 )
 from small_runs import COMMON
 from test_conformance import federation, history
@@ -36,16 +36,16 @@ from fcljax.methods.lwf import Teacher, distil, first_model_of_task
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
-from fcljax.parts.federate import Wire
+from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Model, learner
 from fcljax.parts.replay import Exemplars, draw, keep_highest
-from fcljax.types import Batch, Ctx, Weighted
+from fcljax.types import Batch, ClientContext, Weighted
 
 KEY = jax.random.key(0)
 PAIR = ADAPTERS["lora"].build(
-    config.part(ADAPTERS["lora"].options, resolved("joint", lora_blocks=2)), SETTING, NETWORK
+    config.part(ADAPTERS["lora"].options, resolved("joint", lora_blocks=2)), SIZES, NETWORK
 )
-LEARNER = learner(NETWORK, PAIR, linear(TINY.width, SETTING.classes))
+LEARNER = learner(NETWORK, PAIR, linear(TINY.width, SIZES.classes))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def output_of(params, rows):
 
 def in_task(task, part=None):
     """What a client can read that starts on this part."""
-    return Ctx(FROZEN, Wire(part, {}), (), task, info_of(SETTING.classes))
+    return ClientContext(FROZEN, Payload(part, {}), (), task, info_of(SIZES.classes))
 
 
 # ---- distillation ------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ def test_head_and_pair_have_rates_of_their_own():
     """Adam's first step has the size of the rate, wherever there is a gradient."""
     method = method_of("joint", lora_lr=1e-2, lr=1e-4, lora_blocks=2)
     server, (main,) = method.init(KEY, FROZEN), method.rounds
-    ctx = ctx_of(method, server, STREAM[0], info_of(SETTING.classes, 3), FROZEN)
-    before = main.program.start(ctx, (), KEY)
-    after, _ = jax.jit(main.program.phases[0].step)(ctx, before, batch_of([1, 2, 5]), KEY)
+    context = context_of(method, server, STREAM[0], info_of(SIZES.classes, 3), FROZEN)
+    before = main.program.start(context, (), KEY)
+    after, _ = jax.jit(main.program.phases[0].step)(context, before, batch_of([1, 2, 5]), KEY)
     (pair, head, *_), (old_pair, old_head, *_) = after.part, before.part
     largest = lambda new, old: max(
         float(jnp.max(jnp.abs(a - b)))
@@ -229,7 +229,7 @@ def test_every_row_is_equally_likely_to_be_kept():
 
 
 def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_rehearse():
-    padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), row=jnp.array([3, -1]))
+    padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), index=jnp.array([3, -1]))
     memory = keep_highest(empty(3), padded, jax.random.key_data(KEY))
     assert sorted(memory.row.tolist()) == [-1, -1, 3]
     assert draw(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
@@ -250,17 +250,17 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
     method, size = method_of("icarl", memory_size=6, batch_size=4, epochs=1, lora_blocks=2), 4
     server, (main, end) = method.init(KEY, FROZEN), method.rounds
 
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         own, past = batch.mask[:size], batch.mask[size:]
-        right = jnp.all(batch.image == DATA.image[batch.row], axis=(1, 2, 3)) & (
-            batch.label == jnp.asarray(LABEL)[batch.row]
+        right = jnp.all(batch.image == DATA.image[batch.index], axis=(1, 2, 3)) & (
+            batch.label == jnp.asarray(LABEL)[batch.index]
         )
-        old = ctx.task.old[batch.label[size:]]
+        old = context.task.old[batch.label[size:]]
         return local, {
             "recalled": Weighted(jnp.sum(past).astype(jnp.float32), jnp.ones(())),
             "right": Weighted(jnp.sum(right & batch.mask).astype(jnp.float32), jnp.sum(batch.mask) * 1.0),
             "own_are_new": Weighted(
-                jnp.sum(own & ctx.task.current[batch.label[:size]]) * 1.0, jnp.sum(own) * 1.0
+                jnp.sum(own & context.task.current[batch.label[:size]]) * 1.0, jnp.sum(own) * 1.0
             ),
             "past_are_old": Weighted(jnp.sum(past & old) * 1.0, jnp.sum(past) * 1.0),
         }
@@ -269,13 +269,13 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
     program = main.program._replace(phases=(train._replace(step=step),))
     engine = engine_of(method._replace(rounds=(main._replace(program=program), end)), Lanes())
     states, play = federation("icarl").states, []
-    for task, roster in zip(STREAM, DEALS, strict=True):
+    for task, partition in zip(STREAM, DEALS, strict=True):
         args = (
             FROZEN,
             server,
             jax.tree.map(jnp.copy, states),
             DATA,
-            roster,
+            partition,
             np.array([0, 2, 3]),
             task,
             0,
@@ -317,7 +317,7 @@ def means_of(rows, params=None):
     """Class means over these rows, by numpy."""
     plain = lambda: apply_vit(TINY, FROZEN.network, DATA.image[rows]).cls
     feature = np.asarray(plain() if params is None else output_of(params, rows).feature)
-    return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SETTING.classes)])
+    return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SIZES.classes)])
 
 
 def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
@@ -353,12 +353,12 @@ def test_fedncm_after_tuning_has_the_means_of_the_tuned_model_as_weights():
     method = method_of("fedclm", classifier="linear", **fields)
     server = history("fedclm")[3][0]  # a client trains in the same way under both
     rows = batch_of([1, 2, 3])
-    logits = jax.jit(method.predict)(turn_of(TASKS[1]), server, rows)
+    logits = jax.jit(method.predict)(round_context_of(TASKS[1]), server, rows)
     mean = means_of_sums(server.params.classifier.sums)
     feature = output_of(Model(server.params.adapter, server.params.classifier.inner), np.array([1, 2, 3]))
     expected = feature.feature @ (mean / np.linalg.norm(mean, axis=1, keepdims=True)).T
     np.testing.assert_allclose(logits, expected, atol=1e-4)
-    nearest = jax.jit(method_of("fedclm", **fields).predict)(turn_of(TASKS[1]), server, rows)
+    nearest = jax.jit(method_of("fedclm", **fields).predict)(round_context_of(TASKS[1]), server, rows)
     assert np.abs(nearest - logits).max() > 0.1
 
 
@@ -395,7 +395,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in LONG]
 @pytest.mark.parametrize("method", ["fedncm", *OTHERS])
 def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     own = [] if method == "fedncm" else LORA
-    options = [*own, "--partition", "quantity", "--alpha", "2"]
+    options = [*own, "--partition", "quantity", "--classes-per-client", "2"]
     summary = summary_of(method, options, tmp_path)
     assert summary["traces"] == 1
     assert len(summary["A"]) == (1 if method == "joint" else 5)
@@ -425,7 +425,7 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     ids=lambda variant: variant[-1].strip("-"),
 )
 def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, capsys):
-    options = ["--partition", "shards", "--alpha", "30", *variant]
+    options = ["--partition", "shards", "--classes-per-client", "30", *variant]
     summary = summary_of("pilora", options, tmp_path)
     assert summary["traces"] == 1
     opening = {"opening"} if "--headtune" in variant else set()

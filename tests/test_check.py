@@ -21,8 +21,8 @@ TABLE = [np.zeros(3), np.ones(3)]
 
 def refused(method) -> str:
     """What `make_engine` says of the method; from shapes alone, so nothing can have been computed."""
-    roster = toys.rosters(toys.rows())[0]
-    rooms = capacities(method, [roster], 1, 8)
+    partition = toys.partitions(toys.rows())[0]
+    rooms = capacities(method, [partition], 1, 8)
     with pytest.raises(InputError) as error:
         make_engine(method, toys.fetch, Lanes(), rooms, SHAPES)
     assert "\n" not in str(error.value)
@@ -48,90 +48,90 @@ def two_rounds(program):
 
 WRONG = {
     "a metric that is no Weighted": (
-        trained(lambda ctx, local, batch, key: (local, {"loss": jnp.sum(batch.mask)})),
+        trained(lambda context, local, batch, key: (local, {"loss": jnp.sum(batch.mask)})),
         "phases[0].step, metric 'loss', returned int32[]; expected a Weighted(total, weight)",
     ),
     "a metric of many numbers": (
-        trained(lambda ctx, local, batch, key: (local, {"loss": Weighted(batch.label, jnp.ones(()))})),
+        trained(lambda context, local, batch, key: (local, {"loss": Weighted(batch.label, jnp.ones(()))})),
         "phases[0].step, metric 'loss', returned Weighted of (int32[4], float32[]); expected a Weighted of "
         "two scalars",
     ),
     "metrics without names": (
-        trained(lambda ctx, local, batch, key: (local, Weighted(jnp.ones(()), jnp.ones(())))),
+        trained(lambda context, local, batch, key: (local, Weighted(jnp.ones(()), jnp.ones(())))),
         "phases[0].step returned Weighted of (float32[], float32[]); expected a dictionary of metrics as the "
         "second of two",
     ),
     "a step that returns only its local state": (
-        trained(lambda ctx, local, batch, key: local),
+        trained(lambda context, local, batch, key: local),
         "phases[0].step returned dict of (float32[3]); expected two things, (local, metrics)",
     ),
     "a step that loses a part of its local state": (
-        trained(lambda ctx, local, batch, key: ({}, {})),
+        trained(lambda context, local, batch, key: ({}, {})),
         "phases[0].step returned dict of (); expected the structure that it was given, dict of (float32[3])",
     ),
     "a step that changes a type": (
-        trained(lambda ctx, local, batch, key: ({"weight": local["weight"].astype(jnp.bfloat16)}, {})),
+        trained(lambda context, local, batch, key: ({"weight": local["weight"].astype(jnp.bfloat16)}, {})),
         "phases[0].step returned ['weight'] as bfloat16[3]; expected float32[3]",
     ),
     "a finish without client state": (
-        toy(finish=lambda ctx, local, state: Upload(mean=local["weight"])),
+        toy(finish=lambda context, local, state: Upload(mean=local["weight"])),
         "finish returned Upload of (float32[3], float32[]); expected two things, (Upload, client state)",
     ),
     "a finish without an Upload": (
-        toy(finish=lambda ctx, local, state: (local["weight"], state)),
+        toy(finish=lambda context, local, state: (local["weight"], state)),
         "finish returned float32[3]; expected an Upload as the first of two",
     ),
     "a finish with another client state": (
         toy(
-            finish=lambda ctx, local, state: (Upload(), local["weight"]),
+            finish=lambda context, local, state: (Upload(), local["weight"]),
             init_client=lambda key, server: jnp.ones(2),
         ),
         "finish returned its value as float32[3]; expected float32[2]",
     ),
     "a weight per row": (
-        toy(finish=lambda ctx, local, state: (Upload(weight=ctx.info.class_rows), state)),
+        toy(finish=lambda context, local, state: (Upload(weight=context.client.class_examples), state)),
         "finish, weight, returned int32[4]; expected a scalar",
     ),
     "an arrival that drops the upload": (
-        toy(program={"receive": lambda ctx, upload: upload.mean}),
+        toy(program={"receive": lambda context, upload: upload.mean}),
         "receive returned float32[3]; expected the structure that it was given, Upload of (float32[3], "
         "float32[])",
     ),
     "a server of another structure": (
-        toy(server=lambda turn, server, aggregate, key: ({"weight": aggregate.mean}, {})),
+        toy(server=lambda round_context, server, aggregate, key: ({"weight": aggregate.mean}, {})),
         "server returned dict of (float32[3]); expected the structure that it was given, float32[3]",
     ),
     "a server of another shape": (
-        toy(server=lambda turn, server, aggregate, key: (aggregate.mean[:2], {})),
+        toy(server=lambda round_context, server, aggregate, key: (aggregate.mean[:2], {})),
         "server returned its value as float32[2]; expected float32[3]",
     ),
     "a server of another type": (
-        toy(server=lambda turn, server, aggregate, key: (aggregate.mean.astype(jnp.float16), {})),
+        toy(server=lambda round_context, server, aggregate, key: (aggregate.mean.astype(jnp.float16), {})),
         "server returned its value as float16[3]; expected float32[3]",
     ),
     "a server without metrics": (
-        toy(server=lambda turn, server, aggregate, key: aggregate.mean),
+        toy(server=lambda round_context, server, aggregate, key: aggregate.mean),
         "server returned float32[3]; expected two things, (server, metrics)",
     ),
     "a bare broadcast": (
-        toy(broadcast=lambda turn, server: server),
+        toy(broadcast=lambda round_context, server: server),
         "broadcast returned float32[3]; expected a Broadcast(wire, held)",
     ),
     "a task that begins with another state": (
-        toy(begin_task=lambda turn, server, key: (server, turn.task.index)),
+        toy(begin_task=lambda round_context, server, key: (server, round_context.task.index)),
         "begin_task returned tuple of (float32[3], int32[]); expected the structure that it was given, "
         "float32[3]",
     ),
     "a task that ends with another state": (
-        toy(end_task=lambda turn, server, key: server[None]),
+        toy(end_task=lambda round_context, server, key: server[None]),
         "end_task returned its value as float32[1,3]; expected float32[3]",
     ),
     "predictions without classes": (
-        toy(predict=lambda turn, server, batch: batch.image[:, 0, 0] @ server),
+        toy(predict=lambda round_context, server, batch: batch.image[:, 0, 0] @ server),
         "predict returned float32[1]; expected logits of shape [batch, classes], here [1, 4]",
     ),
     "personal predictions of too few classes": (
-        toy(predict_client=lambda turn, server, state, batch: logits(server, batch)[:, :2]),
+        toy(predict_client=lambda round_context, server, state, batch: logits(server, batch)[:, :2]),
         "predict_client returned float32[1,2]; expected logits of shape [batch, classes], here [1, 4]",
     ),
     "a round without passes": (
@@ -139,7 +139,7 @@ WRONG = {
         "rounds[1].phases is empty; expected at least one pass over a client's rows",
     ),
     "a wrong function of another round": (
-        two_rounds(Program(begin, (Phase(toys.TRAIN, train),), lambda ctx, local, state: Upload())),
+        two_rounds(Program(begin, (Phase(toys.TRAIN, train),), lambda context, local, state: Upload())),
         "rounds[1].finish returned Upload of (float32[]); expected two things, (Upload, client state)",
     ),
     "a step of the protocol before this one": (
@@ -147,7 +147,7 @@ WRONG = {
         "phases[0].step cannot take its 4 arguments: missing a required argument: 'task'",
     ),
     "what is no array": (
-        toy(server=lambda turn, server, aggregate, key: ("new", {})),
+        toy(server=lambda round_context, server, aggregate, key: ("new", {})),
         "server returned what is no array: ",
     ),
     "a recall without a memory": (
@@ -168,7 +168,7 @@ WRONG = {
         toy(program={"memory": lambda state: jnp.zeros((5, 1, 1, 3))}),
         "memory returned float32[5,1,1,3]; expected whole numbers [M]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -187,17 +187,21 @@ def branch(wanted, value):
 
 
 AS_NUMBERS = {
-    "step": trained(lambda ctx, local, batch, key: ({"weight": table_of(ctx.task)}, {})),
-    "start": toy(lambda ctx, state, key: {"weight": branch(ctx.task.index > 0, ctx.wire)}),
-    "finish": toy(finish=lambda ctx, local, state: (Upload(mean=TABLE[int(ctx.task.index)]), state)),
-    "receive": toy(program={"receive": lambda ctx, upload: upload._replace(mean=table_of(ctx.task))}),
-    "server": toy(server=lambda turn, server, aggregate, key: (table_of(turn.task), {})),
-    "broadcast": toy(broadcast=lambda turn, server: toys.Broadcast(table_of(turn.task))),
-    "begin_task": toy(begin_task=lambda turn, server, key: branch(turn.task.index > 0, server)),
-    "end_task": toy(end_task=lambda turn, server, key: branch(turn.last, server)),
-    "predict": toy(predict=lambda turn, server, batch: logits(table_of(turn.task), batch)),
-    "predict_client": toy(predict_client=lambda turn, *rest: logits(table_of(turn.task), rest[-1])),
-}  # fmt: skip
+    "step": trained(lambda context, local, batch, key: ({"weight": table_of(context.task)}, {})),
+    "start": toy(lambda context, state, key: {"weight": branch(context.task.index > 0, context.payload)}),
+    "finish": toy(finish=lambda context, local, state: (Upload(mean=TABLE[int(context.task.index)]), state)),
+    "receive": toy(program={"receive": lambda context, upload: upload._replace(mean=table_of(context.task))}),
+    "server": toy(server=lambda round_context, server, aggregate, key: (table_of(round_context.task), {})),
+    "broadcast": toy(broadcast=lambda round_context, server: toys.Broadcast(table_of(round_context.task))),
+    "begin_task": toy(
+        begin_task=lambda round_context, server, key: branch(round_context.task.index > 0, server)
+    ),
+    "end_task": toy(end_task=lambda round_context, server, key: branch(round_context.last, server)),
+    "predict": toy(predict=lambda round_context, server, batch: logits(table_of(round_context.task), batch)),
+    "predict_client": toy(
+        predict_client=lambda round_context, *rest: logits(table_of(round_context.task), rest[-1])
+    ),
+}
 
 
 @pytest.mark.parametrize("function", AS_NUMBERS)
@@ -209,13 +213,13 @@ def test_a_task_is_no_python_number(function):
 
 
 def test_an_error_of_the_methods_own_is_not_hidden():
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         raise ZeroDivisionError("mine")
 
-    roster = toys.rosters(toys.rows())[0]
+    partition = toys.partitions(toys.rows())[0]
     method = trained(step)
     with pytest.raises(ZeroDivisionError, match="mine"):
-        make_engine(method, toys.fetch, Lanes(), capacities(method, [roster], 1, 8), SHAPES)
+        make_engine(method, toys.fetch, Lanes(), capacities(method, [partition], 1, 8), SHAPES)
 
 
 @pytest.mark.parametrize("name", toys.TOYS)
@@ -225,12 +229,14 @@ def test_the_toys_keep_to_the_protocol(name):
     found = check_method(method, toys.fetch, SHAPES)
     assert len(found) == len(method.rounds)
     server, (state, *_) = toys.begin_run(method)
-    turn = toys.Turn(toys.FROZEN, toys.tasks()[0], np.int32(0), np.bool_(False))
+    round_context = toys.RoundContext(toys.FROZEN, toys.tasks()[0], np.int32(0), np.bool_(False))
     info = toys.ClientInfo(np.int32(0), np.int32(1), np.ones(4, np.int32), np.int32(0))
-    ctx = toys.Ctx(toys.FROZEN, *method.broadcast(turn, server), turn.task, info)
+    context = toys.ClientContext(
+        toys.FROZEN, *method.broadcast(round_context, server), round_context.task, info
+    )
     program = method.rounds[0].program
-    local = program.start(ctx, state, toys.KEY)
-    upload, _ = program.finish(ctx, local, state)
+    local = program.start(context, state, toys.KEY)
+    upload, _ = program.finish(context, local, state)
     shape_of = lambda tree: jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
     assert found[0].local == shape_of(local)
     assert found[0].upload._replace(weight=()) == shape_of(upload._replace(weight=()))
@@ -238,6 +244,6 @@ def test_the_toys_keep_to_the_protocol(name):
 
 def test_a_weight_may_become_another_type_on_arrival():
     """Rows are whole numbers, half of them are not: weights are held in float32 however they come."""
-    halved = toy(program={"receive": lambda ctx, upload: upload._replace(weight=0.5 * upload.weight)})
+    halved = toy(program={"receive": lambda context, upload: upload._replace(weight=0.5 * upload.weight)})
     (shapes,) = check_method(halved, toys.fetch, SHAPES)
     assert shapes.upload.weight.dtype == jnp.float32

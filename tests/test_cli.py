@@ -29,7 +29,7 @@ from fcljax.methods import METHODS
 from fcljax.models.vit import VITS, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.runs.build import make_method
-from fcljax.types import Setting
+from fcljax.types import Sizes
 
 OUT = "new-run"
 
@@ -65,9 +65,11 @@ def program(*arguments, code, **options):
     environment = os.environ | {"PYTHONPATH": str(small_runs.ROOT)}
     done = subprocess.run(
         [sys.executable, *(code or ["-m", "fcljax"]), *arguments],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True,
+        text=True,
+        timeout=300,
         **({"env": environment} | options),
-    )  # fmt: skip
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -99,8 +101,8 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "--trim", "0.2"], ["trim", "trimmed_mean", "'mean'"]),
         (["run", "linear", "--server-step", "0.2"], ["server_step", "server_optimiser"]),
         (["run", "linear", "--momentum", "0.9"], ["momentum", "--optimiser sgd", "'adam'"]),
-        (["run", "linear", "--hostile", "5"], ["hostile", "5 clients", "nearest: 4"]),
-        (["run", "linear", "--attack", "nan"], ["attack", "'nan'", "--hostile 1"]),
+        (["run", "linear", "--malicious", "5"], ["malicious", "5 clients", "nearest: 4"]),
+        (["run", "linear", "--attack", "nan"], ["attack", "'nan'", "--malicious 1"]),
         (["run", "linear", "--dp-delta", "1e-5"], ["dp_delta", "--noise-multiplier"]),
         (["run", "fedncm", "--prox-weight", "1"], ["prox", "nothing trains"]),
         (["check"], ["method", "try: fcljax check fppl"]),
@@ -119,8 +121,8 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "--lane-mode", "vmp"], ["lane_mode", "'vmp'", "'vmap'"]),
         (["run", "linear", "--dtype", "float16"], ["dtype", "'float16'", "'bfloat16'"]),
         (["run", "linear", "--fidelity", "papr"], ["fidelity", "'papr'", "'paper'"]),
-        (["run", "linear", "--beta", "0"], ["beta", "0.0", "positive"]),
-        (["run", "linear", "--beta", "-1"], ["beta", "-1.0", "positive"]),
+        (["run", "linear", "--alpha", "0"], ["alpha", "0.0", "positive"]),
+        (["run", "linear", "--alpha", "-1"], ["alpha", "-1.0", "positive"]),
         (["run", "linear", "--batch-size", "0"], ["batch_size", "0", "nearest valid value: 1"]),
         (["run", "linear", "--seed", "-1"], ["seed", "-1", "nearest valid value: 0"]),
         (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 1.0"]),
@@ -150,7 +152,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["pretrain", "--steps", "0"], ["steps", "0"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0] in COMMANDS else None,
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_that_says_what_would_be_valid(arguments, words, capsys):
     line = mistake(capsys, *arguments)
     for word in words:
@@ -229,9 +231,9 @@ def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
         ("dataset: [digits]\n", ["dataset", "['digits']", "text"]),
         ("eval_every_round: 3\n", ["eval_every_round", "'3'", "true"]),
         ("normalise: halves\n", ["normalise", "'halves'", "'half'"]),
-        ("beta: .inf\n", ["beta", "inf"]),
+        ("alpha: .inf\n", ["alpha", "inf"]),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_a_config_file_is_one_line(text, words, capsys):
     Path("settings.yaml").write_text(text)
     line = mistake(capsys, "run", "linear", "--config", "settings.yaml", "--out", OUT)
@@ -261,9 +263,9 @@ def test_a_file_is_no_run_directory(capsys):
 def test_resuming_with_other_settings_names_them(linear_run, capsys):
     run = shutil.copytree(linear_run, "run")
     line = mistake(
-        capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--beta", "2"
+        capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--alpha", "2"
     )
-    assert line == "resume: 'run' was run with other settings: beta (2.0, not 0.5), lr (0.5, not 0.001)"
+    assert line == "resume: 'run' was run with other settings: alpha (2.0, not 0.5), lr (0.5, not 0.001)"
 
 
 def test_resuming_with_another_method_names_both(linear_run, capsys):
@@ -358,12 +360,12 @@ def test_list_names_methods_data_sets_and_backbones(capsys):
 def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     """Adapters and aggregation rules, for every method: made, not run."""
     network = conformance.network(conformance.TINY)
-    setting = Setting(classes=5, tasks=2, task_classes=3, clients=4, rows=9)
+    sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
 
     def works(name, **options):
         try:
             resolved = config.resolve(name, config.from_mapping(name, options, "test"))
-            make_method(name, resolved, setting, network)
+            make_method(name, resolved, sizes, network)
         except InputError:
             return False
         return True
@@ -442,12 +444,13 @@ def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypa
     ("error", "status", "words"),
     [
         (
-            PermissionError(13, "Permission denied", "run/metrics.jsonl"), 2,
+            PermissionError(13, "Permission denied", "run/metrics.jsonl"),
+            2,
             "cannot read or write 'run/metrics.jsonl': Permission denied",
         ),
         (KeyboardInterrupt(), 130, "stopped by SIGINT; the run had not begun, and nothing was written"),
     ],
-)  # fmt: skip
+)
 def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeypatch, capsys):
     def stop(*args, **kwargs):
         raise error
@@ -475,7 +478,7 @@ def test_data_prepare_counts_and_checks(capsys):
 
 
 def test_data_show_draws_images_and_who_holds_what(capsys):
-    assert cli.main(["data", "show", "digits", "--clients", "4", "--beta", "0.1", "--out", "pictures"]) == 0
+    assert cli.main(["data", "show", "digits", "--clients", "4", "--alpha", "0.1", "--out", "pictures"]) == 0
     assert {path.name for path in Path("pictures").iterdir()} == {"images.png", "classes.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in Path("pictures").iterdir())
     out = capsys.readouterr().out
@@ -500,7 +503,7 @@ def test_data_show_overwrites_nothing(capsys):
         (["data"], ["data: no command given", "list, prepare, show"]),
         (["data", "prepair"], ["'prepair'", "did you mean 'prepare'"]),
         (["data", "prepare"], ["dataset: no name given"]),
-        (["data", "show", "--beta", "1"], ["dataset: no name given"]),
+        (["data", "show", "--alpha", "1"], ["dataset: no name given"]),
         (["data", "prepare", "cifar1000"], ["'cifar1000'", "did you mean 'cifar100'"]),
         (["data", "prepare", "digits", "--store-size", "0"], ["store_size: 0", "nearest valid value: 1"]),
         (["data", "show", "digits", "--tasks", "11"], ["tasks: 11", "1 to 10"]),

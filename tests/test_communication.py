@@ -39,7 +39,9 @@ def test_pilora_on_cifar_sends_27648_and_receives_19968_numbers():  # PILoRA sec
     upload = Upload(
         mean=lora, gather={"prototype": prototypes, "feature_mean": shape(10, 768)}, weight=shape()
     )
-    assert traffic(upload, Broadcast(wire=(lora, prototypes))) == Traffic(27_648, 110_592 + 4, 19_968, 79_872)
+    assert traffic(upload, Broadcast(payload=(lora, prototypes))) == Traffic(
+        27_648, 110_592 + 4, 19_968, 79_872
+    )
 
 
 def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 with T = 10
@@ -49,7 +51,7 @@ def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 wi
         "prompt": shape(5, 4, 5, 768),
     }
     upload = Upload(mean=mean, gather={"prototype": shape(10, 768), "present": shape(10, dtype=jnp.bool_)})
-    counted = traffic(upload, Broadcast(wire=mean, held=shape(10, 5, 4, 5, 768)))
+    counted = traffic(upload, Broadcast(payload=mean, cached=shape(10, 5, 4, 5, 768)))
     assert counted.upload_scalars == 169_060
     assert counted.upload_bytes == 4 * 169_060 + 10 + 4
     assert counted.download_scalars == 169_060 - 7_680
@@ -57,14 +59,14 @@ def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 wi
 
 def test_held_state_is_storage_and_not_traffic():
     broadcast = Broadcast(
-        wire=shape(3), held={"past": shape(10, 5, 4, 5, 768), "known": shape(10, dtype=jnp.bool_)}
+        payload=shape(3), cached={"past": shape(10, 5, 4, 5, 768), "known": shape(10, dtype=jnp.bool_)}
     )
     assert traffic(Upload(), broadcast) == Traffic(0, 4, 3, 12)
     assert extra_storage(broadcast) == {"scalars": 768_000, "bytes": 4 * 768_000 + 10}
 
 
 def test_sums_are_counted_like_means_and_the_total_scales_with_client_rounds():
-    one = traffic(Upload(sum=shape(6), mean=shape(2)), Broadcast(wire=shape(5)))
+    one = traffic(Upload(sum=shape(6), mean=shape(2)), Broadcast(payload=shape(5)))
     assert total(one, 300) == {
         "upload_scalars": 2400,
         "upload_bytes": 36 * 300,

@@ -84,7 +84,7 @@ def test_curves_of_like_runs_have_distinct_names(tmp_path, monkeypatch):
     assert len(seen) == 4 and "fppl / paper" in seen
 
 
-CONFIG = {"lr": 1e-3, "beta": 0.5, "lanes": None, "seed": 0, "dataset": "cifar100"}
+CONFIG = {"lr": 1e-3, "alpha": 0.5, "lanes": None, "seed": 0, "dataset": "cifar100"}
 
 
 def with_config(seed=0, values=None, **changes):
@@ -92,11 +92,11 @@ def with_config(seed=0, values=None, **changes):
 
 
 def test_runs_with_other_settings_are_not_seeds_of_one_another_and_say_in_what_they_differ():
-    runs = [with_config(0, {"lr": 1e-2, "beta": 0.1}), with_config(1, {"beta": 100})]
+    runs = [with_config(0, {"lr": 1e-2, "alpha": 0.1}), with_config(1, {"alpha": 100})]
     assert [len(group.runs) for group in groups_of(runs)] == [1, 1]
-    assert sorted(labels_of(runs).values()) == ["fppl beta 0.1, lr 0.01", "fppl beta 100, lr 0.001"]
+    assert sorted(labels_of(runs).values()) == ["fppl alpha 0.1, lr 0.01", "fppl alpha 100, lr 0.001"]
     text = text_of(results_table(runs))
-    assert "seeds" not in text and "fppl beta 100, lr 0.001" in text
+    assert "seeds" not in text and "fppl alpha 100, lr 0.001" in text
 
 
 @pytest.mark.parametrize("change", [{"lanes": 4}, {"devices": 2}, {"data_budget": 100}, {"data_dir": "x"}])

@@ -47,7 +47,7 @@ def test_every_command_and_its_options_are_offered():
     assert set(cli.COMMANDS) < set(table()[""])
     assert table()["compare -"] == ("--out",)
     assert {"--force", "--no-force", "--data-dir"} <= set(table()["data prepare -"])
-    assert "--beta" in table()["data show -"] and "--mask-ratio" in table()["pretrain-decoder -"]
+    assert "--alpha" in table()["data show -"] and "--mask-ratio" in table()["pretrain-decoder -"]
     assert table()["data =--data-dir"] == (completion.FILES,)
 
 
@@ -79,7 +79,7 @@ CASES = [
     (["compare", "./ow"], ["./own.py"]),
     (["completion", "f"], ["fish"]),
     (["list", "--"], ["--help"]),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -135,11 +135,13 @@ def test_fish_completes(here):
     [
         pytest.param("bash", ["--norc", "-i"], "source {path}", marks=needs("bash")),
         pytest.param(
-            "zsh", ["-f", "-i"], "fpath=({path.parent} $fpath); autoload -U compinit; compinit -u -D",
+            "zsh",
+            ["-f", "-i"],
+            "fpath=({path.parent} $fpath); autoload -U compinit; compinit -u -D",
             marks=needs("zsh"),
         ),
     ],
-)  # fmt: skip
+)
 def test_the_tab_key_completes_at_a_terminal(shell, arguments, setup, here):
     path = script(shell)
     for typed, expected in (

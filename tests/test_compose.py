@@ -23,21 +23,23 @@ from fcljax.methods.fppl import prototype_step, unified_term
 from fcljax.methods.lwf import distil
 from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import Kit, Train, federate
+from fcljax.parts.federate import Run, Train, federate
 from fcljax.parts.learner import Objective, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
-from fcljax.types import Features, Frozen, Network, Setting
+from fcljax.types import Features, Frozen, Network, Sizes
 
 spec = importlib.util.spec_from_file_location("distill", small_runs.ROOT / "experiments/methods/distill.py")
 distill = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(distill)
 
-WIDTH, SETTING = 4, Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
+WIDTH, SIZES = 4, Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2)
 OPTIONS = {
-    "linear": {}, "full": {"full_lr": 0.05}, "prompts": {"prompt_length": 2, "prompt_blocks": 1},
+    "linear": {},
+    "full": {"full_lr": 0.05},
+    "prompts": {"prompt_length": 2, "prompt_blocks": 1},
     "lora": {"lora_rank": 1, "lora_lr": 0.05},
-}  # fmt: skip
+}
 
 
 def toy_network() -> Network:
@@ -70,11 +72,11 @@ TERMS = {
     "unified": lambda: (unified_term(FPPL),),
 }
 STEPS = {
-    "none": lambda kit: (),
-    "debias": lambda kit: (prototype_step(FPPL, kit),),
-    "reweight": lambda kit: (reweight_step(PILORA, kit),),
-    "average": lambda kit: (average_step(kit),),
-    "distill": lambda kit: (distill.teach(distill.DistillOptions(2, 1e-4), kit),),
+    "none": lambda run: (),
+    "debias": lambda run: (prototype_step(FPPL, run),),
+    "reweight": lambda run: (reweight_step(PILORA, run),),
+    "average": lambda run: (average_step(run),),
+    "distill": lambda run: (distill.teach(distill.DistillOptions(2, 1e-4), run),),
 }
 ALL = [
     case
@@ -97,18 +99,18 @@ def pairwise(cases):
 FEW = pairwise(ALL)
 
 
-def kit_of(adapter: str) -> Kit:
+def kit_of(adapter: str) -> Run:
     entry = ADAPTERS[adapter]
     options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
-    return Kit(SETTING, NETWORK, entry.build(options, SETTING, NETWORK), Train(2, 4, 0.05, GRADIENT))
+    return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Train(2, 4, 0.05, GRADIENT))
 
 
 def compose(adapter, term, step):
-    kit, by_prototypes = kit_of(adapter), step in ("reweight", "average")
+    run, by_prototypes = kit_of(adapter), step in ("reweight", "average")
     classifier = prototypes if by_prototypes else linear
-    model = learner(NETWORK, kit.adapter, classifier(WIDTH, SETTING.classes))
+    model = learner(NETWORK, run.adapter, classifier(WIDTH, SIZES.classes))
     objective = Objective("seen" if term == "replay" else "current")
-    return federate(model, SETTING, kit.train, TERMS[term](), STEPS[step](kit), objective=objective)
+    return federate(model, SIZES, run.train, TERMS[term](), STEPS[step](run), objective=objective)
 
 
 def check(case, ways):

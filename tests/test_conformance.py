@@ -14,14 +14,14 @@ from micro import (
     FROZEN,
     KEY,
     LABEL,
-    SETTING,
+    SIZES,
     STREAM,
     TINY,
     compiled,
     engine_of,
     method_of,
     receive,
-    turn_of,
+    round_context_of,
 )
 from small_runs import some
 from toys import close, same
@@ -85,14 +85,14 @@ OPTIONS = {
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
 STATEFUL = {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit"}  # clients' states change in a round
-SIZES = ((9, 0, 4, 7),) * 2
+EXAMPLES = ((9, 0, 4, 7),) * 2
 
 
 @functools.cache
 def federation(name):
     """A method with its engine, made once."""
     method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
-    return conformance.federation(method, TINY, SIZES)
+    return conformance.federation(method, TINY, EXAMPLES)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def predict(name, server, task):
     """Logits of all images."""
     nothing = jnp.zeros(len(LABEL), jnp.int32)
     rows = Batch(DATA.image, nothing, nothing == 0, nothing)
-    return compiled(federation(name).method.predict)(turn_of(task), server, rows)
+    return compiled(federation(name).method.predict)(round_context_of(task), server, rows)
 
 
 # The others are made from the same parts.
@@ -140,7 +140,7 @@ def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
 def test_classes_not_seen_and_padding_classes_never_win(name):
     for state, task in ((history(name)[1], STREAM[0]), (history(name)[3], STREAM[1])):
         logits = predict(name, state.server, task)
-        assert logits.shape == (60, SETTING.classes) and np.all(np.isfinite(logits))
+        assert logits.shape == (60, SIZES.classes) and np.all(np.isfinite(logits))
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 
 
@@ -149,7 +149,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the
     definition of LoRA."""
     rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
-    alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SETTING.classes)
+    alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SIZES.classes)
     made = federation(method)
     engine = engine_of(made.method, Lanes(1, "loop"), [alone])
     received, _ = receive(engine, 0, made.server, made.states, alone, [0], STREAM[0])

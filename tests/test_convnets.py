@@ -29,9 +29,9 @@ from fcljax.models.networks import make_network
 from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
 from fcljax.models.vit import Injection
 from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
-from fcljax.parts.federate import Kit, Train
+from fcljax.parts.federate import Run, Train
 from fcljax.pixels import NORMALISE
-from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Setting, Turn
+from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -48,18 +48,29 @@ def random(*shape):
 
 def plain(window, x, kernel):
     return lax.conv_general_dilated(
-        x, kernel, window.stride, window.pads, rhs_dilation=window.dilation, dimension_numbers=LAYOUT,
+        x,
+        kernel,
+        window.stride,
+        window.pads,
+        rhs_dilation=window.dilation,
+        dimension_numbers=LAYOUT,
         feature_group_count=window.groups,
-    )  # fmt: skip
+    )
 
 
 # ---- the convolution ---------------------------------------------------------------------------------------
 
 # size, stride, dilation, groups, pads, side: each with each other's plain value, and all at once
 SIZES = [
-    (3, 1, 1, 1, (1, 1), 8), (1, 2, 1, 1, (0, 0), 8), (3, 2, 1, 1, (1, 1), 7), (3, 3, 1, 1, (2, 1), 8),
-    (3, 1, 2, 1, (2, 1), 8), (3, 1, 1, 2, (1, 1), 8), (2, 3, 1, 2, (1, 0), 7), (3, 2, 2, 2, (2, 1), 8),
-]  # fmt: skip
+    (3, 1, 1, 1, (1, 1), 8),
+    (1, 2, 1, 1, (0, 0), 8),
+    (3, 2, 1, 1, (1, 1), 7),
+    (3, 3, 1, 1, (2, 1), 8),
+    (3, 1, 2, 1, (2, 1), 8),
+    (3, 1, 1, 2, (1, 1), 8),
+    (2, 3, 1, 2, (1, 0), 7),
+    (3, 2, 2, 2, (2, 1), 8),
+]
 
 
 @pytest.mark.parametrize("size, stride, dilation, groups, pads, side", SIZES)
@@ -81,8 +92,11 @@ def test_every_convolution_of_a_training_step_has_the_layout_that_is_fast_inside
         loss = lambda kernel, x: convolution(Window((2, 2), ((1, 1), (1, 1))), x, kernel).sum() ** 2
         step = jax.grad(loss, argnums=(0, 1))
         text = jax.jit(step).lower(random(3, 3, 4, 6), random(2, 8, 8, 4)).as_text()
-        return {line.split("dim_numbers = ")[1].split(",  window")[0].split(", window")[0]
-                for line in text.splitlines() if "dim_numbers = " in line}  # fmt: skip
+        return {
+            line.split("dim_numbers = ")[1].split(",  window")[0].split(", window")[0]
+            for line in text.splitlines()
+            if "dim_numbers = " in line
+        }
 
     assert layouts(conv) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
     assert len(layouts(plain)) == 3
@@ -304,19 +318,21 @@ def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of
     network = NETWORKS["resnet"]
     frozen = Frozen(network.init(jax.random.key(0)))
     train = Train(1, 4, 0.1, optax.chain(optax.add_decayed_weights(0.5), optax.identity()))
-    setting = Setting(4, 2, 2, 1)
-    adapter = full(FullOptions(full_lr=0.1), setting, network)
-    kit = Kit(setting, network, adapter, train, make_aggregation(AggregationOptions()), ())
-    method = plain_method(NoOptions(), kit)
+    sizes = Sizes(4, 2, 2, 1)
+    adapter = full(FullOptions(full_lr=0.1), sizes, network)
+    run = Run(sizes, network, adapter, train, make_aggregation(AggregationOptions()), ())
+    method = plain_method(NoOptions(), run)
     server = method.init(jax.random.key(1), frozen)
-    turn = Turn.on_host(frozen, jax.tree.map(jnp.asarray, make_tasks(4, 2)[0]), 0, True)
-    cast = method.broadcast(turn, server)
-    ctx = Ctx(frozen, cast.wire, cast.held, turn.task, jax.tree.map(jnp.asarray, ClientInfo.example(4)))
+    round_context = RoundContext.on_host(frozen, jax.tree.map(jnp.asarray, make_tasks(4, 2)[0]), 0, True)
+    cast = method.broadcast(round_context, server)
+    context = ClientContext(
+        frozen, cast.payload, cast.held, round_context.task, jax.tree.map(jnp.asarray, ClientInfo.example(4))
+    )
     image, mask = random(4, *network.image), jnp.array([True, True, True, False])
     batch = Batch(image, jnp.array([0, 1, 1, 0]), mask, jnp.arange(4))
     program = next(each.program for each in method.rounds if each.when == "round")
-    local = program.start(ctx, method.init_client(jax.random.key(2), server), jax.random.key(3))
-    after, _ = program.phases[0].step(ctx, local, batch, jax.random.key(4))
+    local = program.start(context, method.init_client(jax.random.key(2), server), jax.random.key(3))
+    after, _ = program.phases[0].step(context, local, batch, jax.random.key(4))
     _, expected = network.apply(frozen.network, image, None, True, mask)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
     jax.tree.map(same, after.part.stats, expected.stats)

@@ -10,7 +10,7 @@ import pytest
 import small_runs
 
 from fcljax import cli
-from fcljax.config import DealConfig, settle
+from fcljax.config import PartitionConfig, settle
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet, sample_client
 from fcljax.data.tasks import make_tasks
@@ -42,7 +42,7 @@ def digits():
 
 
 def settings(**values):
-    return settle(DealConfig(clients=3, **values))
+    return settle(PartitionConfig(clients=3, **values))
 
 
 def held(dealt, task, round_=0):
@@ -179,11 +179,13 @@ def test_a_redrawn_deal_of_another_seed_is_another(digits):
 
 
 def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits):
-    refused = pytest.raises(InputError, match="^alpha: 3 label ids per client, of 2; nearest valid value: 2$")
+    refused = pytest.raises(
+        InputError, match="^classes_per_client: 3 label ids per client, of 2; nearest valid value: 2$"
+    )
     with refused:
-        deal(digits, settings(partition="quantity", alpha=3))
+        deal(digits, settings(partition="quantity", classes_per_client=3))
     with refused:
-        deal(digits, settings(partition="quantity", alpha=3, population="redrawn")).rows(0, 0)
+        deal(digits, settings(partition="quantity", classes_per_client=3, population="redrawn")).rows(0, 0)
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_
 @pytest.mark.long
 def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, tmp_path_factory):
     out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
-    cfg = DealConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")
+    cfg = PartitionConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")
     dealt = deal(digits, settle(cfg))
     rows = sum(len(dealt.rows(task, round_).rows) for task in range(2) for round_ in range(2))
     *_, records = small_runs.last_checkpoint(out)
@@ -241,8 +243,11 @@ def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--partition", "quantity", "--alpha", "6"], ["alpha: 6", "nearest valid value: 5"]),
-        (["--alpha", "0"], ["alpha: 0", "nearest valid value: 1"]),
+        (
+            ["--partition", "quantity", "--classes-per-client", "6"],
+            ["classes_per_client: 6", "nearest valid value: 5"],
+        ),
+        (["--classes-per-client", "0"], ["classes_per_client: 0", "nearest valid value: 1"]),
         (["--train-share", "1.5"], ["train_share: 1.5", "nearest valid value: 1.0"]),
         (["--train-share", "0"], ["train_share: 0.0", "positive"]),
         (["--partition", "shard"], ["partition", "'shard'", "did you mean 'shards'?"]),
@@ -300,11 +305,11 @@ def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
         make_scenario(digits, replaced, 2, False)
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
     )
-    said, done = told.rosters[0][1], real.rosters[0][1]
+    said, done = told.partitions[0][1], real.partitions[0][1]
     np.testing.assert_array_equal(said.class_rows, done.class_rows)
     assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
     assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
-    assert told.holdings.sum() == sum(len(each.rows) for of_task in told.rosters for each in of_task)
+    assert told.holdings.sum() == sum(len(each.rows) for of_task in told.partitions for each in of_task)
 
 
 @pytest.mark.parametrize(

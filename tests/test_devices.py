@@ -18,7 +18,7 @@ from fcljax.federated.engine import Lanes, init_clients, run_round
 from fcljax.federated.schedule import phase_steps, plan_round
 from fcljax.mesh import mesh_of
 from fcljax.runs.features import make_features, make_predict
-from fcljax.types import Task, Turn
+from fcljax.types import RoundContext, Task
 
 ROWS, WIDTH, CLASSES, BATCH = 150, 12, 5, 4
 
@@ -38,17 +38,19 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
     data, rng, clients, devices = toys.rows(count=400), np.random.default_rng(0), 80, mesh.size
     counts = np.clip(rng.gamma(1.0, 12.0, clients), 1, 60).astype(int)
     owned = [rng.choice(np.arange(1, 400), count, replace=False) for count in counts]
-    roster = toys.make_roster(owned, np.asarray(data.label))
-    engine = toys.build(TOYS["two_pass"](), [roster], Lanes(2 * devices, "vmap"), mesh=mesh)
+    partition = toys.make_roster(owned, np.asarray(data.label))
+    engine = toys.build(TOYS["two_pass"](), [partition], Lanes(2 * devices, "vmap"), mesh=mesh)
     player, task = engine.players[0], toys.tasks()[0]
     program = player.round.program
-    chunks, (useful, paid) = plan_round(program, roster, np.arange(clients), 0, 2 * devices, player.capacity)
+    chunks, (useful, paid) = plan_round(
+        program, partition, np.arange(clients), 0, 2 * devices, player.capacity
+    )
     server = jax.jit(engine.method.init)(KEY, FROZEN)
     states = init_clients(engine.method, server, clients, KEY)
-    turn = Turn.on_host(FROZEN, task, 0, False)
+    round_context = RoundContext.on_host(FROZEN, task, 0, False)
     played, most = np.zeros((devices, clients), bool), 0
     for chunk in chunks:
-        carry = received_by_devices(engine, player, chunk, turn, server, states, data)
+        carry = received_by_devices(engine, player, chunk, round_context, server, states, data)
         found, used = np.asarray(carry.accumulator.valid), chunk.id < clients  # [devices, slots]
         assert (found.sum(axis=0) <= 1).all()
         played[:, chunk.id[used]] |= found[:, used]
@@ -63,7 +65,7 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
 
 def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     """The devices find it together, though one of them has it."""
-    data, deals = toys.rows(), toys.rosters(toys.rows())
+    data, deals = toys.rows(), toys.partitions(toys.rows())
     bad = np.array(data.image)
     bad[deals[0].rows[deals[0].offset[1]], 0, 0, 1] = np.nan  # client 3 has most rows, and the first device
     poisoned, found = data._replace(image=jnp.asarray(bad)), []
@@ -80,14 +82,16 @@ def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     assert (report.rejected, told.rejected) == (1, 1) and report.participants == told.participants == 4
 
 
-def received_by_devices(engine, player, chunk, turn, server, states, data):
+def received_by_devices(engine, player, chunk, round_context, server, states, data):
     """The carry [devices, ...] of a chunk of clients, before what the devices received is put together."""
     kept = []
     close = lambda accumulator, states, carry, chunk: (kept.append(carry), (accumulator, states))[1]
-    turn, server, states, data, key = engine.place((turn, server, states, data, KEY))
-    broadcast = engine.broadcast(turn, server)
+    round_context, server, states, data, key = engine.place((round_context, server, states, data, KEY))
+    broadcast = engine.broadcast(round_context, server)
     player = player._replace(close=close)
-    toys.play_chunks(player, engine.lanes, [chunk], turn.frozen, broadcast, states, data, turn.task, key)
+    toys.play_chunks(
+        player, engine.lanes, [chunk], round_context.frozen, broadcast, states, data, round_context.task, key
+    )
     return kept[0]
 
 
@@ -109,11 +113,13 @@ def read(split, rows):
     return split.image[rows].reshape(-1, WIDTH) / jnp.float32(255)
 
 
-def logits(turn, model, batch):
-    return jnp.tanh(batch.image @ model) * turn.frozen
+def logits(round_context, model, batch):
+    return jnp.tanh(batch.image @ model) * round_context.frozen
 
 
-TURN = Turn.on_host(jnp.float32(2), Task(np.int32(0), np.arange(2), *[np.ones(CLASSES, bool)] * 2), 0, True)
+TURN = RoundContext.on_host(
+    jnp.float32(2), Task(np.int32(0), np.arange(2), *[np.ones(CLASSES, bool)] * 2), 0, True
+)
 
 
 @pytest.mark.parametrize("rows", [[*range(ROWS)], [3, 149, 7], [*range(0, 100, 3)]])
@@ -131,8 +137,8 @@ def test_predictions_of_eight_devices_are_those_of_one_bit_for_bit(rows, split, 
 def test_each_device_predicts_a_part_of_the_rows(split, mesh):
     """Which device has seen which row, as the predicted class of a model that tells the device's number."""
 
-    def tell(turn, model, batch):
-        return jax.nn.one_hot(jnp.full(len(batch.row), jax.lax.axis_index("clients")), 8) + 0 * model[0, 0]
+    def tell(round_context, model, batch):
+        return jax.nn.one_hot(jnp.full(len(batch.index), jax.lax.axis_index("clients")), 8) + 0 * model[0, 0]
 
     predict = make_predict(tell, read, BATCH, ROWS, mesh)
     found = predict(TURN, (MODEL,), ready(split, mesh), np.arange(ROWS), np.zeros(8, int)).label
@@ -144,8 +150,8 @@ def test_a_row_whose_logits_are_not_finite_has_no_predicted_class(split):
     rule_out = jnp.array([-jnp.inf, 0, 0, 0, 0])
     odd = jnp.array([jnp.nan, jnp.inf, 1.0, -jnp.inf])
 
-    def tell(turn, model, batch):
-        return jnp.zeros((len(batch.row), CLASSES)).at[:, 3].set(odd[batch.row % 4]) + rule_out
+    def tell(round_context, model, batch):
+        return jnp.zeros((len(batch.index), CLASSES)).at[:, 3].set(odd[batch.index % 4]) + rule_out
 
     predict = make_predict(tell, read, BATCH, ROWS)
     found = predict(TURN, (MODEL,), ready(split, None), np.arange(4), np.zeros(CLASSES, int))

@@ -86,8 +86,10 @@ def test_folders_that_cannot_be_written_are_named():
     Path("runs").write_text("a file")
     found = {each.name: each for each in doctor.folders("runs/data")}
     assert found["run directories (runs/)"].state == "failed"
-    assert found["data sets and their cache"].state == "warning" and "--data-dir" in found[
-        "data sets and their cache"].advice  # fmt: skip
+    assert (
+        found["data sets and their cache"].state == "warning"
+        and "--data-dir" in found["data sets and their cache"].advice
+    )
 
 
 def test_weights_are_told_from_others_by_their_checksum(monkeypatch):
@@ -128,8 +130,13 @@ def test_an_extra_that_is_missing_keeps_no_run_from_starting(monkeypatch):
     monkeypatch.setattr(metadata, "requires", requires)
     monkeypatch.setattr(metadata, "version", version)
     found = {each.name: each for each in doctor.packages()}
-    assert found["gpu"] == ("extras", "gpu", "missing", "engine: no-such-plugin not installed",
-                            "pip install -e '.[gpu]'")  # fmt: skip
+    assert found["gpu"] == (
+        "extras",
+        "gpu",
+        "missing",
+        "engine: no-such-plugin not installed",
+        "pip install -e '.[gpu]'",
+    )
     assert found["numpy"].state == "ok" and doctor.healthy(found.values())
 
 

@@ -27,7 +27,7 @@ from toys import (
 
 from fcljax.federated.aggregation import coordinate_median
 from fcljax.federated.engine import Lanes, init_clients, run_round
-from fcljax.types import Batch, Phase, Turn, Upload, View, Weighted
+from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def deals(data):
-    return toys.rosters(data)
+    return toys.partitions(data)
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +96,33 @@ def test_batches_as_short_as_their_rows_change_no_number(name, way, data, deals,
     assert set(engine.traces.values()) == {1}
 
 
-@pytest.mark.parametrize(("short", "lanes", "keeps", "computed"), [
-    (False, Lanes(1, "loop"), False, [4, 4, 4, 4, 4]),
-    (True, Lanes(1, "loop"), False, [4, 1, 4, 4, 3]),
-    (True, Lanes(2, "unroll"), False, [4, 1, 4, 4, 3]),
-    (True, Lanes(2, "vmap"), False, [4, 4, 4, 4, 4]),
-    (True, Lanes(1, "loop"), True, [4, 4, 4, 4, 4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("short", "lanes", "keeps", "computed"),
+    [
+        (False, Lanes(1, "loop"), False, [4, 4, 4, 4, 4]),
+        (True, Lanes(1, "loop"), False, [4, 1, 4, 4, 3]),
+        (True, Lanes(2, "unroll"), False, [4, 1, 4, 4, 3]),
+        (True, Lanes(2, "vmap"), False, [4, 4, 4, 4, 4]),
+        (True, Lanes(1, "loop"), True, [4, 4, 4, 4, 4]),
+    ],
+)
 def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, lanes, keeps, computed, data):
     """Two clients with 5 and 11 rows in batches of 4. Lanes that are batched share one program, and a client
     who keeps its last batch needs room for all of it."""
 
-    def width(ctx, local, batch, key):
+    def width(context, local, batch, key):
         rows = Weighted(jnp.float32(len(batch.mask)), jnp.float32(1))
-        return {**local, "kept": batch.row if keeps else local["kept"]}, {"rows": rows}
+        return {**local, "kept": batch.index if keeps else local["kept"]}, {"rows": rows}
 
-    begin = lambda ctx, state, key: {"weight": ctx.wire, "kept": jnp.zeros(4, jnp.int32)}
-    send = lambda ctx, local, state: (Upload(mean=local["weight"], weight=ctx.info.rows), state)
+    begin = lambda context, state, key: {"weight": context.payload, "kept": jnp.zeros(4, jnp.int32)}
+    send = lambda context, local, state: (Upload(mean=local["weight"], weight=context.client.examples), state)
     method = toys.toy(begin, (Phase(View(1, 4, augment=False), width),), send)
     mine = np.flatnonzero(tasks()[0].current[np.asarray(data.label)])
-    roster = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
-    engine = toys.build(method, [roster], lanes, short=short)
-    *_, report = run_round(engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY)
+    partition = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
+    engine = toys.build(method, [partition], lanes, short=short)
+    *_, report = run_round(
+        engine, FROZEN, jnp.zeros(3), (), data, partition, np.arange(2), tasks()[0], 0, KEY
+    )
     assert report.metrics["rows"] * len(computed) == pytest.approx(sum(computed))
 
 
@@ -140,11 +145,11 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
     image = np.zeros((3, 1, 1, 3), np.float32)
     image[1, 0, 0, 0] = image[2, 0, 0, 1] = 1
     data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 3], jnp.int32))
-    roster = toys.make_roster([np.array([1, 2])] * 2, np.asarray(data.label))
-    roster = roster._replace(task=jax.tree.map(lambda *leaves: np.stack(leaves), *tasks()))
-    engine = toys.build(toys.own_task(View(1, 4, augment=False)), [roster], lanes)
+    partition = toys.make_roster([np.array([1, 2])] * 2, np.asarray(data.label))
+    partition = partition._replace(task=jax.tree.map(lambda *leaves: np.stack(leaves), *tasks()))
+    engine = toys.build(toys.own_task(View(1, 4, augment=False)), [partition], lanes)
     server, _, report = run_round(
-        engine, FROZEN, jnp.zeros(3), (), data, roster, np.arange(2), tasks()[0], 0, KEY
+        engine, FROZEN, jnp.zeros(3), (), data, partition, np.arange(2), tasks()[0], 0, KEY
     )
     np.testing.assert_allclose(server, [(0.1 + 0.1) / 2, (0 + 0.4) / 2, (0 + 0.1) / 2], rtol=1e-6)
     assert report.metrics == {"loss": pytest.approx((1**2 / 2 + 3**2 / 2) / 2)}
@@ -178,13 +183,13 @@ def hand():
     image = np.zeros((4, 1, 1, 3), np.float32)
     image[1, 0, 0], image[2, 0, 0], image[3, 0, 0] = (1, 0, 0), (0, 2, 0), (0, 0, 1)
     data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 2, 1], jnp.int32))
-    roster = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
-    engine = toys.build(toys.sharing(View(1, 4, augment=False)), [roster], Lanes(2, "vmap"))
+    partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    engine = toys.build(toys.sharing(View(1, 4, augment=False)), [partition], Lanes(2, "vmap"))
 
     def play(shares=(1.0, 1.0), data=data, rate=0.1, ids=(0, 1)):
         server = {"weight": jnp.zeros(3), "share": jnp.asarray(shares)}
         frozen, states = {"rate": jnp.float32(rate)}, jnp.zeros(2, jnp.int32)
-        return run_round(engine, frozen, server, states, data, roster, np.array(ids), tasks()[0], 0, KEY)
+        return run_round(engine, frozen, server, states, data, partition, np.array(ids), tasks()[0], 0, KEY)
 
     return play
 
@@ -234,20 +239,20 @@ def test_if_all_weights_are_0_the_server_stays(hand):
 # ---- absent and broken clients -----------------------------------------------------------------------------
 
 
-def poisoned(data: toys.Rows, roster, clients, value) -> toys.Rows:
+def poisoned(data: toys.Rows, partition, clients, value) -> toys.Rows:
     """The data with one number of one row of each of these clients replaced."""
     image = np.array(data.image)
     for client in clients:
-        image[roster.rows[roster.offset[client]], 0, 0, 1] = value
+        image[partition.rows[partition.offset[client]], 0, 0, 1] = value
     return data._replace(image=jnp.asarray(image))
 
 
-def play_once(engine, data, roster, ids):
+def play_once(engine, data, partition, ids):
     server, states = begin_run(engine.method)
     ids, states = np.array(ids), stack(states)
     return (
         run_round(
-            engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, roster, ids, tasks()[0], 0, KEY
+            engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, partition, ids, tasks()[0], 0, KEY
         ),
         server,
         states,
@@ -287,10 +292,21 @@ def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays
     for guarded in (True, False):
         server, states = begin_run(engine.method)
         opened: list = []
-        found.append(run_round(
-            counting(engine, opened), FROZEN, server, stack(states), poisoned(data, deals[0], bad, np.nan),
-            deals[0], np.array([0, 1, 3, 6]), tasks()[0], 0, KEY, guarded=guarded,
-        ))  # fmt: skip
+        found.append(
+            run_round(
+                counting(engine, opened),
+                FROZEN,
+                server,
+                stack(states),
+                poisoned(data, deals[0], bad, np.nan),
+                deals[0],
+                np.array([0, 1, 3, 6]),
+                tasks()[0],
+                0,
+                KEY,
+                guarded=guarded,
+            )
+        )
         begun.append(opened)
     same(found[0][:2], found[1][:2])
     assert found[0][2] == found[1][2] and found[0][2].rejected == len(bad)
@@ -301,14 +317,14 @@ def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays
 
 def test_sums_of_finite_uploads_may_overflow():
     """They are no reason to leave anybody out: the upload is looked at, found finite, and added."""
-    begin = lambda ctx, state, key: jnp.full(3, 3e38)
-    step = lambda ctx, local, batch, key: (local, {})
-    send = lambda ctx, local, state: (Upload(mean=local, weight=ctx.info.rows), state + 1)
+    begin = lambda context, state, key: jnp.full(3, 3e38)
+    step = lambda context, local, batch, key: (local, {})
+    send = lambda context, local, state: (Upload(mean=local, weight=context.client.examples), state + 1)
     first = lambda key, server: jnp.zeros((), jnp.int32)
     method = toys.toy(begin, (Phase(View(1, 4, augment=False), step),), send, init_client=first)
     rows = toys.rows()
-    engine, roster = toys.build(method, toys.rosters(rows), Lanes(1, "loop")), toys.rosters(rows)[0]
-    (server, states, report), before, _ = play_once(engine, rows, roster, [0, 3])
+    engine, partition = toys.build(method, toys.partitions(rows), Lanes(1, "loop")), toys.partitions(rows)[0]
+    (server, states, report), before, _ = play_once(engine, rows, partition, [0, 3])
     same(server, before)
     assert (report.rejected, report.refused, states[:4].tolist()) == (0, 1, [1, 0, 0, 1])
 
@@ -366,7 +382,7 @@ def robust(deals):
     chex.clear_trace_counter()
     twice = chex.assert_max_traces(n=2)  # for its shapes, and to compile it
 
-    def server(turn, server, aggregate, key):
+    def server(round_context, server, aggregate, key):
         return coordinate_median(aggregate.gather, aggregate.weight, aggregate.valid), {}
 
     method = toys.remembering(server=twice(server))
@@ -376,7 +392,7 @@ def robust(deals):
 def test_a_robust_rule_sees_all_uploads(robust, data, deals):
     """Over chunks of three clients the server gets the median of all seven."""
 
-    def server(turn, server, aggregate, key):
+    def server(round_context, server, aggregate, key):
         return jnp.nanmedian(jnp.where(aggregate.valid[:, None], aggregate.gather, jnp.nan), axis=0), {}
 
     method = toys.remembering(server=server)
@@ -396,10 +412,10 @@ def test_the_median_is_that_of_the_finite_uploads(robust, data, deals):
 def test_every_client_predicts_with_its_own_model(plain):
     server, states, _ = plain["personal"]
     image, label = jax.random.normal(jax.random.key(0), (5, 1, 1, 3)), np.zeros(5, np.int32)
-    batch, turn = Batch(image, label, label == 0, label), Turn(FROZEN, tasks()[1], 0, False)
+    batch, round_context = Batch(image, label, label == 0, label), RoundContext(FROZEN, tasks()[1], 0, False)
     predict = jax.vmap(TOYS["personal"]().predict_client, in_axes=(None, None, 0, None))
     line = np.asarray(states + server) @ np.asarray(image[:, 0, 0]).T
-    close(predict(turn, server, states, batch), -0.5 * (line[..., None] - np.arange(4)) ** 2)
+    close(predict(round_context, server, states, batch), -0.5 * (line[..., None] - np.arange(4)) ** 2)
 
 
 def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():

@@ -13,12 +13,12 @@ from micro import (
     KEY,
     NETWORK,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     WIDTH,
     begin,
     compiled,
-    ctx_of,
+    context_of,
     end_of_task,
     engine_of,
     info_of,
@@ -33,7 +33,7 @@ from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
 from fcljax.methods.fedavg import averaging
-from fcljax.parts.federate import Kit, Train
+from fcljax.parts.federate import Run, Train
 from fcljax.parts.learner import Objective
 from fcljax.parts.replay import (
     Budget,
@@ -118,15 +118,21 @@ def kept(memory):
 def after_both(budget):
     """The memory after the first task, with five rows of class 0, three of 1 and one of 2, and after the
     second, with three rows of 3 and six of 4."""
-    again = compiled(functools.partial(renew, budget=budget, setting=SETTING))
-    one = again(no_memory(budget, SETTING), gathered_of([0, 1, 0, 0, 1, 2, 0, 1, 0]), FIRST)
+    again = compiled(functools.partial(renew, budget=budget, sizes=SIZES))
+    one = again(no_memory(budget, SIZES), gathered_of([0, 1, 0, 0, 1, 2, 0, 1, 0]), FIRST)
     return one, again(one, gathered_of([4, 3, 4, 4, 3, 4, 3, 4, 4], 20), SECOND)
 
 
 def expected_of(gathered, label, most):
-    return [int(gathered.row[i]) for i in by_numpy(
-        gathered.feature, np.flatnonzero((np.asarray(gathered.label) == label) & (gathered.row >= 0)), most
-    ) if i >= 0]  # fmt: skip
+    return [
+        int(gathered.row[i])
+        for i in by_numpy(
+            gathered.feature,
+            np.flatnonzero((np.asarray(gathered.label) == label) & (gathered.row >= 0)),
+            most,
+        )
+        if i >= 0
+    ]
 
 
 def test_a_memory_of_so_many_rows_a_class_keeps_them_through_later_tasks():
@@ -135,7 +141,7 @@ def test_a_memory_of_so_many_rows_a_class_keeps_them_through_later_tasks():
     old = {label: expected_of(first, label, 2) for label in (0, 1, 2)}
     assert kept(one) == old and len(old[2]) == 1
     assert kept(two) == old | {label: expected_of(second, label, 2) for label in (3, 4)}
-    assert len(two.exemplars.row) == 2 * SETTING.classes
+    assert len(two.exemplars.row) == 2 * SIZES.classes
     assert one.learned.tolist() == [True, True, True, False, False] and bool(two.learned.all())
 
 
@@ -157,25 +163,25 @@ def test_fewer_rows_in_all_than_classes_are_none_and_classes_stay_learned():
 
 def test_a_class_that_comes_again_is_chosen_anew():
     budget = Budget(2)
-    again = compiled(functools.partial(renew, budget=budget, setting=SETTING))
-    one = again(no_memory(budget, SETTING), gathered_of([0, 0, 0, 1]), FIRST)
+    again = compiled(functools.partial(renew, budget=budget, sizes=SIZES))
+    one = again(no_memory(budget, SIZES), gathered_of([0, 0, 0, 1]), FIRST)
     two = again(one, gathered_of([0, 0, 0], 20), FIRST)
     assert kept(two) == {0: expected_of(gathered_of([0, 0, 0], 20), 0, 2), 1: [3]}
 
 
 def test_a_setting_that_does_not_know_the_rows_is_refused():
     with pytest.raises(InputError, match="rows: 0"):
-        gathering(SETTING._replace(rows=0), WIDTH)
+        gathering(SIZES._replace(examples=0), WIDTH)
 
 
 # ---- the term ----------------------------------------------------------------------------------------------
 
 
 def remembering(network=FORMULA, batch_size=4):
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SETTING, network)
-    term = herded(Budget(2), SETTING, network.width, batch_size)
-    kit = Kit(SETTING, network, adapter, Train(1, batch_size, 0.1), terms=(term,))
-    return averaging(kit, Objective("seen"))
+    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, network)
+    term = herded(Budget(2), SIZES, network.width, batch_size)
+    run = Run(SIZES, network, adapter, Train(1, batch_size, 0.1), terms=(term,))
+    return averaging(run, Objective("seen"))
 
 
 @functools.cache
@@ -188,7 +194,7 @@ def test_features_are_gathered_batch_by_batch_and_padding_is_not():
     method = formula_method()
     server = compiled(method.init)(KEY, SCALE)
     batches = [rows_of([0, 0, 1], padding=np.nan), rows_of([0, 2], 2, padding=np.nan)]
-    batches[1] = batches[1]._replace(row=jnp.where(batches[1].row >= 0, batches[1].row + 10, -1))
+    batches[1] = batches[1]._replace(index=jnp.where(batches[1].index >= 0, batches[1].index + 10, -1))
     (state,) = end_of_task(method, server, FIRST, batches, method.init_client(KEY, server))
     feature = np.concatenate([batches[0].image[:3], batches[1].image[:2]])
     row, label = np.array([0, 1, 2, 10, 11]), np.array([0, 0, 1, 0, 2])
@@ -204,12 +210,12 @@ def test_a_client_recalls_rows_of_its_old_classes_and_no_others():
     state = (Herded(memory, jnp.ones(5, bool)),)
     found = set()
     for round_ in range(8):
-        ctx = ctx_of(formula_method(), server, SECOND, info_of(5, 2, 0, round_), SCALE)
-        local = compiled(program.start)(ctx, state, KEY)
-        found |= set(compiled(recall)(ctx, local, jax.random.fold_in(KEY, round_)).tolist())
+        context = context_of(formula_method(), server, SECOND, info_of(5, 2, 0, round_), SCALE)
+        local = compiled(program.start)(context, state, KEY)
+        found |= set(compiled(recall)(context, local, jax.random.fold_in(KEY, round_)).tolist())
     assert found == {0, 2}
-    ctx = ctx_of(formula_method(), server, FIRST, info_of(5, 2), SCALE)
-    assert compiled(recall)(ctx, local, KEY).tolist() == [-1] * 4
+    context = context_of(formula_method(), server, FIRST, info_of(5, 2), SCALE)
+    assert compiled(recall)(context, local, KEY).tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize(("rows", "joined"), [(1, 8), (4, 8), (8, 4), (9, 4), (32, 1), (100, 1)])
@@ -230,7 +236,7 @@ def test_clients_of_a_run_remember_rows_that_they_held():
     server, states = begin(method)
     history = play(engine, server, states, rounds=1)
     for place, (_, (memory,), _) in enumerate(history):
-        for client in range(SETTING.clients):
+        for client in range(SIZES.clients):
             row = np.asarray(memory.exemplars.row[client])
             own = [np.split(deal.rows, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
             own = np.concatenate(own)

@@ -118,9 +118,11 @@ def test_every_compiled_function_was_traced_once_over_all_tasks_and_rounds(run):
 
 def test_communication_of_linear_is_its_head_and_a_weight(linear_run):
     assert summary_of(linear_run)["communication"] == {
-        "upload_scalars": HEAD, "upload_bytes": 4 * HEAD + 4,
-        "download_scalars": HEAD, "download_bytes": 4 * HEAD,
-    }  # fmt: skip
+        "upload_scalars": HEAD,
+        "upload_bytes": 4 * HEAD + 4,
+        "download_scalars": HEAD,
+        "download_bytes": 4 * HEAD,
+    }
 
 
 def test_communication_of_fppl_is_prompt_gate_head_and_prototypes(fppl_run):
@@ -198,21 +200,21 @@ def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run, fppl_run
 # ---- personal models ---------------------------------------------------------------------------------------
 
 
-def counting(options, kit):
+def counting(options, run):
     """`linear` whose client's personal model predicts the class numbered like the rounds it took part in."""
-    method = plain(options, kit)
+    method = plain(options, run)
     (main,) = method.rounds
     program = main.program
 
-    def start(ctx, state, key):
-        return program.start(ctx, (), key)
+    def start(context, state, key):
+        return program.start(context, (), key)
 
-    def finish(ctx, local, state):
-        return program.finish(ctx, local, ())[0], state + 1
+    def finish(context, local, state):
+        return program.finish(context, local, ())[0], state + 1
 
-    def predict_client(turn, server, state, batch):
-        shape = (batch.image.shape[0], kit.setting.classes)
-        return jnp.broadcast_to(jax.nn.one_hot(state, kit.setting.classes), shape)
+    def predict_client(round_context, server, state, batch):
+        shape = (batch.image.shape[0], run.sizes.classes)
+        return jnp.broadcast_to(jax.nn.one_hot(state, run.sizes.classes), shape)
 
     return method._replace(
         rounds=(main._replace(program=program._replace(start=start, finish=finish)),),
@@ -233,15 +235,18 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
 # ---- widths of steps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "flops", "widths"), [
-    ({}, 3e8, ((3, 18, 32), (32,))),  # the second pass is of one epoch
-    ({"rounds": 1}, 3e8, ((32,), (32,))),  # too short a run
-    ({"rounds": 9}, 3e8, ((3, 18, 32), (18, 32))),  # long enough for both
-    ({}, 2.3e7, ((32,), (32,))),  # as vit_micro's: less is saved than compiling costs
-    ({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,))),
-    ({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,))),
-    ({"batch_size": 1}, 3e8, ((1,), (1,))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "flops", "widths"),
+    [
+        ({}, 3e8, ((3, 18, 32), (32,))),  # the second pass is of one epoch
+        ({"rounds": 1}, 3e8, ((32,), (32,))),  # too short a run
+        ({"rounds": 9}, 3e8, ((3, 18, 32), (18, 32))),  # long enough for both
+        ({}, 2.3e7, ((32,), (32,))),  # as vit_micro's: less is saved than compiling costs
+        ({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,))),
+        ({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,))),
+        ({"batch_size": 1}, 3e8, ((1,), (1,))),
+    ],
+)
 def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, flops, widths, monkeypatch):
     cfg = config.resolve("fppl", config.from_mapping("fppl", options, "test"))
     monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)

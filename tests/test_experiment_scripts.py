@@ -36,13 +36,14 @@ def test_rates_of_mini_scale_are_tried_on_held_out_images(monkeypatch, capsys):
 
     monkeypatch.setattr(mini_rates.sweeps, "sweep", sweep)
     table = ["pilora", "table3", "--experiments", str(small_runs.ROOT / "experiments"), "--out", "x"]
-    mini_rates.main([*table, "pilora_a6_seed-2023", "lora_lr=1e-4,1e-3", "alpha=3"])
+    mini_rates.main([*table, "pilora_a6_seed-2023", "lora_lr=1e-4,1e-3", "classes_per_client=3"])
     assert [run.cfg.lora_lr for run in made] == [1e-4, 1e-3]
-    assert {(run.cfg.holdout, run.cfg.alpha, run.cfg.seed) for run in made} == {(0.25, 3, 2023)}
+    assert {(run.cfg.holdout, run.cfg.classes_per_client, run.cfg.seed) for run in made} == {(0.25, 3, 2023)}
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "seed-2023" in line]
     assert [[cell for cell in line if cell != "│"][1:] for line in lines] == [
-        ["50.0", "25.0", "7"], ["-", "-", "no", "data"],
-    ]  # fmt: skip
+        ["50.0", "25.0", "7"],
+        ["-", "-", "no", "data"],
+    ]
     with pytest.raises(InputError, match="^run: unknown value 'pilora_a6'"):
         mini_rates.main([*table, "pilora_a6", "lr=1"])
 

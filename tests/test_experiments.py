@@ -20,11 +20,11 @@ from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
 from fcljax.models.networks import CONVNETS, make_network
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
-from fcljax.runs.summary import traffic_by_round, wire_shapes
+from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario
 from fcljax.studies import paper_tables as tables
 from fcljax.studies import reproduce
-from fcljax.types import Frozen, Setting
+from fcljax.types import Frozen, Sizes
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if tables.MARK in path.read_text())
@@ -122,8 +122,11 @@ def test_every_row_is_a_run(file):
         cfg = reproduce.settings_of(table, row, reproducing.read)
         assert {name: getattr(cfg, name) for name in given} == given
         shared = ("dataset", "checkpoint", "tasks", "seed", "fidelity", "lr", "rounds")
-        assert all(getattr(cfg, name) == table.settings.get(name, getattr(cfg, name))
-                   for name in shared if name not in given)  # fmt: skip
+        assert all(
+            getattr(cfg, name) == table.settings.get(name, getattr(cfg, name))
+            for name in shared
+            if name not in given
+        )
 
 
 def test_every_metric_is_a_summarys():
@@ -181,7 +184,7 @@ def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
     # a preset may change; what made the table's numbers does not
     disputed = set(METHODS["fppl"].fidelity["intended"]) | set(ADAPTERS["prompts"].fidelity["intended"])
     assert fixed | disputed <= values
-    assert values >= {"beta"} or load(file)[1].partition == "iid"
+    assert values >= {"alpha"} or load(file)[1].partition == "iid"
 
 
 def network_with_shapes(name):
@@ -198,16 +201,16 @@ def network_with_shapes(name):
 def test_the_upload_in_the_header_is_what_a_client_sends(file):
     method, cfg = load(file)
     classes = CLASSES[cfg.dataset]
-    setting = Setting(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, rows=100)
+    sizes = Sizes(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, examples=100)
     network, frozen = network_with_shapes(cfg.backbone)
-    built = make_method(method, cfg, setting, network)
+    built = make_method(method, cfg, sizes, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)
-    exp = unused._replace(method=built, frozen=frozen, scenario=nothing, setting=setting, key=key)
-    sent, *others = traffic_by_round(exp, wire_shapes(exp))
+    exp = unused._replace(method=built, frozen=frozen, scenario=nothing, sizes=sizes, key=key)
+    sent, *others = traffic_by_round(exp, payload_shapes(exp))
     assert not any(other.upload_scalars for other in others)
-    restore = wire_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
+    restore = payload_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
     rest = sent.upload_scalars - communication.scalars(restore)
     assert header(file)["upload"].startswith(f"{rest:,} numbers per client and round")
 
@@ -273,7 +276,7 @@ def test_the_settings_of_pmae_are_the_papers(file):
     assert (cfg.backbone, cfg.normalise, cfg.partition) == ("vit_b16", "unit", "dirichlet")
     ibot = "table4" in file.stem or "ibot" in file.stem or "figure8" in file.stem
     assert ("ibot" in cfg.checkpoint) == ibot
-    assert cfg.beta == (0.5 if "figure" in file.stem else float(file.stem.rpartition("_b")[2]))
+    assert cfg.alpha == (0.5 if "figure" in file.stem else float(file.stem.rpartition("_b")[2]))
     pairs = [f"{name}{more}" for name in ("l2p", "dualprompt", "coda-prompt") for more in ("", "-pmae")]
     for method in pairs:
         assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 10
@@ -319,7 +322,7 @@ def test_every_column_of_pilora_s_tables_has_a_file():
 def test_the_settings_of_a_column_are_the_papers(file):
     _, cfg = load(file)
     column = file.stem.rpartition("_")[2]
-    assert (cfg.partition, cfg.alpha if column[0] == "a" else cfg.beta) == (
+    assert (cfg.partition, cfg.classes_per_client if column[0] == "a" else cfg.alpha) == (
         ("quantity", int(column[1:])) if column[0] == "a" else ("task_dirichlet", float(column[1:]))
     )
     assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (10, 10, 30, 5, 64)

@@ -13,30 +13,42 @@ from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
 from fcljax.runs import loop
-from fcljax.types import Batch, Broadcast, ClientInfo, Ctx, Method, Phase, Program, Round, Task, Upload, View
+from fcljax.types import (
+    Batch,
+    Broadcast,
+    ClientContext,
+    ClientInfo,
+    Method,
+    Phase,
+    Program,
+    Round,
+    Task,
+    Upload,
+    View,
+)
 
 CLASSES = 8
 TASK = Task(jnp.array(1), jnp.array([3, 4, 5, -1]), jnp.zeros(CLASSES, bool), jnp.zeros(CLASSES, bool))
 
 
-def step(ctx, local, batch, key):
+def step(context, local, batch, key):
     """The client sees which classes its rows have."""
-    del ctx, key
+    del context, key
     return {"labels": batch.label}, {}
 
 
-def finish(ctx, local, state):
+def finish(context, local, state):
     gather = {"labels": local["labels"], "held": jnp.array([True, False]), "h": jnp.ones(2, jnp.bfloat16)}
     return Upload(jnp.array([1.0, -2.0]), {"s": jnp.array(3.0), "n": jnp.array(4)}, gather, 30.0), state + 1
 
 
 PHASE = Phase(View(epochs=1, batch_size=5), step)
-PROGRAM = Program(lambda ctx, state, key: {"labels": jnp.zeros(5, jnp.int32)}, (PHASE, PHASE), finish)
+PROGRAM = Program(lambda context, state, key: {"labels": jnp.zeros(5, jnp.int32)}, (PHASE, PHASE), finish)
 METHOD = Method(
     init=lambda key, frozen: (),
-    broadcast=lambda turn, server: Broadcast(()),
+    broadcast=lambda round_context, server: Broadcast(()),
     rounds=(Round(PROGRAM), Round(PROGRAM, who="everyone", when="closing")),
-    predict=lambda turn, server, batch: jnp.zeros((batch.label.shape[0], CLASSES)),
+    predict=lambda round_context, server, batch: jnp.zeros((batch.label.shape[0], CLASSES)),
 )
 MASK = jnp.array([True, True, True, True, False])
 
@@ -47,10 +59,12 @@ def sent(method: Method, label=(3, 4, 5, 1, 3), task: Task = TASK, which: int = 
     batch = Batch(jnp.zeros((5, 1, 1, 3)), jnp.array(label), MASK, jnp.arange(5))
 
     def play(id):
-        ctx = Ctx((), (), (), task, ClientInfo(id, jnp.array(5), jnp.zeros(CLASSES, jnp.int32), jnp.array(0)))
-        local = program.start(ctx, jnp.array(6), jax.random.key(0))
-        local, _ = program.phases[phase].step(ctx, local, batch, jax.random.key(1))
-        return program.finish(ctx, local, jnp.array(6))
+        context = ClientContext(
+            (), (), (), task, ClientInfo(id, jnp.array(5), jnp.zeros(CLASSES, jnp.int32), jnp.array(0))
+        )
+        local = program.start(context, jnp.array(6), jax.random.key(0))
+        local, _ = program.phases[phase].step(context, local, batch, jax.random.key(1))
+        return program.finish(context, local, jnp.array(6))
 
     return jax.jit(jax.vmap(play))(jnp.arange(3))
 
@@ -65,8 +79,8 @@ def of_client(tree, which: int):
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("attack, factor", [("sign_flip", -1.0), ("scale", 1e6), ("nan", float("nan"))])
-def test_hostile_clients_attack_every_float_that_they_send_in_every_round(attack, factor, which):
-    upload, _ = sent(faults.corrupt(METHOD, attack, hostile=2), which=which)
+def test_malicious_clients_attack_every_float_that_they_send_in_every_round(attack, factor, which):
+    upload, _ = sent(faults.corrupt(METHOD, attack, malicious=2), which=which)
     for client in (0, 1):
         found = of_client(upload, client)
         np.testing.assert_allclose(found.mean, [1.0 * factor, -2.0 * factor], rtol=1e-6)
@@ -77,7 +91,7 @@ def test_hostile_clients_attack_every_float_that_they_send_in_every_round(attack
 
 @pytest.mark.parametrize("attack", faults.ATTACKS)
 def test_honest_clients_weights_integers_booleans_and_states_stay(attack):
-    (upload, state), (honest, same_state) = sent(faults.corrupt(METHOD, attack, hostile=2)), sent(METHOD)
+    (upload, state), (honest, same_state) = sent(faults.corrupt(METHOD, attack, malicious=2)), sent(METHOD)
     same(of_client(upload, 2), of_client(honest, 2))
     same(
         (upload.weight, upload.sum["n"], upload.gather["held"]),
@@ -89,7 +103,7 @@ def test_honest_clients_weights_integers_booleans_and_states_stay(attack):
 @pytest.mark.parametrize("phase", [0, 1])
 def test_labels_are_mirrored_within_the_task_in_every_phase(phase):
     # classes 3, 4, 5 become 5, 4, 3; class 1 is of another task, and the last row is padding
-    upload, _ = sent(faults.corrupt(METHOD, "label_flip", hostile=1), phase=phase)
+    upload, _ = sent(faults.corrupt(METHOD, "label_flip", malicious=1), phase=phase)
     assert upload.gather["labels"].tolist() == [[5, 4, 3, 1, 3], [3, 4, 5, 1, 3], [3, 4, 5, 1, 3]]
     same(upload._replace(gather=()), sent(METHOD)[0]._replace(gather=()))
 
@@ -103,10 +117,10 @@ def test_mirroring_twice_gives_the_labels_back():
 
 
 def test_everything_else_of_the_method_is_the_same_object():
-    program = PROGRAM._replace(receive=lambda ctx, upload: upload)
+    program = PROGRAM._replace(receive=lambda context, upload: upload)
     method = METHOD._replace(rounds=(Round(program, server=lambda *args: args, when="opening"),))
     for attack in faults.ATTACKS:
-        wrong = faults.corrupt(method, attack, hostile=1)
+        wrong = faults.corrupt(method, attack, malicious=1)
         assert wrong._replace(rounds=()) == method._replace(rounds=())
         assert wrong.rounds[0]._replace(program=None) == method.rounds[0]._replace(program=None)
         new = wrong.rounds[0].program
@@ -114,16 +128,16 @@ def test_everything_else_of_the_method_is_the_same_object():
         assert [phase.view for phase in new.phases] == [phase.view for phase in program.phases]
 
 
-def test_nobody_hostile_is_the_method_itself():
-    assert faults.corrupt(METHOD, "nan", hostile=0) is METHOD
-    assert faults.FaultOptions().hostile == 0
+def test_nobody_malicious_is_the_method_itself():
+    assert faults.corrupt(METHOD, "nan", malicious=0) is METHOD
+    assert faults.FaultOptions().malicious == 0
 
 
 def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():
     with pytest.raises(InputError, match="attack: unknown value 'flip'; did you mean 'sign_flip'"):
-        faults.corrupt(METHOD, "flip", hostile=1)
-    with pytest.raises(InputError, match="hostile: must be at least 0, got -1"):
-        faults.corrupt(METHOD, "nan", hostile=-1)
+        faults.corrupt(METHOD, "flip", malicious=1)
+    with pytest.raises(InputError, match="malicious: must be at least 0, got -1"):
+        faults.corrupt(METHOD, "nan", malicious=-1)
 
 
 # ---- faults drawn in every round ---------------------------------------------------------------------------
@@ -142,9 +156,9 @@ def played(method, rounds=40, clients=5, task=1):
     @jax.jit
     def play(id, round_, state):
         info = ClientInfo(id, jnp.array(5), jnp.zeros(CLASSES, jnp.int32), round_)
-        ctx = Ctx((), (), (), TASK._replace(index=jnp.array(task)), info)
-        local, _ = program.phases[0].step(ctx, program.start(ctx, state, KEY), batch, KEY)
-        upload, state = program.finish(ctx, local, state)
+        context = ClientContext((), (), (), TASK._replace(index=jnp.array(task)), info)
+        local, _ = program.phases[0].step(context, program.start(context, state, KEY), batch, KEY)
+        upload, state = program.finish(context, local, state)
         return upload._replace(mean=upload.mean + 0.0 * round_), state
 
     found = []
@@ -202,9 +216,9 @@ def test_noise_is_as_large_as_what_it_is_added_to():
     assert np.allclose(sent_.std(axis=(0, 1)), np.sqrt(2.5), rtol=0.2) and len(np.unique(sent_)) == sent_.size
 
 
-def counting(ctx, local, state):
+def counting(context, local, state):
     """What a client sends says how often it has played."""
-    del ctx, local
+    del context, local
     return Upload(
         jnp.array([1.0, -2.0]) * state, {"s": jnp.array(3.0), "n": jnp.array(4)}, (), 30.0
     ), state + 1
@@ -212,7 +226,9 @@ def counting(ctx, local, state):
 
 def test_stale_clients_send_again_what_they_made_last_and_keep_their_own_state():
     each = METHOD.rounds[0]._replace(program=PROGRAM._replace(finish=counting))
-    method = STATEFUL._replace(rounds=(each,), predict_client=lambda turn, server, state, batch: state)
+    method = STATEFUL._replace(
+        rounds=(each,), predict_client=lambda round_context, server, state, batch: state
+    )
     upload = jax.eval_shape(lambda: counting(None, None, jnp.array(6))[0])
     always = faults.with_faults(method, {"stale": 1.0}, 0, (upload,))
     numbers = [float(u.mean[0]) for u in played(always, rounds=4, clients=1)[0]]

@@ -14,21 +14,21 @@ from micro import (
     KEY,
     PILORA,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     WIDTH,
     aggregate_of,
     by_hand,
     client_round,
     compiled,
-    ctx_of,
+    context_of,
     info_of,
     main_of,
     method_of,
+    round_context_of,
     rows_of,
     server_round,
     train,
-    turn_of,
 )
 
 from fcljax.adapters import ADAPTERS
@@ -41,7 +41,7 @@ from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
 from fcljax.methods.pilora import average_step, reweight_step
 from fcljax.models.heads import Head, cross_entropy
 from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import Kit, ServerStep, Slots, Survey, Term, Train, federate
+from fcljax.parts.federate import Run, ServerStep, Slots, Survey, Term, Train, federate
 from fcljax.parts.learner import Objective, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
@@ -55,14 +55,14 @@ BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 
 def kit_of(adapter="linear", train=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
-    built = ADAPTERS[adapter].build(options, SETTING, FORMULA)
-    return Kit(SETTING, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
+    built = ADAPTERS[adapter].build(options, SIZES, FORMULA)
+    return Run(SIZES, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
 
 
-def compose(kit, terms=(), steps=(), classifier=linear, **others):
+def compose(run, terms=(), steps=(), classifier=linear, **others):
     """A method of these parts."""
-    model = learner(kit.network, kit.adapter, classifier(WIDTH, SETTING.classes))
-    return federate(model, SETTING, kit.train, terms, steps, aggregation=kit.aggregation, **others)
+    model = learner(run.network, run.adapter, classifier(WIDTH, SIZES.classes))
+    return federate(model, SIZES, run.train, terms, steps, aggregation=run.aggregation, **others)
 
 
 def fresh(method):
@@ -78,7 +78,7 @@ def uploads_of(method, server, task, count=2):
 
 def received(uploads, valid=None):
     ids = range(len(uploads))
-    return aggregate_of(uploads, ids, [True] * len(uploads) if valid is None else valid, SETTING.clients)
+    return aggregate_of(uploads, ids, [True] * len(uploads) if valid is None else valid, SIZES.clients)
 
 
 def same(left, right):
@@ -160,15 +160,15 @@ def plain_loop(head, rounds):
 def with_no_prototypes(aggregate):
     """As if no client held any class."""
     sent = aggregate.gather["prototypes"]
-    gather = aggregate.gather | {"prototypes": sent._replace(held=jnp.zeros_like(sent.held))}
+    gather = aggregate.gather | {"prototypes": sent._replace(present=jnp.zeros_like(sent.present))}
     return aggregate._replace(gather=gather)
 
 
 @pytest.mark.parametrize("idle", ["empty pool", "wo_debias"])
 def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
-    kit = kit_of()
-    step = prototype_step(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), kit)
-    debiasing, plain = compose(kit, steps=(step,)), compose(kit)
+    run = kit_of()
+    step = prototype_step(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), run)
+    debiasing, plain = compose(run, steps=(step,)), compose(run)
     server, mean = fresh(debiasing), fresh(plain)
     aggregate = received(uploads_of(debiasing, server, TASKS[1]))
     after, _ = server_round(
@@ -176,19 +176,19 @@ def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
     )
     expected, _ = server_round(plain, mean, TASKS[1], aggregate._replace(gather={}))
     same(after.params, expected.params)
-    trained = compose(kit, steps=(prototype_step(FPPL, kit),))
+    trained = compose(run, steps=(prototype_step(FPPL, run),))
     assert differ(server_round(trained, server, TASKS[1], aggregate)[0].params, expected.params) > 1e-4
 
 
 def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweighting():
-    kit = kit_of()
-    weighing = compose(kit, steps=(reweight_step(PILORA, kit),), classifier=prototypes)
-    plain = compose(kit, steps=(average_step(kit),), classifier=prototypes)
+    run = kit_of()
+    weighing = compose(run, steps=(reweight_step(PILORA, run),), classifier=prototypes)
+    plain = compose(run, steps=(average_step(run),), classifier=prototypes)
     server = fresh(weighing)
     one = jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH)), jnp.float32)
     sent = jnp.stack([one, -one, one, -one])  # all at the same distance from features that are 0
-    held = Prototypes(jnp.zeros((4, 3, WIDTH)), jnp.ones((4, 3), bool))
-    gather = {"classifier": sent, "features": held}
+    present = Prototypes(jnp.zeros((4, 3, WIDTH)), jnp.ones((4, 3), bool))
+    gather = {"classifier": sent, "features": present}
     mean = server.params._replace(classifier=())
     everyone = (jnp.array([1.0, 9, 1, 1]), jnp.arange(4), jnp.ones(4, bool))
     aggregate = Aggregate(mean, (), gather, *everyone)
@@ -196,7 +196,7 @@ def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweigh
     expected, _ = server_round(plain, server, TASKS[1], aggregate._replace(gather={"classifier": sent}))
     close(after.params, expected.params)
     np.testing.assert_allclose(after.params.classifier[3:], 0.0, atol=1e-6)
-    near = aggregate._replace(gather=gather | {"features": held._replace(vector=held.vector + one)})
+    near = aggregate._replace(gather=gather | {"features": present._replace(vector=present.vector + one)})
     moved, _ = server_round(weighing, server, TASKS[1], near)
     odds = np.exp(1 / 0.2)
     np.testing.assert_allclose(moved.params.classifier[3:], (odds - 1) / (odds + 1) * one[:2], rtol=1e-4)
@@ -214,15 +214,15 @@ def refused(message, *args, **others):
 def test_a_term_that_reads_what_nobody_sends_is_refused_by_name():
     message = "terms: unified reads 'debias', which no server step sends"
     refused(message, kit_of(), (unified_term(FPPL),))
-    kit = kit_of()
-    refused(message, kit, (unified_term(FPPL),), (reweight_step(PILORA, kit),), prototypes)
+    run = kit_of()
+    refused(message, run, (unified_term(FPPL),), (reweight_step(PILORA, run),), prototypes)
 
 
 def test_two_terms_that_recall_rows_and_terms_that_are_half_made_are_refused():
     refused("terms: only one of them can recall past rows", kit_of(), (replay(4, 4), replay(4, 4)))
     look = lambda learner, seen, memory: memory
     refused("terms: mine looks at rows, but has no view of them", kit_of(), (Term("mine", look=look),))
-    recall = lambda ctx, memory, key: jnp.zeros(2, jnp.int32)
+    recall = lambda context, memory, key: jnp.zeros(2, jnp.int32)
     refused(
         "terms: mine recalls past rows, but does not say which there are",
         kit_of(),
@@ -233,31 +233,31 @@ def test_two_terms_that_recall_rows_and_terms_that_are_half_made_are_refused():
 RULES = [dict(aggregator="median"), dict(clip_norm=1.0), dict(server_optimiser="adam")]
 
 
-def cannot(kit, part):
+def cannot(run, part):
     return (
-        f"aggregator: {kit.aggregation.name!r} cannot be honoured, because {part} merges what clients send "
+        f"aggregator: {run.aggregation.name!r} cannot be honoured, because {part} merges what clients send "
         f"by a rule of its own; nearest: 'mean'"
     )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
 def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
-    kit, survey = kit_of(**rule), Survey(class_mean_step(3, WIDTH), "closing", 4)
-    refused(cannot(kit, "reweight"), kit, (), (reweight_step(PILORA, kit),), prototypes)
-    refused(cannot(kit, "class_means"), kit, surveys=(survey,))
-    compose(kit, steps=(prototype_step(FPPL, kit),))  # what this one gathers is not what is averaged
-    averaging = kit, (), (average_step(kit),), prototypes
+    run, survey = kit_of(**rule), Survey(class_mean_step(3, WIDTH), "closing", 4)
+    refused(cannot(run, "reweight"), run, (), (reweight_step(PILORA, run),), prototypes)
+    refused(cannot(run, "class_means"), run, surveys=(survey,))
+    compose(run, steps=(prototype_step(FPPL, run),))  # what this one gathers is not what is averaged
+    averaging = run, (), (average_step(run),), prototypes
     if "aggregator" in rule:
         compose(*averaging)
     else:  # these act on what is averaged, which its prototypes are not
-        refused(cannot(kit, "average"), *averaging)
+        refused(cannot(run, "average"), *averaging)
 
 
 def test_noise_is_refused_by_steps_that_gather_even_if_they_follow_the_rule():
     """What is gathered crosses the wire without noise."""
-    kit = kit_of(clip_norm=1.0, noise_multiplier=1.0)
-    refused(cannot(kit, "debias"), kit, (), (prototype_step(FPPL, kit),))
-    compose(kit)
+    run = kit_of(clip_norm=1.0, noise_multiplier=1.0)
+    refused(cannot(run, "debias"), run, (), (prototype_step(FPPL, run),))
+    compose(run)
 
 
 # ---- aggregation -------------------------------------------------------------------------------------------
@@ -271,9 +271,9 @@ def test_a_median_ignores_one_client_in_three_and_the_mean_does_not():
         merged = lambda upload: upload.gather["mean"] if upload.mean == () else upload.mean
         parts = jax.tree.map(lambda *x: jnp.stack(x), *map(merged, uploads))
         mean, gather = jax.tree.map(lambda x: 1e6 * x, (uploads[2].mean, uploads[2].gather))
-        hostile = [*uploads[:2], uploads[2]._replace(mean=mean, gather=gather)]
+        malicious = [*uploads[:2], uploads[2]._replace(mean=mean, gather=gather)]
         after[method] = [
-            server_round(method, server, TASKS[1], received(each))[0].params for each in (uploads, hostile)
+            server_round(method, server, TASKS[1], received(each))[0].params for each in (uploads, malicious)
         ]
     assert uploads_of(robust, server, TASKS[1], 1)[0].mean == ()  # the rule needs all of them at once
     close(after[robust][0], jax.tree.map(lambda x: jnp.median(x, axis=0), parts), atol=1e-7)
@@ -292,11 +292,13 @@ def aggregate_from(part):
 
 def test_server_momentum_steps_along_the_sum_of_past_changes_and_starts_anew_with_a_task():
     step, beta = 0.5, 0.8
-    kit = kit_of("full", server_optimiser="momentum", server_step=step, server_momentum=beta)
-    method = compose(kit)
+    run = kit_of("full", server_optimiser="momentum", server_step=step, server_momentum=beta)
+    method = compose(run)
     draw = np.random.default_rng(0).normal
     random = lambda tree: jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), tree)
-    begin = lambda task, server: compiled(method.begin_task)(turn_of(task, frozen=SCALE), server, KEY)
+    begin = lambda task, server: compiled(method.begin_task)(
+        round_context_of(task, frozen=SCALE), server, KEY
+    )
     server = begin(TASKS[0], fresh(method))
     x, m = server.params, jax.tree.map(jnp.zeros_like, server.params)
     for task, rounds in ((TASKS[0], 2), (TASKS[1], 1)):
@@ -324,39 +326,41 @@ def test_a_clipped_upload_keeps_its_direction_and_its_length_is_bounded(clip_nor
 
 
 def test_noise_is_added_once_at_the_server_and_every_client_weighs_the_same():
-    kit = kit_of("full", clip_norm=2.0, noise_multiplier=3.0)
-    method = compose(kit)
+    run = kit_of("full", clip_norm=2.0, noise_multiplier=3.0)
+    method = compose(run)
     server = fresh(method)
     upload, _ = client_round(method, server, TASKS[1], BATCHES)
     assert float(upload.weight) == 1
     mean = jax.tree.map(jnp.zeros_like, server.params)
     wide = jnp.zeros((400, 400))
-    noisy = method_noise(kit, mean._replace(adapter={"scale": wide}))
+    noisy = method_noise(run, mean._replace(adapter={"scale": wide}))
     # three standard deviations over two clients, of 160,000 draws
     assert float(jnp.std(noisy.adapter["scale"])) == pytest.approx(3.0 * 2.0 / 2, rel=0.02)
-    after = [server_round(method, server, TASKS[1], aggregate_from(mean), key=key)[0].params for key in
-             (jax.random.key(1), jax.random.key(2), jax.random.key(1))]  # fmt: skip
+    after = [
+        server_round(method, server, TASKS[1], aggregate_from(mean), key=key)[0].params
+        for key in (jax.random.key(1), jax.random.key(2), jax.random.key(1))
+    ]
     assert differ(after[0], after[1]) > 0.1
     same(after[0], after[2])
 
 
-def method_noise(kit, mean):
-    return kit.aggregation.post(mean, mean, (), jnp.int32(2), KEY)[0]
+def method_noise(run, mean):
+    return run.aggregation.post(mean, mean, (), jnp.int32(2), KEY)[0]
 
 
 # ---- what crosses the wire ---------------------------------------------------------------------------------
 
 
 def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
-    kit, view = kit_of("full"), View(1, 4, augment=False)
-    nothing = lambda turn, learner, params, state, aggregate, key: (params, state, {})
+    run, view = kit_of("full"), View(1, 4, augment=False)
+    nothing = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
     sums = class_sums(3, WIDTH, view)
     means = class_prototypes("means", 3, WIDTH, view)
     steps = (
         ServerStep("a", nothing, collects=(sums, means)),
         ServerStep("b", nothing, collects=(means,), takes=("classifier",), sees_parts=True),
     )
-    method = compose(kit, steps=steps)
+    method = compose(run, steps=steps)
     server = fresh(method)
     assert len(main_of(method).program.phases) == 2  # both reports are made in one pass
     _, local = train(method, server, TASKS[1], BATCHES)
@@ -364,7 +368,7 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
     assert upload.mean == () and set(upload.sum) == {"class_sums"}
     assert set(upload.gather) == {"means", "part"}  # a part that steps see is sent once, as a whole
     same(upload.gather["part"], local.part)
-    alone = compose(kit, steps=(steps[0], steps[1]._replace(sees_parts=False)))
+    alone = compose(run, steps=(steps[0], steps[1]._replace(sees_parts=False)))
     apart, _ = client_round(alone, server, TASKS[1], BATCHES)
     assert apart.mean.classifier == () and set(apart.gather) == {"means", "classifier"}
     same(apart.gather["classifier"], local.part.classifier)
@@ -374,12 +378,12 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
     total = np.stack([image[label == c].sum(0) for c in (3, 4)])
     np.testing.assert_allclose(upload.sum["class_sums"].feature[:2], total, rtol=1e-5)
     np.testing.assert_allclose(upload.gather["means"].vector[:2], total / [[1], [3]], rtol=1e-5)
-    assert upload.gather["means"].held.tolist() == [True, True, False]
+    assert upload.gather["means"].present.tolist() == [True, True, False]
     assert int(upload.weight) == 4
 
 
 def test_what_a_step_takes_over_is_not_averaged_and_stays_unless_the_step_changes_it():
-    keep = lambda turn, learner, params, state, aggregate, key: (params, state, {})
+    keep = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
     method = compose(kit_of("full"), steps=(ServerStep("keep", keep, takes=("classifier",)),))
     server = fresh(method)
     after, _ = server_round(method, server, TASKS[1], received(uploads_of(method, server, TASKS[1])))
@@ -388,7 +392,7 @@ def test_what_a_step_takes_over_is_not_averaged_and_stays_unless_the_step_change
 
 
 def test_steps_follow_each_other_and_their_metrics_have_their_names():
-    def bump(turn, learner, params, state, aggregate, key):
+    def bump(round_context, learner, params, state, aggregate, key):
         moved = params._replace(classifier=jax.tree.map(lambda x: 2 * x + state, params.classifier))
         return moved, state + 1, {"seen": state}
 
@@ -408,19 +412,19 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
         return 0.5 * (seen.part.extra["mine"] - 1.0) ** 2
 
     slots = Slots(
-        init=lambda key: jnp.zeros(SETTING.tasks),
+        init=lambda key: jnp.zeros(SIZES.tasks),
         part=lambda params, task: params[task.index],
         put=lambda params, task, part: params.at[task.index].set(part),
     )
     method = compose(kit_of(), (Term("mine", loss, slots=slots),))
     server = fresh(method)
-    ctx, local = train(method, server, TASKS[1], BATCHES)
+    context, local = train(method, server, TASKS[1], BATCHES)
     expected = 1 - (1 - RATE) ** 2
     assert float(local.part.extra["mine"]) == pytest.approx(expected, rel=1e-5)
     aggregate = received(uploads_of(method, server, TASKS[1]))
     after, _ = server_round(method, server, TASKS[1], aggregate)
     np.testing.assert_allclose(after.params.extra["mine"], [0.0, expected], rtol=1e-5)
-    counted = method.trainable(turn_of(TASKS[1], frozen=SCALE), server)
+    counted = method.trainable(round_context_of(TASKS[1], frozen=SCALE), server)
     assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
     plain = compose(kit_of())
     close(local.part.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].part.classifier)
@@ -428,11 +432,11 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
 
 def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_where_it_was():
     """A classifier of each client's own: the adapter alone travels, and predictions are personal."""
-    kit = kit_of("full")
-    method = compose(kit, (Term("none"),), personal=("classifier",))
-    server, plain = fresh(method), compose(kit)
-    task, turn = TASKS[1], turn_of(TASKS[1], frozen=SCALE)
-    assert method.broadcast(turn, server).wire.part.classifier == ()
+    run = kit_of("full")
+    method = compose(run, (Term("none"),), personal=("classifier",))
+    server, plain = fresh(method), compose(run)
+    task, round_context = TASKS[1], round_context_of(TASKS[1], frozen=SCALE)
+    assert method.broadcast(round_context, server).payload.part.classifier == ()
     uploads, states = zip(
         *[client_round(method, server, task, [rows_of([3, 4, i])]) for i in (3, 4)], strict=True
     )
@@ -451,7 +455,8 @@ def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_
     batch = rows_of([3, 4, 3])
     mine = after._replace(params=after.params._replace(classifier=own[0]))
     np.testing.assert_array_equal(
-        method.predict_client(turn, after, states[0], batch), method.predict(turn, mine, batch)
+        method.predict_client(round_context, after, states[0], batch),
+        method.predict(round_context, mine, batch),
     )
     assert plain.predict_client is None
 
@@ -469,10 +474,10 @@ def test_clients_keep_what_is_personal_of_all_tasks_and_train_that_of_the_task()
 
 
 def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change():
-    kit, batches = kit_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
-    start = fresh(compose(kit, personal=("classifier",)))
+    run, batches = kit_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
+    start = fresh(compose(run, personal=("classifier",)))
     part = lambda terms: (
-        train(compose(kit, terms, personal=("classifier",)), start, TASKS[1], batches)[1].part
+        train(compose(run, terms, personal=("classifier",)), start, TASKS[1], batches)[1].part
     )
     bounded, free = part((norm_bound(1e-6),)), part(())
     assert differ(bounded.adapter, start.params.adapter) <= 1e-6 < differ(free.adapter, start.params.adapter)
@@ -495,8 +500,8 @@ def test_a_step_that_needs_what_stays_with_the_clients_is_refused():
 def test_the_objective_says_which_classes_compete(classes):
     method, competing = compose(kit_of(), objective=Objective(classes)), {}
     for task, batches in ((TASKS[0], [rows_of([0, 1, 2])]), (TASKS[1], BATCHES)):
-        ctx, local = train(method, fresh(method), task, batches)
-        moved = np.abs(np.asarray(local.part.classifier.bias - ctx.wire.part.classifier.bias)) > 0
+        context, local = train(method, fresh(method), task, batches)
+        moved = np.abs(np.asarray(local.part.classifier.bias - context.payload.part.classifier.bias)) > 0
         competing[int(task.index)] = np.flatnonzero(moved).tolist()
     everything = [0, 1, 2, 3, 4]
     expected = {"current": ([0, 1, 2], [3, 4]), "seen": ([0, 1, 2], everything), "all": (everything,) * 2}
@@ -506,9 +511,9 @@ def test_the_objective_says_which_classes_compete(classes):
 def test_hardness_multiplies_the_logits_of_the_loss():
     method = compose(kit_of(), objective=Objective(hardness=3.0))
     server = fresh(method)
-    ctx = ctx_of(method, server, TASKS[1], info_of(SETTING.classes), SCALE)
-    local = compiled(main_of(method).program.start)(ctx, (), KEY)
-    _, metrics = compiled(main_of(method).program.phases[0].step)(ctx, local, BATCHES[0], KEY)
+    context = context_of(method, server, TASKS[1], info_of(SIZES.classes), SCALE)
+    local = compiled(main_of(method).program.start)(context, (), KEY)
+    _, metrics = compiled(main_of(method).program.phases[0].step)(context, local, BATCHES[0], KEY)
     head: Head = server.params.classifier
     logits = 3.0 * (BATCHES[0].image @ head.kernel + head.bias)
     expected = cross_entropy(logits, BATCHES[0].label, TASKS[1].current, BATCHES[0].mask, "sum")
@@ -521,27 +526,25 @@ def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
     server = fresh(method)
     tempting = server.params.classifier._replace(bias=jnp.arange(5.0) * 1e6)
     server = server._replace(params=server.params._replace(classifier=tempting))
-    logits = method.predict(turn_of(TASKS[0], frozen=SCALE), server, BATCHES[0])
+    logits = method.predict(round_context_of(TASKS[0], frozen=SCALE), server, BATCHES[0])
     assert set(np.argmax(logits, -1).tolist()) == ({4} if predicts == "all" else {2})
 
 
 def test_what_a_survey_keeps_is_there_in_the_next_one():
-    step = lambda turn, learner, params, count, aggregate, key: (params, count + 1, {})
-    counting = ServerStep(
-        "count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),)
-    )  # fmt: skip
+    step = lambda round_context, learner, params, count, aggregate, key: (params, count + 1, {})
+    counting = ServerStep("count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),))
     method = compose(kit_of(), surveys=(Survey(counting, "opening", 4),))
     (opening,) = [each for each in method.rounds if each.when == "opening"]
     nobody = Aggregate((), {}, {}, jnp.zeros(1), jnp.zeros(1, int), jnp.zeros(1, bool))
     server = fresh(method)
     for count in (1, 2):
-        server, _ = opening.server(turn_of(TASKS[0], frozen=SCALE), server, nobody, KEY)
+        server, _ = opening.server(round_context_of(TASKS[0], frozen=SCALE), server, nobody, KEY)
         assert int(server.steps[-1]) == count
 
 
 def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
     survey = Survey(ServerStep("nothing", None, collects=(class_sums(3, WIDTH),)), "opening", 4)
-    kit = kit_of(train=None)
-    method = compose(kit, surveys=(survey,))
+    run = kit_of(train=None)
+    method = compose(run, surveys=(survey,))
     assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
-    assert method.trainable(turn_of(TASKS[0], frozen=SCALE), fresh(method)) == {}
+    assert method.trainable(round_context_of(TASKS[0], frozen=SCALE), fresh(method)) == {}

@@ -15,36 +15,34 @@ from micro import (
     KEY,
     LABEL,
     SCALE,
-    SETTING,
+    SIZES,
     STREAM,
     TASKS,
     WIDTH,
     begin,
     client_round,
     compiled,
-    ctx_of,
+    context_of,
     engine_of,
     info_of,
     play,
+    round_context_of,
     rows_of,
-    turn_of,
 )
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.methods.fedncm import FedNCMOptions, fedncm
 from fcljax.methods.fedrecon import FedReconOptions, episode_loss, fedrecon
-from fcljax.parts.federate import Kit, Train
-from fcljax.types import Aggregate, Batch, Frozen, Network, Turn
+from fcljax.parts.federate import Run, Train
+from fcljax.types import Aggregate, Batch, Frozen, Network, RoundContext
 
 RATE = 0.05
 
 
 def kit_of(trains, network=FORMULA, optimiser=None):
-    adapter = (
-        full(FullOptions(RATE), SETTING, network) if trains else linear(LinearOptions(), SETTING, network)
-    )
-    return Kit(SETTING, network, adapter, Train(1, 4, RATE, optimiser or optax.identity()))
+    adapter = full(FullOptions(RATE), SIZES, network) if trains else linear(LinearOptions(), SIZES, network)
+    return Run(SIZES, network, adapter, Train(1, 4, RATE, optimiser or optax.identity()))
 
 
 def pixels(params, image, injection, train, mask=None):
@@ -87,7 +85,7 @@ def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
     method, history = played(False)
     assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
     rows = np.arange(20)
-    logits = method.predict(turn_of(TASKS[1], frozen=SCALE), history[-1], batch_of(rows))
+    logits = method.predict(round_context_of(TASKS[1], frozen=SCALE), history[-1], batch_of(rows))
     prototypes = np.concatenate([means_of(task)[1] for task in (0, 1)])
     squared = ((embedded(rows)[:, None] - prototypes) ** 2).sum(-1)
     np.testing.assert_allclose(logits, -squared, rtol=1e-4)
@@ -103,7 +101,7 @@ def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
     mean, count = np.zeros((2, WIDTH)), np.zeros(2)
     for batches in met:
         found = sums_of(survey.program, method, server, batches)
-        server, _ = survey.server(Turn.on_host(SCALE, TASKS[0], 0, False), server, found, KEY)
+        server, _ = survey.server(RoundContext.on_host(SCALE, TASKS[0], 0, False), server, found, KEY)
         for batch in batches:
             for image, label in zip(batch.image[batch.mask], batch.label[batch.mask], strict=True):
                 count[label] += 1
@@ -115,31 +113,37 @@ def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
 
 def sums_of(program, method, server, batches):
     """What the server sees of one client that is asked."""
-    ctx = ctx_of(method, server, TASKS[0], info_of(SETTING.classes, 3), SCALE)
+    context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3), SCALE)
     state = method.init_client(KEY, server)
-    local = program.start(ctx, state, KEY)
+    local = program.start(context, state, KEY)
     for batch in batches:
-        local, _ = program.phases[0].step(ctx, local, batch, KEY)
-    upload, _ = program.finish(ctx, local, state)
+        local, _ = program.phases[0].step(context, local, batch, KEY)
+    upload, _ = program.finish(context, local, state)
     return Aggregate((), upload.sum, {}, jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
 
 
 def test_with_a_frozen_embedding_it_is_fedncm_with_the_nearest_mean():
     """Which is what the papers say; FedNCM's default, mean features of length 1, is another classifier."""
-    server, batch, turn = played(False)[1][-1], batch_of(np.arange(20)), turn_of(TASKS[1], frozen=SCALE)
-    logits = lambda kind: fedncm(FedNCMOptions(kind), kit_of(False, PIXELS)).predict(turn, server, batch)
-    ours = played(False)[0].predict(turn, server, batch)
+    server, batch, round_context = (
+        played(False)[1][-1],
+        batch_of(np.arange(20)),
+        round_context_of(TASKS[1], frozen=SCALE),
+    )
+    logits = lambda kind: fedncm(FedNCMOptions(kind), kit_of(False, PIXELS)).predict(
+        round_context, server, batch
+    )
+    ours = played(False)[0].predict(round_context, server, batch)
     np.testing.assert_array_equal(ours, logits("nearest"))
     assert np.any(np.argmax(ours, 1) != np.argmax(logits("linear"), 1))
 
 
 def test_clients_can_be_tested_each_on_the_classes_that_it_has_learned():
-    server, kit = played(False)[1][-1], kit_of(False, PIXELS)
-    asked, usual = (fedrecon(FedReconOptions(who), kit) for who in ("clients", "server"))
+    server, run = played(False)[1][-1], kit_of(False, PIXELS)
+    asked, usual = (fedrecon(FedReconOptions(who), run) for who in ("clients", "server"))
     assert asked.personal and not usual.personal and usual.predict_client is None
     learned = jnp.array([True, False, False, True, False])
-    turn = turn_of(TASKS[1]._replace(seen=learned), frozen=SCALE)
-    found = np.argmax(asked.predict_client(turn, server, (), batch_of(np.arange(20))), axis=1)
+    round_context = round_context_of(TASKS[1]._replace(seen=learned), frozen=SCALE)
+    found = np.argmax(asked.predict_client(round_context, server, (), batch_of(np.arange(20))), axis=1)
     assert set(found.tolist()) == {0, 3}
 
 

@@ -13,20 +13,20 @@ from micro import (
     KEY,
     NETWORK,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     WIDTH,
     aggregate_of,
     client_round,
     compiled,
-    ctx_of,
+    context_of,
     info_of,
     method_of,
     read,
+    round_context_of,
     rows_of,
     server_round,
     train,
-    turn_of,
 )
 
 from fcljax.adapters.full import FullOptions, full
@@ -56,7 +56,7 @@ from fcljax.methods.fedweit.fedweit import (
 )
 from fcljax.models.resnet import RESNETS, resnet_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Kit, Seen, Train
+from fcljax.parts.federate import Run, Seen, Train
 from fcljax.parts.learner import Model, learner
 from fcljax.types import Aggregate, Features, Frozen, Network
 
@@ -68,13 +68,13 @@ TWO = Arrays(jax.tree.structure([0, 0]), ((2, 3), (3,)))  # N = 9, M = 6
 
 
 def kit_of(optimiser=GRADIENT.optimiser, rate=RATE, **aggregation):
-    adapter = full(FullOptions(rate), SETTING, FORMULA)
+    adapter = full(FullOptions(rate), SIZES, FORMULA)
     rule = make_aggregation(AggregationOptions(**aggregation))
-    return Kit(SETTING, FORMULA, adapter, GRADIENT._replace(optimiser=optimiser), rule)
+    return Run(SIZES, FORMULA, adapter, GRADIENT._replace(optimiser=optimiser), rule)
 
 
-def weit(kit=None, **options):
-    return usual(**options) if kit is None else fedweit(FedWeITOptions(**USUAL | options), kit)
+def weit(run=None, **options):
+    return usual(**options) if run is None else fedweit(FedWeITOptions(**USUAL | options), run)
 
 
 @functools.cache
@@ -124,17 +124,19 @@ SHAPE = Shape(received=2, mask=0.5, adaptive=0.0, retroactive=True, prune=0.4, u
 
 
 def made(shape=SHAPE, network=FORMULA):
-    adapter = full(FullOptions(RATE), SETTING, network)
-    return decomposed(learner(network, adapter, linear(network.width, SETTING.classes)), SETTING, shape)
+    adapter = full(FullOptions(RATE), SIZES, network)
+    return decomposed(learner(network, adapter, linear(network.width, SIZES.classes)), SIZES, shape)
 
 
 def filled_in(model):
     """Parameters of a client that has learned both tasks and attends to others."""
     params = compiled(model.init)(KEY, SCALE)
     own = params.classifier._replace(
-        mask=numbers(2, WIDTH, seed=1), adaptive=numbers(2, WIDTH, seed=2),
-        attention=numbers(2, 2, 1, seed=3), task=jnp.array([0, 0, 0, 1, 1]),
-    )  # fmt: skip
+        mask=numbers(2, WIDTH, seed=1),
+        adaptive=numbers(2, WIDTH, seed=2),
+        attention=numbers(2, 2, 1, seed=3),
+        task=jnp.array([0, 0, 0, 1, 1]),
+    )
     received = Received(numbers(2, 2, WIDTH, seed=4), jnp.array([[-1, -1], [1, 2]]))
     return params._replace(classifier=own, adapter=params.adapter._replace(received=received))
 
@@ -150,8 +152,8 @@ def theta_of(params, index, prune=0.0):
 def test_training_computes_with_the_network_of_the_current_task(retroactive):
     model = made(SHAPE._replace(retroactive=retroactive))
     params, batch = filled_in(model), BATCHES[0]
-    part, held = model.part(params, TASKS[1]), model.held(params)
-    output = model.forward(SCALE, held, part, batch, TASKS[1], True)
+    part, cached = model.part(params, TASKS[1]), model.cached(params)
+    output = model.forward(SCALE, cached, part, batch, TASKS[1], True)
     np.testing.assert_allclose(output.feature, batch.image * theta_of(params, 1), rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, model.put(params, TASKS[1], part), params)
     assert part.classifier.adaptive.shape == ((2, WIDTH) if retroactive else (WIDTH,))
@@ -202,13 +204,12 @@ def test_running_statistics_are_one_set_for_each_task():
     network, frozen = with_statistics()
     model = made(network=network)
     params, batch = model.init(KEY, frozen), rows_of([3, 4, 4, 3])
-    output = model.forward(
-        frozen, model.held(params), model.part(params, TASKS[1]), batch, TASKS[1], True
-    )  # fmt: skip
+    output = model.forward(frozen, model.cached(params), model.part(params, TASKS[1]), batch, TASKS[1], True)
     assert output.stats[0].tolist() == [0.0] * WIDTH
     np.testing.assert_allclose(output.stats[1], batch.image.mean(0) / 2, rtol=1e-6)
-    params = params._replace(stats=output.stats, classifier=params.classifier._replace(
-        task=jnp.array([0, 0, 0, 1, 1])))  # fmt: skip
+    params = params._replace(
+        stats=output.stats, classifier=params.classifier._replace(task=jnp.array([0, 0, 0, 1, 1]))
+    )
     found, head = model.predict(frozen, params, batch, TASKS[1]), params.classifier.head
     feature = 0.5 * (batch.image - np.where(np.arange(2) == 1, 1, 0)[:, None, None] * output.stats[1])
     logits = feature @ head.kernel + head.bias
@@ -221,7 +222,7 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
     upload, state = client_round(method, server, TASKS[0], OF_FIRST)
     assert (
         upload.mean.classifier == ()
-        and method.broadcast(turn_of(TASKS[0]), server).wire.part.classifier == ()
+        and method.broadcast(round_context_of(TASKS[0]), server).payload.part.classifier == ()
     )
     own, start = state[-1]["classifier"], server.params.classifier
     for name in ("mask", "adaptive"):
@@ -229,7 +230,7 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
         assert moved[0] > 1e-3 and moved[1] == 0
     after, _ = server_round(method, server, TASKS[0], received_by_server([upload]))
     jax.tree.map(np.testing.assert_array_equal, after.params.classifier.adaptive, start.adaptive)
-    ctx, local = train(method, after, TASKS[0], [], state, round_=1)
+    context, local = train(method, after, TASKS[0], [], state, round_=1)
     np.testing.assert_array_equal(local.part.adapter, after.params.adapter.base)
     np.testing.assert_array_equal(local.part.classifier.adaptive, own.adaptive)
     np.testing.assert_array_equal(local.part.classifier.mask, own.mask[0])
@@ -244,8 +245,9 @@ def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_doe
     off = dict(mask_start=1 - 1e-7, unsent=0.0, sparse_weight=0.0, keep_weight=0.0)
     ours = weit(kit_of(optax.stateless(base_alone)), **off)
     server, plain = fresh(ours), fedavg.plain(fedavg.NoOptions(), kit_of())
-    usual = fresh(plain)._replace(params=Model({"scale": server.params.adapter.base},
-                                               server.params.classifier.head))  # fmt: skip
+    usual = fresh(plain)._replace(
+        params=Model({"scale": server.params.adapter.base}, server.params.classifier.head)
+    )
     expected = train(plain, usual, TASKS[1], BATCHES)[1].part
     found = train(ours, server, TASKS[1], BATCHES)[1].part
     close(found.adapter, expected.adapter["scale"], atol=1e-5)
@@ -272,9 +274,9 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
 
 
 def seen_of(adapter, own, index=1):
-    ctx = ctx_of(weit(), fresh(weit()), TASKS[index], info_of(SETTING.classes, 3), SCALE)
+    context = context_of(weit(), fresh(weit()), TASKS[index], info_of(SIZES.classes, 3), SCALE)
     part = Model(adapter, own)
-    return Seen(ctx, part, None, BATCHES[0], KEY, part)
+    return Seen(context, part, None, BATCHES[0], KEY, part)
 
 
 def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
@@ -291,7 +293,7 @@ def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
 
 
 ONE = Arrays(jax.tree.structure([0]), ((2, 2),))  # N = 4, M = 2
-THREE_TASKS = SETTING._replace(tasks=3)
+THREE_TASKS = SIZES._replace(tasks=3)
 
 
 @pytest.mark.parametrize("retroactive", [True, False])
@@ -352,7 +354,7 @@ def test_the_numbers_of_earlier_tasks_train_if_asked_for(retroactive):
 
 
 def received_by_server(uploads):
-    return aggregate_of(uploads, range(len(uploads)), [True] * len(uploads), SETTING.clients)
+    return aggregate_of(uploads, range(len(uploads)), [True] * len(uploads), SIZES.clients)
 
 
 def test_each_array_leaves_out_its_outputs_with_the_smallest_masks():
@@ -453,14 +455,14 @@ def closing(method, server, states):
     (survey,) = [each for each in method.rounds if each.when == "closing"]
     uploads = []
     for i, state in states.items():
-        ctx = ctx_of(method, server, TASKS[0], info_of(SETTING.classes, 3, i), SCALE)
-        local = survey.program.start(ctx, state, KEY)
-        local, _ = survey.program.phases[0].step(ctx, local, OF_FIRST[0], KEY)
-        upload, kept = survey.program.finish(ctx, local, state)
+        context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3, i), SCALE)
+        local = survey.program.start(context, state, KEY)
+        local, _ = survey.program.phases[0].step(context, local, OF_FIRST[0], KEY)
+        upload, kept = survey.program.finish(context, local, state)
         jax.tree.map(np.testing.assert_array_equal, kept, state)
         uploads.append(upload)
-    aggregate = aggregate_of(uploads, tuple(states), [True] * len(states), SETTING.clients)
-    return *survey.server(turn_of(TASKS[0], 1, True, SCALE), server, aggregate, KEY), uploads
+    aggregate = aggregate_of(uploads, tuple(states), [True] * len(states), SIZES.clients)
+    return *survey.server(round_context_of(TASKS[0], 1, True, SCALE), server, aggregate, KEY), uploads
 
 
 @functools.cache
@@ -507,8 +509,8 @@ def test_in_the_first_task_there_is_nothing_to_attend_to():
 def test_what_is_handed_out_is_counted_once_a_task():
     method = weit(received=3)
     server = fresh(method)
-    assert method.handover(turn_of(TASKS[1], frozen=SCALE), server).shape == (3, WIDTH)
-    assert method.broadcast(turn_of(TASKS[1], frozen=SCALE), server).held.adapter.values.shape == (
+    assert method.handover(round_context_of(TASKS[1], frozen=SCALE), server).shape == (3, WIDTH)
+    assert method.broadcast(round_context_of(TASKS[1], frozen=SCALE), server).cached.adapter.values.shape == (
         2,
         3,
         WIDTH,

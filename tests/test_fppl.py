@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import aggregate_of, begin, compiled, ctx_of, engine_of, info_of, method_of, resolved, rows_of
-from micro import turn_of as turn
+from micro import aggregate_of, begin, compiled, context_of, engine_of, info_of, method_of, resolved, rows_of
+from micro import round_context_of as round_context
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
@@ -22,20 +22,20 @@ from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, run_round
-from fcljax.federated.schedule import Roster
+from fcljax.federated.schedule import ClientPartition
 from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
 from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import Experiment
-from fcljax.runs.summary import wire_shapes
+from fcljax.runs.summary import payload_shapes
 from fcljax.scenario import Scenario
-from fcljax.types import Batch, Features, Frozen, Network, Setting, Upload
+from fcljax.types import Batch, Features, Frozen, Network, Sizes, Upload
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
-SETTING = Setting(classes=6, tasks=3, task_classes=2, clients=3)
+SIZES = Sizes(classes=6, tasks=3, task_classes=2, clients=3)
 TASKS = jax.tree.map(jnp.asarray, make_tasks(6, 3))
-UNEVEN = Setting(classes=5, tasks=2, task_classes=3, clients=3)
+UNEVEN = Sizes(classes=5, tasks=2, task_classes=3, clients=3)
 UNEVEN_TASKS = jax.tree.map(jnp.asarray, make_tasks(5, 2))
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 
@@ -54,13 +54,13 @@ def apply(params, image, injection, train, mask=None):
 
 FORMULA = Network(lambda key: (), apply, WIDTH, 2, (WIDTH,))
 batch = partial(rows_of, width=WIDTH)
-info = partial(info_of, SETTING.classes)
+info = partial(info_of, SIZES.classes)
 
 
-def make(fidelity="intended", name="fppl", setting=SETTING, lr=1e-2, **fields):
+def make(fidelity="intended", name="fppl", sizes=SIZES, lr=1e-2, **fields):
     """A method on the formula, and a server whose pool is empty."""
     fixed = dict(fidelity=fidelity, epochs=1, batch_size=8, lr=lr, prompt_length=2, prompt_blocks=2)
-    method = method_of(name, setting, FORMULA, **fixed, **fields)
+    method = method_of(name, sizes, FORMULA, **fixed, **fields)
     return method, method.init(jax.random.key(0), NOTHING)
 
 
@@ -83,17 +83,17 @@ def adapter_of(server):
 
 def prototypes_of(method, server, task):
     """The global prototypes that come down."""
-    return broadcast_of(method, server, task).wire.sent["debias"]
+    return broadcast_of(method, server, task).payload.sent["debias"]
 
 
 def broadcast_of(method, server, task):
-    return method.broadcast(turn(task, frozen=NOTHING), server)
+    return method.broadcast(round_context(task, frozen=NOTHING), server)
 
 
 def start(method, server, task, rows=1, id_=0):
     """What a client may read, and the client before its first step."""
-    ctx = ctx_of(method, server, task, info(rows, id_), NOTHING)
-    return ctx, program_of(method).start(ctx, state_of(method, server), jax.random.key(0))
+    context = context_of(method, server, task, info(rows, id_), NOTHING)
+    return context, program_of(method).start(context, state_of(method, server), jax.random.key(0))
 
 
 def state_of(method, server):
@@ -108,42 +108,42 @@ def program_of(method):
 
 def client_step(method, server, task, data):
     """The client before and after one step."""
-    ctx, before = start(method, server, task)
-    after, metrics = program_of(method).phases[0].step(ctx, before, data, jax.random.key(0))
+    context, before = start(method, server, task)
+    after, metrics = program_of(method).phases[0].step(context, before, data, jax.random.key(0))
     return before, after, metrics
 
 
 def upload_of(method, server, task, data, id_=0):
     """One client's upload after a step on `data` and prototypes of the same rows."""
-    ctx, local = start(method, server, task, jnp.sum(data.mask), id_)
+    context, local = start(method, server, task, jnp.sum(data.mask), id_)
     for phase in program_of(method).phases:
-        local, _ = phase.step(ctx, local, data, jax.random.key(0))
-    return program_of(method).finish(ctx, local, state_of(method, server))[0]
+        local, _ = phase.step(context, local, data, jax.random.key(0))
+    return program_of(method).finish(context, local, state_of(method, server))[0]
 
 
 def receive(uploads, ids, valid):
     """What the server sees of some uploads, padded to all clients."""
-    return aggregate_of(uploads, ids, valid, SETTING.clients)
+    return aggregate_of(uploads, ids, valid, SIZES.clients)
 
 
 def served(method, server, task, aggregate, key=0):
     """The server after it got these uploads, and its metrics."""
     (main,) = method.rounds
-    now = turn(task, frozen=NOTHING, previous=broadcast_of(method, server, task))
+    now = round_context(task, frozen=NOTHING, previous=broadcast_of(method, server, task))
     return main.server(now, server, aggregate, jax.random.key(key))
 
 
 def predict(method, server, task, image, query=None):
     nothing = jnp.zeros(len(image), jnp.int32)
     rows = Batch(image, nothing, nothing == 0, nothing, query)
-    return method.predict(turn(task, frozen=NOTHING), server, rows)
+    return method.predict(round_context(task, frozen=NOTHING), server, rows)
 
 
 def sent(vectors):
     """Prototypes as a client sends them: None where it has no rows of the class."""
-    held = [vector is not None for vector in vectors]
+    present = [vector is not None for vector in vectors]
     return Prototypes(
-        np.asarray([[0.0] * WIDTH if v is None else v for v in vectors], np.float32), np.asarray(held)
+        np.asarray([[0.0] * WIDTH if v is None else v for v in vectors], np.float32), np.asarray(present)
     )
 
 
@@ -169,18 +169,16 @@ VIT_B16 = parameter_shapes(VITS["vit_b16"])
 @functools.cache
 def counts(fidelity, classes, tasks):
     """Shapes of upload, broadcast, trained parts and server of FPPL on ViT-B/16; nothing is computed."""
-    setting, vit = Setting(classes, tasks, classes // tasks, 10), VITS["vit_b16"]
-    method = method_of("fppl", setting, vit_network(vit), fidelity=fidelity, batch_size=128)
+    sizes, vit = Sizes(classes, tasks, classes // tasks, 10), VITS["vit_b16"]
+    method = method_of("fppl", sizes, vit_network(vit), fidelity=fidelity, batch_size=128)
     empty = dict.fromkeys(Experiment._fields)
     scenario = Scenario(None, None, make_tasks(classes, tasks), None, None)
     exp = Experiment(
         **empty
-        | dict(
-            method=method, frozen=Frozen(VIT_B16), scenario=scenario, setting=setting, key=jax.random.key(0)
-        )
+        | dict(method=method, frozen=Frozen(VIT_B16), scenario=scenario, sizes=sizes, key=jax.random.key(0))
     )
-    wires = wire_shapes(exp)
-    (upload,), broadcast, trainable = wires.uploads, wires.broadcast, wires.trainable
+    payloads = payload_shapes(exp)
+    (upload,), broadcast, trainable = payloads.uploads, payloads.broadcast, payloads.trainable
     return upload, broadcast, trainable, jax.eval_shape(method.init, exp.key, exp.frozen)
 
 
@@ -199,22 +197,30 @@ def test_the_learned_scale_of_the_gate_is_one_number_more(classes, tasks, comm):
 @pytest.mark.parametrize(("classes", "tasks", "model"), [(100, 10, 852_581), (200, 20, 1_705_161)])
 def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
     upload, broadcast, _, _ = counts("released", classes, tasks)
-    assert scalars(upload.mean) == scalars(broadcast.wire.part) == model
+    assert scalars(upload.mean) == scalars(broadcast.payload.part) == model
     assert scalars(upload.gather) == 768 * classes // tasks
-    assert scalars(broadcast.wire.sent) == 768 * classes
+    assert scalars(broadcast.payload.sent) == 768 * classes
 
 
-@pytest.mark.parametrize(("classes", "tasks", "parts"), [
-    (100, 10, (76_900, 768_000, 7_680, 1)), (200, 20, (153_800, 1_536_000, 15_360, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("classes", "tasks", "parts"),
+    [
+        (100, 10, (76_900, 768_000, 7_680, 1)),
+        (200, 20, (153_800, 1_536_000, 15_360, 1)),
+    ],
+)
 def test_the_parts_of_the_model_have_the_releases_sizes(classes, tasks, parts):
     adapter, head, *_ = counts("released", classes, tasks)[0].mean
     assert tuple(map(scalars, (head, adapter.prompt, adapter.gate.psi, adapter.gate.sigma))) == parts
 
 
-@pytest.mark.parametrize(("classes", "tasks", "estg", "param", "pool"), [
-    (100, 10, 768_000, 84_480, 768_000), (200, 20, 1_536_000, 92_160, 1_536_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("classes", "tasks", "estg", "param", "pool"),
+    [
+        (100, 10, 768_000, 84_480, 768_000),
+        (200, 20, 1_536_000, 92_160, 1_536_000),
+    ],
+)
 def test_storage_trained_parameters_and_pool_are_the_papers(classes, tasks, estg, param, pool):
     for fidelity, scale in (("paper", 0), ("intended", 1)):
         _, broadcast, trainable, server = counts(fidelity, classes, tasks)
@@ -241,12 +247,15 @@ QUERY, PSI, SEEN = (
 )
 
 
-@pytest.mark.parametrize(("sigma", "soft", "weights"), [
-    (1.0, True, (0.450166, 0.549834, 0)),
-    (None, True, (0.450166, 0.549834, 0)),
-    (2.0, True, (0.401312, 0.598688, 0)),
-    (1.0, False, (0, 1, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sigma", "soft", "weights"),
+    [
+        (1.0, True, (0.450166, 0.549834, 0)),
+        (None, True, (0.450166, 0.549834, 0)),
+        (2.0, True, (0.401312, 0.598688, 0)),
+        (1.0, False, (0, 1, 0)),
+    ],
+)
 def test_gate_weights_are_a_softmax_of_cosines_over_the_seen_tasks(sigma, soft, weights):
     gate = Gate(PSI, None if sigma is None else jnp.float32(sigma))
     np.testing.assert_allclose(gate_weights(gate, QUERY, SEEN, soft)[0], weights, atol=1e-6)
@@ -290,7 +299,9 @@ def test_prompts_and_gate_start_in_the_releases_ranges():
 
 def test_the_first_round_of_a_task_starts_from_the_previous_prompt_and_leaves_the_gate():
     method, server = make()
-    begin_task = lambda task: method.begin_task(turn(task, frozen=NOTHING), server, jax.random.key(0))
+    begin_task = lambda task: method.begin_task(
+        round_context(task, frozen=NOTHING), server, jax.random.key(0)
+    )
     before, begun = adapter_of(server), adapter_of(begin_task(TASKS[2]))
     np.testing.assert_array_equal(begun.prompt, before.prompt.at[2].set(before.prompt[1]))
     np.testing.assert_array_equal(begun.gate.psi, before.gate.psi)
@@ -373,19 +384,22 @@ def test_unified_loss_contrasts_a_feature_with_the_global_prototypes(label, loss
     assert float(unified(FEATURE, [label])) == pytest.approx(loss, abs=2e-6)
 
 
-@pytest.mark.parametrize(("how", "loss"), [
-    (dict(), 2.374459),
-    (dict(average="batch"), 2.374459 / 2),
-    (dict(average="batch", reduction="sum"), 2.374459),
-    (dict(average="holders", reduction="sum"), 2.374459),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "loss"),
+    [
+        (dict(), 2.374459),
+        (dict(average="batch"), 2.374459 / 2),
+        (dict(average="batch", reduction="sum"), 2.374459),
+        (dict(average="holders", reduction="sum"), 2.374459),
+    ],
+)
 def test_rows_without_a_prototype_stay_out_of_the_average(how, loss):
     assert float(unified(jnp.repeat(FEATURE, 2, 0), [0, 7], **how)) == pytest.approx(loss, abs=2e-6)
 
 
-@pytest.mark.parametrize("held", [[False] * 3, [True, False, False]])
-def test_unified_loss_is_zero_with_no_prototype_or_a_single_class(held):
-    prototypes = CORNERS._replace(held=jnp.array(held))
+@pytest.mark.parametrize("present", [[False] * 3, [True, False, False]])
+def test_unified_loss_is_zero_with_no_prototype_or_a_single_class(present):
+    prototypes = CORNERS._replace(present=jnp.array(present))
     value, gradient = jax.jit(jax.value_and_grad(lambda feature: unified(feature, [0], prototypes)))(FEATURE)
     assert float(value) == 0 and not gradient.any()
 
@@ -454,7 +468,7 @@ def test_the_first_round_of_a_task_has_no_unified_loss():
 def full_pool(server, seed=5):
     pool = pool_of(server)
     vector = np.random.default_rng(seed).normal(size=pool.vector.shape).astype(np.float32)
-    return with_pool(server, Prototypes(jnp.asarray(vector), jnp.ones_like(pool.held)))
+    return with_pool(server, Prototypes(jnp.asarray(vector), jnp.ones_like(pool.present)))
 
 
 def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
@@ -490,15 +504,15 @@ def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
 def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts():
     method, server = make()
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
-    ctx, local = start(method, server, TASKS[0], rows=5)
+    context, local = start(method, server, TASKS[0], rows=5)
     trained = adapter_of(server).prompt[2]
     local = local._replace(part=local.part._replace(adapter=local.part.adapter._replace(prompt=trained)))
     for data in (first, second):
-        local, _ = program_of(method).phases[1].step(ctx, local, data, jax.random.key(0))
-    own = program_of(method).finish(ctx, local, state_of(method, server))[0].gather["prototypes"]
+        local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
+    own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]
     shift = np.asarray(trained).mean(1).sum(0)  # in the first task the gate's weight is 1
     images = np.concatenate([first.image[:3], second.image[:2]])
-    np.testing.assert_array_equal(own.held, [False, True])
+    np.testing.assert_array_equal(own.present, [False, True])
     np.testing.assert_allclose(own.vector[1], images.mean(0) + shift, rtol=1e-5)
 
 
@@ -603,8 +617,8 @@ def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
         uploads = [upload_of(method, server, TASKS[1], rows, i) for i, rows in enumerate(data)]
         assert uploads[0].mean.adapter.prompt.shape == (*tasks, 2, 2, WIDTH)
         broadcast, before = broadcast_of(method, server, TASKS[1]), adapter_of(server).prompt
-        assert broadcast.wire.part.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
-        assert scalars(broadcast.held) == (0 if tasks else before.size)
+        assert broadcast.payload.part.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
+        assert scalars(broadcast.cached) == (0 if tasks else before.size)
         after[choice], _ = served(method, server, TASKS[1], receive(uploads, (0, 1), (True, True)))
         new = adapter_of(after[choice]).prompt
         assert changed(before[1], new[1]).all()
@@ -627,9 +641,9 @@ def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
     a, b = [2.0, 0, 0, 0], [0.0, 6, 0, 0]  # a is the mean of (1, 0) and (3, 0), b of a single row
     server, _ = serve(method, server, TASKS[1], [sent([a, None]), sent([b, None])], (0, 2))
     prototypes, pool = prototypes_of(method, server, TASKS[1]), pool_of(server)
-    np.testing.assert_array_equal(prototypes.held, [True, False])
+    np.testing.assert_array_equal(prototypes.present, [True, False])
     np.testing.assert_allclose(prototypes.vector, [[1, 3, 0, 0], [0, 0, 0, 0]])
-    client, label = np.nonzero(np.asarray(pool.held))
+    client, label = np.nonzero(np.asarray(pool.present))
     # what debias would train on: two rows, both of class 2
     np.testing.assert_array_equal([client, label], [[0, 2], [2, 2]])
     np.testing.assert_allclose(pool.vector[client, label], [a, b])
@@ -642,9 +656,9 @@ def test_a_round_replaces_a_clients_prototypes_of_its_task_and_leaves_earlier_ta
     server, _ = serve(method, server, TASKS[0], [sent([two, None])], (1,))
     server, _ = serve(method, server, TASKS[1], [sent([three, three])], (1,))
     pool = pool_of(server)
-    np.testing.assert_array_equal(pool.held[1], [True, False, True, True, False, False])
+    np.testing.assert_array_equal(pool.present[1], [True, False, True, True, False, False])
     np.testing.assert_allclose(pool.vector[1, jnp.array([0, 2, 3]), 0], [2, 3, 3])
-    assert not pool.held[jnp.array([0, 2])].any()
+    assert not pool.present[jnp.array([0, 2])].any()
 
 
 def test_clients_that_are_absent_or_rejected_leave_the_pool_as_it_is():
@@ -666,7 +680,7 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
     for t, task in enumerate(make_tasks(200, 20)):
         sends = Prototypes(jnp.ones((10, 10, 2)), jnp.ones((10, 10), bool))
         pool = store(pool, sends, jnp.arange(10), everyone, task.classes)
-        assert int(pool.held.sum()) == 10 * 10 * (t + 1)
+        assert int(pool.present.sum()) == 10 * 10 * (t + 1)
     _, metrics = debias(
         Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3
     )
@@ -705,8 +719,8 @@ def head_and_pool():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(head_and_pool, reduction):
     head, vector = head_and_pool
-    held = jnp.array([[True, False, False, True], [True, False, False, False]])
-    trained, _ = train_head(head, Prototypes(vector, held), 0.05, reduction)
+    present = jnp.array([[True, False, False, True], [True, False, False, False]])
+    trained, _ = train_head(head, Prototypes(vector, present), 0.05, reduction)
     feature = np.asarray(vector)[[0, 0, 1], [0, 3, 0]]
     expected = numpy_debias(head, feature, np.array([0, 3, 0]), np.array([1, 0, 0, 1]), 7, 0.05, reduction)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), trained, expected)
@@ -715,10 +729,10 @@ def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(head
 
 def test_debias_reads_every_stored_prototype_once_per_epoch(head_and_pool):
     head, vector = head_and_pool
-    held = np.array([[True, True, False, True], [True, True, True, False]])
-    still, metrics = train_head(head, Prototypes(vector, jnp.asarray(held)), 0.0, "sum")
+    present = np.array([[True, True, False, True], [True, True, True, False]])
+    still, metrics = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
     jax.tree.map(np.testing.assert_array_equal, still, head)
-    client, label = np.nonzero(held)
+    client, label = np.nonzero(present)
     logits = np.asarray(vector)[client, label] @ np.asarray(head.kernel) + np.asarray(head.bias)
     once = np.sum(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), label])
     assert float(metrics["loss"].total) == pytest.approx(7 * once, rel=1e-5)
@@ -731,21 +745,24 @@ def test_an_empty_pool_leaves_the_head(head_and_pool):
     jax.tree.map(np.testing.assert_array_equal, trained, head)
 
 
-@pytest.mark.parametrize(("fields", "trained", "rate"), [
-    # the rate is the clients' unless it is given
-    (dict(server_epochs=1, server_batch_size=16), [0, 1, 2, 3], 0.01),
-    (dict(server_epochs=1, wo_pool=True, server_lr=0.02), [2, 3], 0.02),
-    (dict(wo_debias=True), [], 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "trained", "rate"),
+    [
+        # the rate is the clients' unless it is given
+        (dict(server_epochs=1, server_batch_size=16), [0, 1, 2, 3], 0.01),
+        (dict(server_epochs=1, wo_pool=True, server_lr=0.02), [2, 3], 0.02),
+        (dict(wo_debias=True), [], 0.0),
+    ],
+)
 def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, trained, rate):
     method, server = make(**fields)
     pool = pool_of(full_pool(server))
-    server = with_pool(server, pool._replace(held=pool.held & TASKS[0].seen))
+    server = with_pool(server, pool._replace(present=pool.present & TASKS[0].seen))
     vectors = np.random.default_rng(0).normal(size=(3, 2, WIDTH))
     after, metrics = serve(method, server, TASKS[1], [sent(list(v)) for v in vectors], (0, 1, 2))
     moved = jnp.abs(after.params.classifier.bias - server.params.classifier.bias)
     np.testing.assert_allclose(moved, np.where(np.isin(np.arange(6), trained), rate, 0), rtol=1e-3)
-    np.testing.assert_array_equal(pool_of(after).held, np.tile(TASKS[1].seen, (3, 1)))
+    np.testing.assert_array_equal(pool_of(after).present, np.tile(TASKS[1].seen, (3, 1)))
     assert ("debias_loss" in metrics) == bool(trained)
 
 
@@ -768,7 +785,7 @@ def test_without_pool_and_debias_no_prototype_is_made_or_sent():
 def test_fedavg_sends_no_prototypes():
     method, server = make(name="fedavg")
     upload = upload_of(method, server, TASKS[1], batch([2, 3]))
-    assert upload.gather == {} == broadcast_of(method, server, TASKS[1]).wire.sent
+    assert upload.gather == {} == broadcast_of(method, server, TASKS[1]).payload.sent
     assert len(program_of(method).phases) == 1 and server.steps == ()  # there is no pool
     after, metrics = served(method, server, TASKS[1], receive([upload], (0,), (True,)))
     equal = partial(np.testing.assert_allclose, rtol=1e-6)
@@ -799,16 +816,16 @@ def test_cached_queries_change_no_prediction():
 
 def test_padding_classes_store_and_send_nothing():
     np.testing.assert_array_equal(UNEVEN_TASKS[1].classes, [3, 4, -1])
-    method, server = make(setting=UNEVEN)
+    method, server = make(sizes=UNEVEN)
     server = full_pool(server)
     junk = jax.tree.map(lambda x: x[None], sent([[1.0] * WIDTH, None, [9.0] * WIDTH]))
     who, classes, old = (jnp.array([1]), jnp.array([True])), UNEVEN_TASKS[1].classes, pool_of(server)
     pool = jax.jit(store_prototypes)(old, junk, *who, classes)
     np.testing.assert_array_equal(pool.vector[:, :3], old.vector[:, :3])
     np.testing.assert_array_equal(pool.vector[1, 3], [1.0] * WIDTH)
-    np.testing.assert_array_equal(pool.held[1], [True, True, True, True, False])
+    np.testing.assert_array_equal(pool.present[1], [True, True, True, True, False])
     sends = jax.jit(partial(prototypes_of, method))(with_pool(server, pool), UNEVEN_TASKS[1])
-    np.testing.assert_array_equal(sends.held, [True, True, False])
+    np.testing.assert_array_equal(sends.present, [True, True, False])
 
 
 def test_no_row_is_of_a_padding_class():
@@ -839,17 +856,17 @@ def short_run():
     centre = 4 * np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [-1, -1, 0, 0]])
     image = centre[label] + np.random.default_rng(0).normal(0, 0.1, (60, WIDTH))
     data = (jnp.asarray(image, jnp.float32), jnp.asarray(label, jnp.int32))
-    rosters = [deal(task, label, owner) for task in UNEVEN_TASKS]
+    partitions = [deal(task, label, owner) for task in UNEVEN_TASKS]
     fetch = lambda data, rows, keys, augment: (data[0][rows], data[1][rows], None)
-    engine = engine_of(method, Lanes(), rosters, NOTHING, data, UNEVEN_TASKS[0], fetch)
+    engine = engine_of(method, Lanes(), partitions, NOTHING, data, UNEVEN_TASKS[0], fetch)
     server, states = begin(method, NOTHING, 1, UNEVEN.clients)
     reports, servers = [], [server]
     for t, task in enumerate(UNEVEN_TASKS):
-        server = compiled(method.begin_task)(turn(task, frozen=NOTHING), server, jax.random.key(0))
-        ids = np.flatnonzero(rosters[t].count)
+        server = compiled(method.begin_task)(round_context(task, frozen=NOTHING), server, jax.random.key(0))
+        ids = np.flatnonzero(partitions[t].count)
         for r in range(2):
             server, states, report = run_round(
-                engine, NOTHING, server, states, data, rosters[t], ids, task, r, jax.random.key(3)
+                engine, NOTHING, server, states, data, partitions[t], ids, task, r, jax.random.key(3)
             )
             reports.append(report)
         servers.append(server)
@@ -859,8 +876,8 @@ def short_run():
 
 def deal(task, label, owner):
     mine = [np.flatnonzero((owner == k) & task.current[label]) for k in range(3)]
-    held = np.stack([np.bincount(label[rows], minlength=5) for rows in mine]).astype(np.int32)
-    return Roster(np.concatenate(mine), np.cumsum([0, *map(len, mine)]), held)
+    present = np.stack([np.bincount(label[rows], minlength=5) for rows in mine]).astype(np.int32)
+    return ClientPartition(np.concatenate(mine), np.cumsum([0, *map(len, mine)]), present)
 
 
 def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
@@ -868,7 +885,7 @@ def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
     holds = np.zeros((3, 5), bool)
     holds[owner, label] = True
     first, last = pool_of(servers[1]), pool_of(servers[-1])
-    np.testing.assert_array_equal(last.held, holds)
+    np.testing.assert_array_equal(last.present, holds)
     np.testing.assert_array_equal(last.vector[:, :3], first.vector[:, :3])
     assert [report.participants for report in reports] == [3, 3, 2, 2]
     assert not any(report.rejected for report in reports)

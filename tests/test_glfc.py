@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
-from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SETTING, TASKS, info_of, method_of, turn_of
+from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SIZES, TASKS, info_of, method_of, round_context_of
 
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
@@ -20,7 +20,7 @@ from fcljax.models.heads import unit
 from fcljax.parts.federate import Local, Seen
 from fcljax.parts.learner import Classifier, Learner, Model, Output
 from fcljax.parts.replay import Exemplars, Herded
-from fcljax.types import Aggregate, Batch, Ctx
+from fcljax.types import Aggregate, Batch, ClientContext
 
 FIRST, SECOND = TASKS
 GAP = jnp.array([0.2, 0.6, 0.5])
@@ -113,8 +113,8 @@ def loss_by(rule, logits, label, answers, known, old_task):
     task = SECOND if old_task is None else old_task
     index = jnp.int32(-1) if old_task is None else jnp.int32(old_task.index)
     old = P.Old(Model((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
-    ctx = Ctx(FROZEN, None, None, SECOND, info_of(5))
-    seen = Seen(ctx, Model((), ()), Output(logits, logits), batch_of(label), KEY, Model((), ()))
+    context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
+    seen = Seen(context, Model((), ()), Output(logits, logits), batch_of(label), KEY, Model((), ()))
     says = learner_of(lambda *args: Output(jnp.asarray(answers), logits))
     return float(G.rule_loss(rule, says, seen, known, old))
 
@@ -198,9 +198,9 @@ def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
     method, program = glfc_term()
     known = known_of([0], now=[0], later=[5, 10])
     (recall,) = [phase.recall for phase in program.phases if phase.recall]
-    ctx = Ctx(FROZEN, None, None, SECOND, info_of(5, 2))
+    context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 2))
     local = at_work(work_of(known, level))
-    found = {int(i) for key in jax.random.split(KEY, 8) for i in recall(ctx, local, key)}
+    found = {int(i) for key in jax.random.split(KEY, 8) for i in recall(context, local, key)}
     rows = np.asarray(program.memory((known,)))
     assert {int(rows[i]) for i in found if i >= 0} == ({5, 10} if level else {0})
 
@@ -285,13 +285,13 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
 
     label, row = jnp.asarray(LABEL[:10]), jnp.arange(10)
     image = jnp.asarray(IMAGE[:10], jnp.float32)
-    ctx = Ctx(FROZEN, None, None, FIRST, info_of(5, 10))
+    context = ClientContext(FROZEN, None, None, FIRST, info_of(5, 10))
     zero = jnp.zeros(())
     sums = G.Sums(jnp.zeros((3, 4)), jnp.zeros((3, 4)), jnp.zeros(3), jnp.zeros(3))
     work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
-    seen = [Seen(ctx, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts]
+    seen = [Seen(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts]
     for look in (G.add_features, G.find_nearest):
         for each in seen:
             work = look(learner_of(forward), each, work)
@@ -313,17 +313,17 @@ def test_a_prototype_is_moved_down_its_own_loss():
         return Output(logits, logits)
 
     part, pixels = jnp.array([1.0, -1.0, 0.5, 0.0, 2.0]), smooth(2)
-    ctx = Ctx(FROZEN, None, None, SECOND, info_of(5))
+    context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
     label, model = jnp.array([0, 4]), Model(part, ())
     options = options_of(prototype_steps=1, prototype_decay=0.1)
-    moved = G.perturb(options, learner_of(forward), ctx, model, pixels, label)
+    moved = G.perturb(options, learner_of(forward), context, model, pixels, label)
     for i in range(2):
         x = float(pixels[i, 0, 0, 0])
         share = 1 / (1 + np.exp(-np.asarray(part) * x))
         slope = np.mean((share - np.eye(5)[int(label[i])]) * np.asarray(part))
         assert float(moved[i, 0, 0, 0]) == pytest.approx(x - 0.2 * (slope + 0.1 * x), rel=1e-4)
         np.testing.assert_allclose(moved[i, 1:], pixels[i, 1:] * (1 - 0.02), rtol=1e-4)
-    still = G.perturb(options_of(prototype_steps=0), learner_of(forward), ctx, model, pixels, label)
+    still = G.perturb(options_of(prototype_steps=0), learner_of(forward), context, model, pixels, label)
     np.testing.assert_array_equal(still, pixels)
 
 
@@ -360,9 +360,9 @@ def proxy_of(reset):
     """A proxy's first state, and what it does after a merge, compiled."""
     options = options_of(match_steps=1, monitor_images=2, reset_best=reset)
     judge = functools.partial(P.share_right, options)
-    step = P.proxy_server(options, SETTING, NETWORK, judge)
+    step = P.proxy_server(options, SIZES, NETWORK, judge)
     state = step.init(None, Model(jnp.int32(0), ()))
-    return state, jax.jit(lambda turn, *rest: step.step(turn, NAMED, *rest))
+    return state, jax.jit(lambda round_context, *rest: step.step(round_context, NAMED, *rest))
 
 
 class Server:
@@ -374,9 +374,9 @@ class Server:
     def merge(self, number, task, round_=1, labels=()):
         sent = sent_of(labels)
         aggregate = Aggregate((), (), {P.REPORT: sent}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
-        turn = turn_of(jax.tree.map(jnp.asarray, task), round_)
+        round_context = round_context_of(jax.tree.map(jnp.asarray, task), round_)
         model = Model(jnp.int32(number), ())
-        _, self.state, metrics = self.one(turn, model, self.state, aggregate, KEY)
+        _, self.state, metrics = self.one(round_context, model, self.state, aggregate, KEY)
         choice = self.state.choice
         number = lambda old: int(old.part.adapter) if int(old.task.index) >= 0 else None
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
@@ -411,8 +411,10 @@ def test_the_radius_is_that_of_the_first_task_s_senders():
 
 def test_clients_distil_the_best_of_all_when_their_task_changes_and_later_that_of_before():
     one = lambda number: P.Old(Model(jnp.int32(number), ()), FIRST)
-    ctx = Ctx(FROZEN, type("Wire", (), {"sent": {"proxy": P.Choice(one(1), one(2))}}), None, SECOND, None)
-    found = [int(G.old_model(ctx, jnp.bool_(changed)).part.adapter) for changed in (False, True)]
+    context = ClientContext(
+        FROZEN, type("Payload", (), {"sent": {"proxy": P.Choice(one(1), one(2))}}), None, SECOND, None
+    )
+    found = [int(G.old_model(context, jnp.bool_(changed)).part.adapter) for changed in (False, True)]
     assert found == [1, 2]
 
 
@@ -445,12 +447,12 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
     server = Server()
     server.merge(1, FIRST, 0, (2, 2, 1))
     judge = jax.jit(
-        lambda turn, proxy: lga.around(
-            options, 10, turn, NAMED, Model(jnp.int32(2), jnp.int32(2)), proxy, KEY
+        lambda round_context, proxy: lga.around(
+            options, 10, round_context, NAMED, Model(jnp.int32(2), jnp.int32(2)), proxy, KEY
         )
     )
     task = jax.tree.map(jnp.asarray, FIRST)
-    score = lambda round_: float(judge(turn_of(task, jnp.int32(round_)), server.state))
+    score = lambda round_: float(judge(round_context_of(task, jnp.int32(round_)), server.state))
     assert [score(5), score(6)] == [0, pytest.approx(2 / 3)]
 
 
@@ -467,4 +469,4 @@ def test_released_values_are_those_of_the_release():
 
 def test_a_run_that_does_not_know_the_rows_is_refused():
     with pytest.raises(InputError, match="rows: 0"):
-        method_of("glfc", SETTING._replace(rows=0), **SMALL)
+        method_of("glfc", SIZES._replace(examples=0), **SMALL)

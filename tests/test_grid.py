@@ -21,22 +21,29 @@ def test_all_combinations_with_variants_methods_and_seeds():
     runs = plan("""
         method: [linear, fedavg]
         base: {tasks: 2, seed: 7}
-        grid: {beta: [0.1, 1e-2], clients: [3]}
+        grid: {alpha: [0.1, 1e-2], clients: [3]}
         runs: [{name: plain}, {name: ours, method: ewc, adapter: lora, lora_rank: 2, tasks: 4}]
         seeds: 2
     """)
     names = [run.name for run in runs]
     assert names[:4] == [
-        "linear_plain_beta-0.1_clients-3_seed-7", "linear_plain_beta-0.1_clients-3_seed-8",
-        "linear_plain_beta-0.01_clients-3_seed-7", "linear_plain_beta-0.01_clients-3_seed-8",
-    ]  # fmt: skip
+        "linear_plain_beta-0.1_clients-3_seed-7",
+        "linear_plain_beta-0.1_clients-3_seed-8",
+        "linear_plain_beta-0.01_clients-3_seed-7",
+        "linear_plain_beta-0.01_clients-3_seed-8",
+    ]
     assert len(names) == len(set(names)) == 3 * 2 * 2
     last = runs[-1]
     assert (last.name, last.method) == ("ewc_ours_beta-0.01_clients-3_seed-8", "ewc")
     assert last.given == {
-        "tasks": 4, "seed": 8, "adapter": "lora", "lora_rank": 2, "beta": 0.01, "clients": 3
-    }  # fmt: skip
-    asked = config.from_mapping("ewc", {**last.given, "beta": "1e-2"}, "options")
+        "tasks": 4,
+        "seed": 8,
+        "adapter": "lora",
+        "lora_rank": 2,
+        "alpha": 0.01,
+        "clients": 3,
+    }
+    asked = config.from_mapping("ewc", {**last.given, "alpha": "1e-2"}, "options")
     assert last.cfg == config.resolve("ewc", asked)
 
 
@@ -55,10 +62,10 @@ WRONG = {
     "{method: linear, base: [3]}": "base: [3] is no mapping",
     "{method: linear, base: {method: ewc}}": "base.method: it stands beside base",
     "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: --lora-rank goes with the adapter 'lora'",
-    "{method: linear, grid: {beta: 0.1}}": "grid.beta: 0.1 is no list of values",
-    "{method: linear, grid: {beta: []}}": "grid.beta: [] is no list of values",
-    "{method: linear, grid: {beta: [0.5, -1]}}": "grid.beta: beta: -1.0 must be finite and positive",
-    "{method: linear, grid: {beta: [few]}}": "grid.beta: beta: 'few' is not a number",
+    "{method: linear, grid: {alpha: 0.1}}": "grid.alpha: 0.1 is no list of values",
+    "{method: linear, grid: {alpha: []}}": "grid.alpha: [] is no list of values",
+    "{method: linear, grid: {alpha: [0.5, -1]}}": "grid.alpha: alpha: -1.0 must be finite and positive",
+    "{method: linear, grid: {alpha: [few]}}": "grid.alpha: alpha: 'few' is not a number",
     "{method: linear, grid: {adapter: [lora, lra]}}": "grid.adapter: adapter: unknown value 'lra'",
     "{method: linear, base: {lr: 1}, grid: {lr: [1, 2]}}": "grid.lr: base has it too",
     "{method: linear, runs: [{name: a, lr: 1}], grid: {lr: [1]}}": "grid.lr: runs[a] has it too",
@@ -67,7 +74,7 @@ WRONG = {
     "{method: linear, runs: [{lr: 1}]}": "runs[1].name: each of runs needs a name",
     "{method: linear, runs: [{name: a}, {name: a}]}": "runs: 'a' is the name of two",
     "{method: linear, runs: [{name: a, method: ewc}]}": "method: nothing reads 'linear'",
-    "{method: linear, runs: [{name: a, hostile: 9}]}": "runs[a].hostile: hostile: 9 of 5 clients",
+    "{method: linear, runs: [{name: a, malicious: 9}]}": "runs[a].malicious: malicious: 9 of 5 clients",
     "{method: linear, grid: {seed: [1, 2]}}": "grid.seed: list them as seeds",
     "{method: linear, seeds: x}": "seeds: 'x' is no number of seeds",
     "{method: linear, seeds: [1, 1]}": "seeds: '1,1,' must be different",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FORMULA, KEY, SCALE, SETTING, TASKS, TINY, by_hand, compiled, method_of, turn_of
+from micro import FORMULA, KEY, SCALE, SIZES, TASKS, TINY, by_hand, compiled, method_of, round_context_of
 from small_runs import some
 from toys import same
 
@@ -23,17 +23,21 @@ from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_gener
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.vit import VITS, vit_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Kit, Train, Wire
+from fcljax.parts.federate import Payload, Run, Train
 from fcljax.parts.learner import Model, learner
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
-from fcljax.types import Aggregate, Batch, Broadcast, Setting
+from fcljax.types import Aggregate, Batch, Broadcast, Sizes
 
 SMALL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 FEW = {
-    "generator_steps": 3, "generator_growth": 2, "distill_steps": 3, "latent_batch": 6, "noise_width": 3,
+    "generator_steps": 3,
+    "generator_growth": 2,
+    "distill_steps": 3,
+    "latent_batch": 6,
+    "noise_width": 3,
     "label_width": 2,
-}  # fmt: skip
+}
 
 
 def options(fidelity="intended", **values):
@@ -70,8 +74,8 @@ def test_a_prompt_is_half_keys_and_half_values():
 @pytest.mark.parametrize("classes, scalars", [(100, 8_140_900), (200, 8_217_800), (345, 8_329_305)])
 def test_a_client_trains_as_many_numbers_as_the_paper_says(classes, scalars):
     """Specification section 9: CIFAR-100, ImageNet-R, DomainNet."""
-    network, setting = vit_network(VITS["vit_b16"]), Setting(classes, 5, classes // 5, 5)
-    model = learner(network, pool(PoolOptions(), setting, network), linear(768, classes))
+    network, sizes = vit_network(VITS["vit_b16"]), Sizes(classes, 5, classes // 5, 5)
+    model = learner(network, pool(PoolOptions(), sizes, network), linear(768, classes))
     shapes = jax.eval_shape(lambda: model.init(KEY, SCALE))
     count = lambda tree: sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
     assert count(shapes.adapter) == 8_064_000 and count(shapes) == scalars
@@ -80,9 +84,9 @@ def test_a_client_trains_as_many_numbers_as_the_paper_says(classes, scalars):
 def test_a_pool_of_odd_length_is_refused():
     network = vit_network(TINY)
     with pytest.raises(InputError, match="pool_length: 3 tokens .*; nearest: 4"):
-        pool(PoolOptions(pool_length=3, pool_blocks=2), SETTING, network)
+        pool(PoolOptions(pool_length=3, pool_blocks=2), SIZES, network)
     with pytest.raises(InputError, match="pool_blocks: 5 where the network has 2 blocks"):
-        pool(PoolOptions(), SETTING, network)
+        pool(PoolOptions(), SIZES, network)
 
 
 # ---- who holds what ----------------------------------------------------------------------------------------
@@ -182,8 +186,8 @@ def test_the_clients_cross_entropy_leaves_past_classes_out():
 
 def test_prompts_are_compared_by_a_sum_of_squares():
     """O10."""
-    network, setting = vit_network(TINY), Setting(4, 2, 2, 1)
-    kit_pool = pool(PoolOptions(1, 20, 1), setting, network)
+    network, sizes = vit_network(TINY), Sizes(4, 2, 2, 1)
+    kit_pool = pool(PoolOptions(1, 20, 1), sizes, network)
     model = learner(network, kit_pool, linear(TINY.width, 4))
     query, task = jnp.ones((1, TINY.width)), TASKS[0]
     base = Pool(jnp.zeros((1, 1, 20, TINY.width)), jnp.ones((1, 1, TINY.width)))
@@ -204,10 +208,11 @@ def test_prompts_that_are_sums_are_compared_without_being_made():
     for share in (1.0, 1e-3):
         near = lambda mine, theirs, share=share: mine + share * (theirs - mine)
         parts = jax.tree.map(near, part, aggregate.gather["part"])
-        teachers = H.Teachers(params, parts, jnp.ones((3, SETTING.classes)))
-        fast, plain = H.gaps(model, params, task, teachers), functools.partial(
-            H.prompt_gap, model, params, part, task, teachers
-        )  # fmt: skip
+        teachers = H.Teachers(params, parts, jnp.ones((3, SIZES.classes)))
+        fast, plain = (
+            H.gaps(model, params, task, teachers),
+            functools.partial(H.prompt_gap, model, params, part, task, teachers),
+        )
         np.testing.assert_allclose(fast(z), plain(z), rtol=2e-3)
         slopes = [jax.grad(lambda z, gap=gap: gap(z).sum())(z) for gap in (fast, plain)]
         np.testing.assert_allclose(*slopes, rtol=1e-2, atol=5e-3 * float(jnp.abs(slopes[1]).max()))
@@ -217,7 +222,7 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     """O10: a mean is 0.002 where the sum is 30.72."""
     opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
-    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SETTING.classes)))
+    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SIZES.classes)))
     gaps, label = H.gaps(model, params, task, teachers), jnp.full(5, np.argmax(task.current))
     of = lambda **more: H.generator_loss(
         model, dataclasses.replace(opts, **more), params, task, teachers, gaps, z, label
@@ -258,9 +263,9 @@ def test_batch_normalisation_uses_the_batch_in_training_and_what_it_remembers_af
 
 @functools.cache
 def learns():
-    adapter = ADAPTERS["pool"].build(PoolOptions(**SMALL), SETTING, FORMULA)
-    model = learner(FORMULA, adapter, linear(FORMULA.width, SETTING.classes))
-    return Kit(SETTING, FORMULA, adapter, Train(1, 4, 0.1)), model
+    adapter = ADAPTERS["pool"].build(PoolOptions(**SMALL), SIZES, FORMULA)
+    model = learner(FORMULA, adapter, linear(FORMULA.width, SIZES.classes))
+    return Run(SIZES, FORMULA, adapter, Train(1, 4, 0.1)), model
 
 
 def world(**values):
@@ -268,44 +273,48 @@ def world(**values):
     the second task."""
     seen = {} if "fidelity" in values else {"generator_mse": "sum"}  # every part of the loss has its word
     cfg = config.resolve("hepco", config.from_mapping("hepco", SMALL | FEW | seen | values, "test"))
-    kit, model = learns()
+    run, model = learns()
     params = model.init(KEY, SCALE)
     noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
     move = lambda i: jax.tree.map(lambda x: x + noise(i, x), model.part(params, TASKS[1]))
     parts = jax.tree.map(lambda *x: jnp.stack(x), *map(move, range(3)))
-    rows = np.zeros((3, SETTING.classes), np.int32)
+    rows = np.zeros((3, SIZES.classes), np.int32)
     current = np.flatnonzero(TASKS[1].current)
     rows[0, current[0]], rows[1, current], rows[2, current[-1]] = 4, 2, 7
     aggregate = Aggregate(
-        (), {}, {"part": parts, "class_rows": jnp.asarray(rows)}, jnp.ones(3), jnp.arange(3),
+        (),
+        {},
+        {"part": parts, "class_rows": jnp.asarray(rows)},
+        jnp.ones(3),
+        jnp.arange(3),
         jnp.array([True, True, False]),
-    )  # fmt: skip
+    )
     past = H.Past(Start(move(9), jnp.int32(1)), jnp.where(TASKS[0].current, 3.0, 0.0))
-    return config.part(H.HepcoOptions, cfg), kit, model, params, aggregate, past
+    return config.part(H.HepcoOptions, cfg), run, model, params, aggregate, past
 
 
 BROADCAST = functools.partial(jax.tree.map, lambda x: x - 0.25)  # what the clients began the round with
 
 
 @functools.cache
-def step_of(opts, kit):
+def step_of(opts, run):
     """One trace for all tests with the same settings."""
-    return jax.jit(H.latent_distillation(opts, kit).step, static_argnums=1)
+    return jax.jit(H.latent_distillation(opts, run).step, static_argnums=1)
 
 
-def played(opts, kit, model, params, aggregate, past, task=TASKS[1]):
-    previous = Broadcast(Wire(model.part(BROADCAST(params), task), {}))
-    return step_of(opts, kit)(
-        turn_of(task, 0, frozen=SCALE, previous=previous), model, params, past, aggregate, KEY
+def played(opts, run, model, params, aggregate, past, task=TASKS[1]):
+    previous = Broadcast(Payload(model.part(BROADCAST(params), task), {}))
+    return step_of(opts, run)(
+        round_context_of(task, 0, frozen=SCALE, previous=previous), model, params, past, aggregate, KEY
     )
 
 
 @pytest.mark.long
 def test_the_step_is_what_its_formulas_say():
     """Every loss and every step of Adam written out, under the release's preset, with the same draws."""
-    opts, kit, model, params, aggregate, past = world(fidelity="released")
-    after, _, _ = played(opts, kit, model, params, aggregate, past)
-    shape, task = GeneratorConfig(SETTING.classes, FORMULA.width, 3, 2), TASKS[1]
+    opts, run, model, params, aggregate, past = world(fidelity="released")
+    after, _, _ = played(opts, run, model, params, aggregate, past)
+    shape, task = GeneratorConfig(SIZES.classes, FORMULA.width, 3, 2), TASKS[1]
     seen, old = np.asarray(task.seen), np.asarray(task.old)
     rows = np.asarray(aggregate.gather["class_rows"] * aggregate.valid[:, None], np.float32)
     weight = rows / (rows.sum() + (rows.sum(0) == 0).sum())
@@ -401,11 +410,19 @@ def test_every_ablation_takes_something_away(switch):
 
 
 READINGS = [
-    ("kl_direction", "client_server"), ("generator_mse", "none"), ("loss_weights", "uniform"),
-    ("loss_weights", "per_class"), ("distill_phases", "sequential"), ("generator_norm", False),
-    ("kl_weight", 2.0), ("mse_weight", 0.5), ("replay_ratio", 1.0), ("distill_lr", 1e-3),
-    ("generator_lr", 1e-3), ("generator_growth", 4),
-]  # fmt: skip
+    ("kl_direction", "client_server"),
+    ("generator_mse", "none"),
+    ("loss_weights", "uniform"),
+    ("loss_weights", "per_class"),
+    ("distill_phases", "sequential"),
+    ("generator_norm", False),
+    ("kl_weight", 2.0),
+    ("mse_weight", 0.5),
+    ("replay_ratio", 1.0),
+    ("distill_lr", 1e-3),
+    ("generator_lr", 1e-3),
+    ("generator_growth", 4),
+]
 
 
 @pytest.mark.parametrize("field, value", some(READINGS, ()))
@@ -417,11 +434,17 @@ def test_every_reading_changes_the_result(field, value):
 def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
     """O11: the gradient of the generators' loss is the same without it."""
     loss_at = lambda z, **more: H.generator_loss(
-        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers,
-        H.gaps(model, params, TASKS[1], teachers), z, label,
-    )  # fmt: skip
+        model,
+        dataclasses.replace(opts, **more),
+        params,
+        TASKS[1],
+        teachers,
+        H.gaps(model, params, TASKS[1], teachers),
+        z,
+        label,
+    )
     opts, _, model, params, aggregate, _ = world(fidelity="released")
-    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SETTING.classes)))
+    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
     same(slope(), slope(wo_mse=True))
@@ -432,12 +455,18 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
     """The signs of eq. 5: the loss falls with the cross-entropy and rises with both disagreements."""
     opts, _, model, params, aggregate, _ = world()
     part = aggregate.gather["part"]
-    teachers = H.Teachers(params, part, jnp.ones((3, SETTING.classes)))
+    teachers = H.Teachers(params, part, jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     loss = lambda **more: H.generator_loss(
-        model, dataclasses.replace(opts, **more), params, TASKS[1], teachers,
-        H.gaps(model, params, TASKS[1], teachers), z, label,
-    )  # fmt: skip
+        model,
+        dataclasses.replace(opts, **more),
+        params,
+        TASKS[1],
+        teachers,
+        H.gaps(model, params, TASKS[1], teachers),
+        z,
+        label,
+    )
     own = z @ params.classifier.kernel + params.classifier.bias
     theirs = jax.vmap(lambda head: z @ head.kernel + head.bias)(part.classifier)
     apart = H.divergence(theirs, own, TASKS[1].seen, "server_client").sum()
@@ -467,12 +496,18 @@ def test_an_ablation_of_nothing_is_refused():
 def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
     """O12."""
     opts = options(replay_ratio=ratio)
-    shape = GeneratorConfig(SETTING.classes, FORMULA.width)
+    shape = GeneratorConfig(SIZES.classes, FORMULA.width)
     past = world()[-1]
     draw = lambda: H.draw_latents(
-        opts, shape, jnp.ones(SETTING.classes) * TASKS[1].current, past, TASKS[1],
-        init_generator(shape, KEY), init_generator(shape, KEY), KEY,
-    )  # fmt: skip
+        opts,
+        shape,
+        jnp.ones(SIZES.classes) * TASKS[1].current,
+        past,
+        TASKS[1],
+        init_generator(shape, KEY),
+        init_generator(shape, KEY),
+        KEY,
+    )
     batch = draw()
     assert batch.new.value.shape == (64, FORMULA.width) and batch.old.value.shape == (count, FORMULA.width)
     assert np.asarray(TASKS[1].current)[batch.new.label].all()
@@ -482,15 +517,15 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
 @pytest.mark.long
 def test_the_first_task_has_no_previous_model():
     """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
-    opts, kit, model, params, aggregate, past = world()
-    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SETTING.classes))
+    opts, run, model, params, aggregate, past = world()
+    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SIZES.classes))
     spoilt = jax.tree.map(lambda x: x + 5, first.start.part)
     poisoned = first._replace(start=first.start._replace(part=spoilt))
     task = TASKS[0]
     rows = aggregate.gather["class_rows"].at[:].set(jnp.where(task.current, 3, 0))
     aggregate = aggregate._replace(gather=aggregate.gather | {"class_rows": rows})
     (one, kept, _), (two, _, _) = (
-        played(opts, kit, model, params, aggregate, each, task) for each in (first, poisoned)
+        played(opts, run, model, params, aggregate, each, task) for each in (first, poisoned)
     )
     same(one, two)
     assert norm(jax.tree.map(jnp.subtract, one, params)) > 1e-4
@@ -500,12 +535,12 @@ def test_the_first_task_has_no_previous_model():
 
 @pytest.mark.long
 def test_what_is_not_valid_teaches_nothing():
-    opts, kit, model, params, aggregate, past = world()
+    opts, run, model, params, aggregate, past = world()
     spoilt = jax.tree.map(lambda x: x.at[2].set(jnp.nan), aggregate.gather["part"])
     other = aggregate._replace(gather=aggregate.gather | {"part": spoilt})
-    same(*(played(opts, kit, model, params, each, past)[0] for each in (aggregate, other)))
+    same(*(played(opts, run, model, params, each, past)[0] for each in (aggregate, other)))
     nobody = aggregate._replace(valid=jnp.zeros(3, bool))
-    same(played(opts, kit, model, params, nobody, past)[0], params)
+    same(played(opts, run, model, params, nobody, past)[0], params)
 
 
 # ---- the method --------------------------------------------------------------------------------------------
@@ -539,17 +574,19 @@ def test_the_merged_model_is_evaluated_too():
     """predisacc: what the clients' mean says, before the server changes it."""
     method = method_of("hepco", network=FORMULA, batch_size=4, lr=0.05, **SMALL, **FEW)
     server = by_hand(method)
-    turn = turn_of(TASKS[1], frozen=SCALE)
+    round_context = round_context_of(TASKS[1], frozen=SCALE)
     nothing = jnp.zeros(4, jnp.int32)
     batch = Batch(jax.random.normal(KEY, (4, FORMULA.width)), nothing, nothing == 0, nothing)
-    merged, final = (compiled(f)(turn, server, batch) for f in (method.predict_provisional, method.predict))
+    merged, final = (
+        compiled(f)(round_context, server, batch) for f in (method.predict_provisional, method.predict)
+    )
     assert float(jnp.abs(merged - final).max()) > 1e-6
     as_if = server._replace(
         params=server.params._replace(
             **{name: getattr(server.provisional, name) for name in ("adapter", "classifier")}
         )
     )
-    same(merged, compiled(method.predict)(turn, as_if, batch))
+    same(merged, compiled(method.predict)(round_context, as_if, batch))
     assert method_of("fedavg-prompt", network=FORMULA, **SMALL).predict_provisional is None
 
 

@@ -8,19 +8,19 @@ from micro import (
     FORMULA,
     KEY,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     aggregate_of,
     by_hand,
     client_round,
     compiled,
-    ctx_of,
+    context_of,
     info_of,
     main_of,
     method_of,
+    round_context_of,
     rows_of,
     server_round,
-    turn_of,
 )
 from toys import same
 
@@ -31,10 +31,14 @@ from fcljax.parts.task_start import teacher
 
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 1}
 OPTIONS = {
-    "fedavg-prompt": POOL, "fedprox": POOL, "fed-cprompt": POOL, "centralized-prompt": POOL | {"clients": 4},
-    "fedavg-ft": {"full_lr": 0.05}, "fedlwf-mc": {"full_lr": 0.05},
-}  # fmt: skip
-CLASSES = SETTING.classes
+    "fedavg-prompt": POOL,
+    "fedprox": POOL,
+    "fed-cprompt": POOL,
+    "centralized-prompt": POOL | {"clients": 4},
+    "fedavg-ft": {"full_lr": 0.05},
+    "fedlwf-mc": {"full_lr": 0.05},
+}
+CLASSES = SIZES.classes
 
 
 def method(name, **values):
@@ -78,12 +82,12 @@ def test_the_teacher_is_the_model_that_the_task_began_with(name):
     made = method(name)
     server = compiled(made.init)(KEY, SCALE)
     for task in TASKS:
-        server, began = compiled(made.begin_task)(turn_of(task, frozen=SCALE), server, KEY), None
+        server, began = compiled(made.begin_task)(round_context_of(task, frozen=SCALE), server, KEY), None
         for round_ in range(3):
-            ctx = ctx_of(made, server, task, info_of(CLASSES, 4, 0, round_), SCALE)
-            began = ctx.wire.part if round_ == 0 else began
-            same(teacher(ctx), began)
-            assert round_ == 0 or furthest(ctx.wire.part, began) > 1e-3  # the newest is another
+            context = context_of(made, server, task, info_of(CLASSES, 4, 0, round_), SCALE)
+            began = context.payload.part if round_ == 0 else began
+            same(teacher(context), began)
+            assert round_ == 0 or furthest(context.payload.part, began) > 1e-3  # the newest is another
             batch = rows_of([int(c) for c in task.classes if c >= 0][:4])
             upload, _ = client_round(made, server, task, [batch], round_=round_)
             server, _ = server_round(made, server, task, aggregate_of([upload], [0], [True], 4), round_)
@@ -106,8 +110,8 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
     task, batch = TASKS[1], rows_of([int(TASKS[1].classes[0])] * 3)
     server = server._replace(params=jax.tree.map(lambda x: x + 0.05, server.params))
     info = info_of(CLASSES, 3, 0, 1)
-    ctx = ctx_of(made, server, task, info, SCALE)
-    program, part = main_of(made).program, ctx.wire.part
+    context = context_of(made, server, task, info, SCALE)
+    program, part = main_of(made).program, context.payload.part
 
     def logits(part):
         head = part.classifier
@@ -116,8 +120,8 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
     old = logits(server.steps[0].part)
     loss = lambda part: binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
     expected = jax.tree.map(lambda x, g: x - 0.1 * g, part, jax.grad(loss)(part))
-    local = compiled(program.start)(ctx, made.init_client(KEY, server), KEY)
-    after, _ = compiled(program.phases[0].step)(ctx, local, batch, KEY)
+    local = compiled(program.start)(context, made.init_client(KEY, server), KEY)
+    after, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.part, expected)
     assert furthest(after.part, part) > 1e-4
 
@@ -134,8 +138,8 @@ def test_rates_fall_over_the_epochs_of_a_round():
     task, program = TASKS[0], main_of(made).program
     server = compiled(made.init)(KEY, SCALE)
     own = [int(c) for c in task.classes if c >= 0]
-    ctx = ctx_of(made, server, task, info_of(CLASSES, 8), SCALE)
-    local = compiled(program.start)(ctx, (), KEY)
+    context = context_of(made, server, task, info_of(CLASSES, 8), SCALE)
+    local = compiled(program.start)(context, (), KEY)
     batch = rows_of((own * 4)[:4])
 
     def loss(head, local):
@@ -149,7 +153,7 @@ def test_rates_fall_over_the_epochs_of_a_round():
     for factor in (1, 1, 0.015707, 0.015707):
         slope = jax.grad(loss)(local.part.classifier, local)
         expected = jax.tree.map(lambda x, g, f=factor: x - 0.1 * f * g, local.part.classifier, slope)
-        local, _ = compiled(program.phases[0].step)(ctx, local, batch, KEY)
+        local, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), local.part.classifier, expected
         )

@@ -39,10 +39,12 @@ def start(scratch, *processes, count=2):
             [sys.executable, "-m", "fcljax", "run", "linear", *options, "--coordinator", address]
             + ["--processes", str(count), "--process", str(i)],
             env=small_runs.environment(scratch / str(i)) | {"XLA_FLAGS": flags},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i, options in enumerate(processes)
-    ]  # fmt: skip
+    ]
 
 
 def ends(processes, timeout=300):
@@ -83,7 +85,7 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
         ("--coordinator here:1 --processes 2 --process 0 --host-timeout 1", "host_timeout: 1"),
         ("--coordinator here:1 --processes 2 --process 0 --seeds 2", "seeds: processes with a coordinator"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_one_line(options, words, tmp_path, capsys):
     assert cli.main(["run", "linear", *shlex.split(options), "--out", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()

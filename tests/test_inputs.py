@@ -101,10 +101,13 @@ def test_augment_decides_over_the_data_set():
 
 def per_chunk(state_floats, rows=1, lanes=1, phases=1, **program):
     """How many clients with a state, and local work, of so many floats are played by one call."""
-    begin = lambda ctx, state, key: {"weight": ctx.wire, "own": jnp.zeros(state_floats)}
-    send = lambda ctx, local, state: (Upload(gather=local["weight"], weight=ctx.info.rows), state)
+    begin = lambda context, state, key: {"weight": context.payload, "own": jnp.zeros(state_floats)}
+    send = lambda context, local, state: (
+        Upload(gather=local["weight"], weight=context.client.examples),
+        state,
+    )
     first = lambda key, server: jnp.full(state_floats, -1, jnp.int32)
-    each = (Phase(View(3, 4, augment=False), lambda ctx, local, batch, key: (local, {})),) * phases
+    each = (Phase(View(3, 4, augment=False), lambda context, local, batch, key: (local, {})),) * phases
     method = toys.toy(begin, each, send, None, init_client=first, program=program)
     shapes = check_method(method, toys.fetch, toys.EXAMPLE)
     return build.clients_per_chunk(method, shapes, rows, 3 * 4, lanes)

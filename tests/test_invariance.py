@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from toys import CLIENTS, FROZEN, KEY, WAYS, begin_run, close, engine_of, receive, same, stack, tasks
 
 from fcljax.federated.engine import Lanes, make_engine, run_round
-from fcljax.federated.schedule import Roster
+from fcljax.federated.schedule import ClientPartition
 from fcljax.types import View
 
 PRESENT = [0, 1, 3, 6]  # clients with rows in the first task
@@ -28,14 +28,14 @@ def data():
 
 @pytest.fixture(scope="module")
 def deals(data):
-    return toys.rosters(data)
+    return toys.partitions(data)
 
 
-def uploads(engine, data, roster, ids):
+def uploads(engine, data, partition, ids):
     """(weights [P, 3] that the participants of a round uploaded, in order of id; all clients' states) of a
     toy with random starts, random steps and state."""
     server, states = begin_run(engine.method)
-    received, states = receive(engine, FROZEN, server, stack(states), data, roster, ids, tasks()[0])
+    received, states = receive(engine, FROZEN, server, stack(states), data, partition, ids, tasks()[0])
     assert received.valid.tolist() == [True] * len(ids) + [False] * (len(received.valid) - len(ids))
     return np.asarray(received.gather), states
 
@@ -62,11 +62,11 @@ def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, deal
 @pytest.mark.parametrize("way", WAYS)
 def test_a_clients_upload_does_not_depend_on_the_rows_of_the_others(way, data, deals):
     """Client 3 keeps its rows; two others swap theirs, 9 and 8 of them."""
-    engine, roster = engine_of("remembering", way), deals[0]
-    owned = owned_rows(roster)
+    engine, partition = engine_of("remembering", way), deals[0]
+    owned = owned_rows(partition)
     owned[0], owned[6] = owned[6], owned[0]
     other = toys.make_roster(owned, np.asarray(data.label))
-    before, _ = uploads(engine, data, roster, PRESENT)
+    before, _ = uploads(engine, data, partition, PRESENT)
     after, _ = uploads(engine, data, other, PRESENT)
     same(before[2], after[2])
     assert not np.array_equal(before[0], after[0])
@@ -151,8 +151,8 @@ def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
 # ---- the order and the number of clients -------------------------------------------------------------------
 
 
-def owned_rows(roster: Roster) -> list[np.ndarray]:
-    return np.split(roster.rows, roster.offset[1:-1])
+def owned_rows(partition: ClientPartition) -> list[np.ndarray]:
+    return np.split(partition.rows, partition.offset[1:-1])
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +169,12 @@ def shared(twice, deals):
     (server, states, report)."""
     engine = toys.build(toys.sharing(View(2, 4, augment=False)), [deals[0], twice], Lanes(3, "vmap"))
 
-    def play(data, roster, shares, ids=range(CLIENTS)):
+    def play(data, partition, shares, ids=range(CLIENTS)):
         server, states = (
             {"weight": jnp.ones(3), "share": jnp.asarray(shares, jnp.float32)},
             jnp.zeros(CLIENTS, jnp.int32),
         )
-        return run_round(engine, FROZEN, server, states, data, roster, np.array(ids), tasks()[0], 0, KEY)
+        return run_round(engine, FROZEN, server, states, data, partition, np.array(ids), tasks()[0], 0, KEY)
 
     return play
 

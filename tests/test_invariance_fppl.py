@@ -15,7 +15,7 @@ from micro import (
     FROZEN,
     KEY,
     LABEL,
-    SETTING,
+    SIZES,
     STREAM,
     TINY,
     begin,
@@ -25,7 +25,7 @@ from micro import (
     method_of,
     play,
     receive,
-    turn_of,
+    round_context_of,
 )
 from toys import close, same
 
@@ -44,8 +44,8 @@ def one(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def owned_rows(roster):
-    return np.split(roster.rows, roster.offset[1:-1])
+def owned_rows(partition):
+    return np.split(partition.rows, partition.offset[1:-1])
 
 
 def prompts_of(server):
@@ -83,8 +83,8 @@ class Federation:
 
         return call
 
-    def receive(self, engine, server, roster, ids, task):
-        return receive(engine, 0, server, self.states, roster, ids, task)[0]
+    def receive(self, engine, server, partition, ids, task):
+        return receive(engine, 0, server, self.states, partition, ids, task)[0]
 
     def run(self, deals=DEALS, rounds=2, data=DATA):
         """Servers after every round of every task."""
@@ -130,8 +130,8 @@ def test_classes_not_seen_and_padding_classes_never_win(federation, servers):
         head = server.params.classifier
         tempting = server.params._replace(classifier=head._replace(bias=head.bias + 1e6 * ~task.seen))
         predict = compiled(federation.method.predict)
-        logits = predict(turn_of(task), server._replace(params=tempting), rows)
-        assert logits.shape == (60, SETTING.classes) and np.all(np.isfinite(logits))
+        logits = predict(round_context_of(task), server._replace(params=tempting), rows)
+        assert logits.shape == (60, SIZES.classes) and np.all(np.isfinite(logits))
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 
 
@@ -164,7 +164,7 @@ def test_uploads_do_not_depend_on_lanes(federation, servers):
 
 
 def test_rows_that_nobody_holds_may_be_nan(federation, servers):
-    held = np.isin(np.arange(60), np.concatenate([roster.rows for roster in DEALS]))
+    held = np.isin(np.arange(60), np.concatenate([partition.rows for partition in DEALS]))
     assert not held[0]  # the row that padding reads
     image = jnp.where(held[:, None, None, None], DATA.image, jnp.nan)
     same(federation.run(data=DATA._replace(image=image)), servers)
@@ -173,7 +173,8 @@ def test_rows_that_nobody_holds_may_be_nan(federation, servers):
 def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, servers):
     order = [3, 2, 0, 1]
     renamed = [
-        toys.make_roster([owned_rows(roster)[i] for i in order], LABEL, SETTING.classes) for roster in DEALS
+        toys.make_roster([owned_rows(partition)[i] for i in order], LABEL, SIZES.classes)
+        for partition in DEALS
     ]
     server, expected = federation.run(renamed, rounds=1)[0], servers[0]
     close(server.params.adapter, expected.params.adapter, atol=1e-5)

@@ -24,9 +24,20 @@ from fcljax.runs import loop, origin
 HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
 VOID = {"meta", "link", "br", "img"}
 PARTS = [
-    "results", "curves", "matrix", "forgetting", "clients", "classes", "holdings", "costs", "time",
-    "rejected", "calibration", "settings", "again",
-]  # fmt: skip
+    "results",
+    "curves",
+    "matrix",
+    "forgetting",
+    "clients",
+    "classes",
+    "holdings",
+    "costs",
+    "time",
+    "rejected",
+    "calibration",
+    "settings",
+    "again",
+]
 
 
 class Reader(html.parser.HTMLParser):
@@ -71,14 +82,23 @@ def whole(**changes) -> dict:
     """A summary with all that the page has a part for."""
     size = {"scalars": 3, "bytes": 12}
     base = {
-        "task_il": {"A_last": 0.9}, "class_accuracy": [0.25, None, 1.0], "class_names": ["cat", "dog", "eel"],
-        "task_classes": [[0], [1], [2]], "holdings": [[5, 0, 7], [0, 11, 1]], "client_accuracy": [0.5, 0.125],
+        "task_il": {"A_last": 0.9},
+        "class_accuracy": [0.25, None, 1.0],
+        "class_names": ["cat", "dog", "eel"],
+        "task_classes": [[0], [1], [2]],
+        "holdings": [[5, 0, 7], [0, 11, 1]],
+        "client_accuracy": [0.5, 0.125],
         "calibration": {"ece": 0.125, "rows": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]},
         "communication_total": {"upload_bytes": 2048, "download_bytes": 4096},
-        "extra_storage": size, "client_state": size, "server_state": size, "rejected_uploads": 2,
-        "refused_results": 0, "rounds_without_upload": [[1, 2]], "trained_images_per_s": 50.0,
+        "extra_storage": size,
+        "client_state": size,
+        "server_state": size,
+        "rejected_uploads": 2,
+        "refused_results": 0,
+        "rounds_without_upload": [[1, 2]],
+        "trained_images_per_s": 50.0,
         "config": {"lr": 0.1, "dataset": "digits"},
-    }  # fmt: skip
+    }
     return summary(**{**base, **changes})
 
 
@@ -181,8 +201,13 @@ def test_charts_differ_without_colour_and_skip_what_is_missing():
     one = str(svg.curves({"a": svg.Line([50.0, None, 70.0])}, "label", "x", "y"))
     assert one.count("<title>") == 2 and "nan" not in one.lower()
     assert "a, 3: 70.00 %" in one
-    for empty in (svg.curves({}, "", "", ""), svg.dots({"a": {"b": None}}, "", ""), svg.bars({}, [], "", "s"),
-                  svg.scatter({"a": (0, 5.0)}, "", "", ""), svg.reliability([], [], "")):  # fmt: skip
+    for empty in (
+        svg.curves({}, "", "", ""),
+        svg.dots({"a": {"b": None}}, "", ""),
+        svg.bars({}, [], "", "s"),
+        svg.scatter({"a": (0, 5.0)}, "", "", ""),
+        svg.reliability([], [], ""),
+    ):
         assert str(empty).startswith("<svg")
 
 
@@ -345,7 +370,9 @@ def test_the_page_works_in_chromium(width, tmp_path):
         assert run("getComputedStyle(document.querySelector('#curves g.curve')).display") == "none"
         run("document.querySelectorAll('.command button')[0].click()")
         assert run("window.taken").startswith("fcljax run fppl")
-        run("navigator.clipboard.writeText = () => Promise.reject(); document.execCommand = () => false;"
-            "document.querySelector('#results .tools button').click()")  # fmt: skip
+        run(
+            "navigator.clipboard.writeText = () => Promise.reject(); document.execCommand = () => false;"
+            "document.querySelector('#results .tools button').click()"
+        )
         assert run("document.activeElement.value").startswith("Method,")
         assert page_.errors == [] and page_.requests == [path.resolve().as_uri()]

@@ -74,9 +74,9 @@ def one_batch(method):
     the gradient can be read from it."""
     work = prompted.Work(
         method, MICRO, (6, 3), 6, test=8, augment=False, optimiser="sgd", rate=1000.0, blocks=2
-    )  # fmt: skip
+    )
     federation = prompted.game_of(work)
-    rows = jnp.asarray(game.rows_of(federation.roster, 0))
+    rows = jnp.asarray(game.rows_of(federation.partition, 0))
     image, label, _ = federation.fetch(federation.data, rows, jax.random.split(game.KEY, 6), True)
     loss, before, after = prompted.clients_step(federation, image, label)
     gradient = jax.tree.map(lambda a, b: (a - b) / work.rate, before, after)
@@ -95,14 +95,18 @@ def test_fppl_in_torch_has_our_loss_and_gradients(how):
     theirs.backward()
     assert theirs.item() == pytest.approx(loss, rel=1e-4)
     found = {
-        "prompt": net.prompt.grad[1], "psi": net.psi.grad, "sigma": net.sigma.grad,
+        "prompt": net.prompt.grad[1],
+        "psi": net.psi.grad,
+        "sigma": net.sigma.grad,
         "kernel": net.fc.weight.grad.T,
-    }  # fmt: skip
+    }
     gate = gradient.adapter.gate
     expected = {
-        "prompt": gradient.adapter.prompt, "psi": gate.psi, "sigma": gate.sigma,
+        "prompt": gradient.adapter.prompt,
+        "psi": gate.psi,
+        "sigma": gate.sigma,
         "kernel": gradient.classifier.kernel,
-    }  # fmt: skip
+    }
     assert_same(found, expected, atol=1e-4 * float(jnp.abs(gradient.adapter.prompt).max()), rtol=1e-4)
     assert not torch.any(net.prompt.grad[0])
     assert (net.vit.patch.weight.grad is not None) == (how == "released")
@@ -202,14 +206,14 @@ def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
     assert "Default for bfloat16: 2 lanes, vmap" in text
 
 
-def setting(lanes, **more):
+def sizes(lanes, **more):
     return {"training": "float32", "mode": "vmap", "lanes": lanes, **more}
 
 
 def test_the_default_is_the_fewest_lanes_close_to_the_best():
     rates = {1: 50.0, 4: 98.0, 8: 100.0, 16: 99.0}
-    found = [setting(lanes, images_s=rate, compilation_s=1.0, peak_gib=None) for lanes, rate in rates.items()]
-    (line,) = bench_gpu.defaults([*found, setting(32, failed="out of memory")])
+    found = [sizes(lanes, images_s=rate, compilation_s=1.0, peak_gib=None) for lanes, rate in rates.items()]
+    (line,) = bench_gpu.defaults([*found, sizes(32, failed="out of memory")])
     assert line.startswith("Default for float32: 4 lanes, vmap")
 
 
@@ -217,18 +221,18 @@ def test_what_needs_too_much_memory_is_a_row():
     def measure():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
-    line = setting(32) | accelerator.tried(measure)
+    line = sizes(32) | accelerator.tried(measure)
     assert "| float32 | vmap | 32 | out of memory |" in bench_gpu.markdown([line])
 
 
 def test_what_a_broken_series_had_found_is_kept(tmp_path, monkeypatch):
-    begins = {"begins": setting(2), "then": [setting(4)]}
+    begins = {"begins": sizes(2), "then": [sizes(4)]}
     script = tmp_path / "series.py"
-    said = [f"print({json.dumps(json.dumps(line))})" for line in (setting(1), begins)]
+    said = [f"print({json.dumps(json.dumps(line))})" for line in (sizes(1), begins)]
     script.write_text("\n".join([*said, "raise SystemExit('boom')"]))
     monkeypatch.setattr(bench_gpu, "HERE", script)
     first, _, *failed = bench_gpu.in_a_process("float32 vmap", True, time.monotonic() + 600, 600)
-    assert first == setting(1)
+    assert first == sizes(1)
     assert [line["lanes"] for line in failed] == [2, 4] and failed[0]["failed"] == "boom"
 
 

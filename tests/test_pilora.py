@@ -16,8 +16,8 @@ import pytest
 import small_runs
 import toys
 from micro import begin as first_state
-from micro import ctx_of, engine_of, info_of, method_of, resolved, rows_of
-from micro import turn_of as turn
+from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
+from micro import round_context_of as round_context
 
 from fcljax.adapters import ADAPTERS
 from fcljax.adapters.lora import l1, orthogonality, pair_of
@@ -30,12 +30,12 @@ from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_fac
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
 from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
-from fcljax.types import Aggregate, Batch, Ctx, Features, Frozen, Network, Setting
+from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
-SETTING = Setting(classes=6, tasks=3, task_classes=2, clients=3, rounds=30)
+SIZES = Sizes(classes=6, tasks=3, task_classes=2, clients=3, rounds=30)
 TASKS = jax.tree.map(jnp.asarray, make_tasks(6, 3))
-UNEVEN = Setting(classes=5, tasks=2, task_classes=3, clients=3, rounds=2)
+UNEVEN = Sizes(classes=5, tasks=2, task_classes=3, clients=3, rounds=2)
 UNEVEN_TASKS = jax.tree.map(jnp.asarray, make_tasks(5, 2))
 FROZEN = Frozen({"scale": jnp.ones(WIDTH)})
 KEY = jax.random.key(0)
@@ -63,14 +63,14 @@ def options(adapter="lora", **fields):
     return own | dict(adapter=adapter) | fields
 
 
-def build(setting=UNEVEN, network=FORMULA, **fields):
-    return method_of("pilora", setting, network, **options(**fields))
+def build(sizes=UNEVEN, network=FORMULA, **fields):
+    return method_of("pilora", sizes, network, **options(**fields))
 
 
-def make(fidelity="intended", setting=SETTING, lr=1e-2, **fields):
+def make(fidelity="intended", sizes=SIZES, lr=1e-2, **fields):
     """A method on the formula, and a server whose prototypes and pairs are all far from 0, as after some
     training."""
-    method = build(setting, fidelity=fidelity, epochs=1, batch_size=8, lr=lr, **fields)
+    method = build(sizes, fidelity=fidelity, epochs=1, batch_size=8, lr=lr, **fields)
     return method, trained_server(method)
 
 
@@ -97,7 +97,7 @@ def lora_of(server):
 
 
 def info(rows=1, round_=0):
-    return info_of(SETTING.classes, rows, round_=round_)
+    return info_of(SIZES.classes, rows, round_=round_)
 
 
 def main_of(method):
@@ -111,31 +111,34 @@ def phases_of(method):
 
 def begin(method, server, task, round_=0, rows=1):
     """What a client may read, and the client before its first step."""
-    ctx, state = ctx_of(method, server, task, info(rows, round_), FROZEN), method.init_client(KEY, server)
-    return ctx, main_of(method).program.start(ctx, state, KEY)
+    context, state = (
+        context_of(method, server, task, info(rows, round_), FROZEN),
+        method.init_client(KEY, server),
+    )
+    return context, main_of(method).program.start(context, state, KEY)
 
 
 def client_step(method, server, task, data, round_=0):
     """The client before and after one step."""
-    ctx, before = begin(method, server, task, round_)
-    after, metrics = jax.jit(phases_of(method)[0].step)(ctx, before, data, KEY)
+    context, before = begin(method, server, task, round_)
+    after, metrics = jax.jit(phases_of(method)[0].step)(context, before, data, KEY)
     return before, after, metrics
 
 
 def finish(method, server, task, local, rows):
-    ctx, state = ctx_of(method, server, task, info(rows), FROZEN), method.init_client(KEY, server)
-    return main_of(method).program.finish(ctx, local, state)[0]
+    context, state = context_of(method, server, task, info(rows), FROZEN), method.init_client(KEY, server)
+    return main_of(method).program.finish(context, local, state)[0]
 
 
 def turn_after(method, server, task):
     """What the server may read once clients have answered."""
-    now = turn(task, frozen=FROZEN)
+    now = round_context(task, frozen=FROZEN)
     return now._replace(previous=method.broadcast(now, server))
 
 
 def unchanged(method, server, task):
     """The mean of clients that changed nothing."""
-    return turn_after(method, server, task).previous.wire.part._replace(classifier=())
+    return turn_after(method, server, task).previous.payload.part._replace(classifier=())
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
@@ -143,8 +146,8 @@ def serve(method, server, task, prototypes, means, valid=None, mean=None):
     client has no rows."""
     pad = lambda v: [0.0] * WIDTH if v is None else [*v, *[0.0] * (WIDTH - len(v))]
     table = lambda rows: jnp.asarray([[pad(v) for v in client] for client in rows])
-    held = jnp.asarray([[v is not None for v in client] for client in means])
-    sent = {"classifier": table(prototypes), "features": Prototypes(table(means), held)}
+    cached = jnp.asarray([[v is not None for v in client] for client in means])
+    sent = {"classifier": table(prototypes), "features": Prototypes(table(means), cached)}
     valid = jnp.ones(len(prototypes), bool) if valid is None else jnp.asarray(valid)
     mean = unchanged(method, server, task) if mean is None else mean
     aggregate = Aggregate(mean, (), sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
@@ -154,7 +157,7 @@ def serve(method, server, task, prototypes, means, valid=None, mean=None):
 def predict(method, server, task, image, query=None):
     nothing = jnp.zeros(len(image), jnp.int32)
     rows = Batch(image, nothing, nothing == 0, nothing, query)
-    return method.predict(turn(task, frozen=FROZEN), server, rows)
+    return method.predict(round_context(task, frozen=FROZEN), server, rows)
 
 
 def expected_loss(cfg, server, task, data, lora=None):
@@ -183,17 +186,15 @@ VIT_B16 = parameter_shapes(VITS["vit_b16"])
 def counts(fidelity="intended", classes=100, **fields):
     """Shapes of upload, broadcast, trained parts and server of PILoRA on ViT-B/16 with ten tasks; nothing is
     computed. Ranks and rates are the papers'."""
-    setting, vit = Setting(classes, 10, classes // 10, 10, 30), VITS["vit_b16"]
-    method = method_of(
-        "pilora", setting, vit_network(vit), fidelity=fidelity, batch_size=64, lr=2e-3, **fields
-    )
+    sizes, vit = Sizes(classes, 10, classes // 10, 10, 30), VITS["vit_b16"]
+    method = method_of("pilora", sizes, vit_network(vit), fidelity=fidelity, batch_size=64, lr=2e-3, **fields)
     task, program = make_tasks(classes, 10)[0], main_of(method).program
 
     def client(key, frozen):
-        server, now = method.init(key, frozen), turn(task, frozen=frozen)
+        server, now = method.init(key, frozen), round_context(task, frozen=frozen)
         broadcast, state = method.broadcast(now, server), method.init_client(key, server)
-        ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info_of(classes))
-        upload, _ = program.finish(ctx, program.start(ctx, state, key), state)
+        context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info_of(classes))
+        upload, _ = program.finish(context, program.start(context, state, key), state)
         return upload, broadcast, method.trainable(now, server), server
 
     return jax.eval_shape(client, KEY, Frozen(VIT_B16))
@@ -204,7 +205,7 @@ def counts(fidelity="intended", classes=100, **fields):
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
     assert traffic(upload, broadcast)[::2] == (up, down)
-    assert scalars(upload.mean) == scalars(broadcast.wire.part.adapter) == 12_288
+    assert scalars(upload.mean) == scalars(broadcast.payload.part.adapter) == 12_288
     sent = upload.gather
     assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
 
@@ -212,12 +213,12 @@ def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, d
 @pytest.mark.parametrize(("fidelity", "down"), [("intended", 12_288 + 7_680), ("released", 6_144 + 7_680)])
 def test_the_last_state_of_a_finished_task_comes_down_too(fidelity, down):
     """Its pair, of which the release's clients read A alone, and its prototypes."""
-    setting, frozen = Setting(100, 10, 10, 10, 30), Frozen(VIT_B16)
-    method = method_of("pilora", setting, vit_network(VITS["vit_b16"]), fidelity=fidelity)
+    sizes, frozen = Sizes(100, 10, 10, 10, 30), Frozen(VIT_B16)
+    method = method_of("pilora", sizes, vit_network(VITS["vit_b16"]), fidelity=fidelity)
     task = make_tasks(100, 10)[0]
 
     def handover(key, frozen):
-        return method.handover(turn(task, frozen=frozen), method.init(key, frozen))
+        return method.handover(round_context(task, frozen=frozen), method.init(key, frozen))
 
     assert scalars(jax.eval_shape(handover, KEY, frozen)) == down
 
@@ -233,18 +234,18 @@ def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
 
 def test_the_a_matrices_that_clients_keep_are_the_papers_share_of_the_network():
     _, broadcast, _, _ = counts("released")
-    per_task = scalars(broadcast.held.adapter) / 10
+    per_task = scalars(broadcast.cached.adapter) / 10
     assert per_task == 6_144
     assert 100 * per_task * np.mean(np.arange(1, 11)) / scalars(VIT_B16) == pytest.approx(0.0394, abs=5e-5)
     _, broadcast, _, _ = counts("intended")
-    assert scalars(broadcast.held.adapter) == 10 * 12_288
+    assert scalars(broadcast.cached.adapter) == 10 * 12_288
     assert extra_storage(broadcast)["scalars"] == 10 * 12_288 + 76_800
 
 
 def test_ablations_send_only_what_they_need():
     upload, broadcast, trainable, server = counts(adapter="linear")
     assert traffic(upload, broadcast)[::2] == (15_360, 7_680)
-    assert scalars(server) == scalars(broadcast.held) == 76_800
+    assert scalars(server) == scalars(broadcast.cached) == 76_800
     assert scalars(trainable) == 7_680
     upload, _, _, _ = counts(wo_reweight=True)
     assert scalars(upload) == 19_968
@@ -258,7 +259,7 @@ def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
         server = counts(adapter=adapter)[3]
         assert scalars(server.params.adapter) == pairs and scalars(server) == pairs + 76_800
     frozen = Frozen({"scale": jnp.ones(WIDTH, jnp.bfloat16)})
-    tuned = build(SETTING, adapter="full").init(KEY, frozen)
+    tuned = build(SIZES, adapter="full").init(KEY, frozen)
     assert tuned.params.adapter["scale"].dtype == jnp.float32
 
 
@@ -289,11 +290,14 @@ def test_lora_blocks_that_the_network_does_not_have_are_refused(blocks, said):
 # ---- the client --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "factors"), [
-    ("cosine_lag", (1, 1, 0.997261, 0.989074, 0.552264, 0.5, 0.010926)),  # O8
-    ("cosine", (1, 0.997261, 0.989074, 0.975528, 0.5, 0.447736, 0.002739)),
-    ("constant", (1,) * 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("cosine_lag", (1, 1, 0.997261, 0.989074, 0.552264, 0.5, 0.010926)),  # O8
+        ("cosine", (1, 0.997261, 0.989074, 0.975528, 0.5, 0.447736, 0.002739)),
+        ("constant", (1,) * 7),
+    ],
+)
 def test_learning_rates_follow_the_round_of_the_task(schedule, factors):
     rounds = jnp.array([0, 1, 2, 3, 15, 16, 29])
     np.testing.assert_allclose([learning_rate_factor(schedule, r, 30) for r in rounds], factors, atol=1e-6)
@@ -313,13 +317,13 @@ def test_steps_are_adam_with_l2_in_the_gradient():
     """Three steps on one batch against Adam written out, with a weight decay that would be seen."""
     method, server = make(weight_decay=0.3, adapter="linear")
     data, task = batch([2, 3, 3]), TASKS[1]
-    ctx, local = begin(method, server, task)
+    context, local = begin(method, server, task)
     x = np.asarray(local.part.classifier, np.float64)
     loss = lambda m: expected_loss_of_prototypes(server, data, m)
     gradient_of, first, second = jax.jit(jax.grad(loss)), np.zeros_like(x), np.zeros_like(x)
     step = jax.jit(phases_of(method)[0].step)
     for i in range(1, 4):
-        local, _ = step(ctx, local, data, KEY)
+        local, _ = step(context, local, data, KEY)
         g = np.asarray(gradient_of(jnp.asarray(x, jnp.float32))) + 0.3 * x
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
         x = x - 1e-2 * (first / (1 - 0.9**i)) / (np.sqrt(second / (1 - 0.999**i)) + 1e-8)
@@ -363,15 +367,15 @@ def test_the_reported_loss_is_the_papers_or_the_releases(fidelity, fields, pairs
 def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
     """Pairs of all tasks as the client holds them, and the held rows of the prototypes that it trains."""
     method, server = make()
-    ctx, _ = begin(method, server, TASKS[1])
+    context, _ = begin(method, server, TASKS[1])
 
-    def loss(held, part):
-        received = ctx._replace(wire=ctx.wire._replace(part=part), held=held)
+    def loss(cached, part):
+        received = context._replace(payload=context.payload._replace(part=part), cached=cached)
         start = main_of(method).program.start(received, method.init_client(KEY, server), KEY)
         return phases_of(method)[0].step(received, start, batch([2, 3, 3]), KEY)[1]["loss"].total
 
-    held, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(ctx.held, ctx.wire.part)
-    assert not any(leaf.any() for leaf in held.adapter) and not held.classifier[2:4].any()
+    cached, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(context.cached, context.payload.part)
+    assert not any(leaf.any() for leaf in cached.adapter) and not cached.classifier[2:4].any()
     assert all(leaf.any() for leaf in part.adapter) and part.classifier.all()
 
 
@@ -387,13 +391,13 @@ def test_padding_rows_change_no_upload():
 def test_means_on_the_way_are_of_features_before_each_update_and_a_class_without_rows_is_absent():
     method, server = make(adapter="full", full_lr=0.1)
     first, second = batch([3, 3, 3]), batch([3, 3], seed=9)
-    (train,), (ctx, local) = phases_of(method), begin(method, server, TASKS[1])
-    local, _ = train.step(ctx, local, first, KEY)
+    (train,), (context, local) = phases_of(method), begin(method, server, TASKS[1])
+    local, _ = train.step(context, local, first, KEY)
     scale = np.asarray(local.part.adapter["scale"])
     assert np.abs(scale - 1).min() > 0.09
-    local, _ = train.step(ctx, local, second, KEY)
+    local, _ = train.step(context, local, second, KEY)
     sent = finish(method, server, TASKS[1], local, 5).gather["features"]
-    assert sent.held.tolist() == [False, True]
+    assert sent.present.tolist() == [False, True]
     images = np.concatenate([first.image[:3], scale * second.image[:2]])
     np.testing.assert_allclose(sent.vector, [[0] * WIDTH, images.mean(0)], rtol=1e-5)
 
@@ -403,9 +407,9 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
     train, extract = phases_of(method)
     assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=False)
     data = batch([2, 2])
-    ctx, local = begin(method, server, TASKS[1])
+    context, local = begin(method, server, TASKS[1])
     for phase in (train, extract):
-        local, _ = phase.step(ctx, local, data, KEY)
+        local, _ = phase.step(context, local, data, KEY)
     sent, scale = finish(method, server, TASKS[1], local, 2).gather["features"], local.part.adapter["scale"]
     assert np.abs(scale - 1).min() > 0.09
     np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
@@ -461,12 +465,15 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
 
 
 @pytest.mark.parametrize("fidelity", FIDELITY)
-@pytest.mark.parametrize(("prototypes", "means", "expected"), [
-    ([[2.0], [4.0], [9.0]], [None, None, None], 5.0),  # a class that nobody holds
-    ([[3.0], [3.0], [3.0]], [[1.0], None, [7.0]], 3.0),  # identical prototypes
-    ([[1.0], [-1.0]], [[0.0], [0.0]], 0.0),  # O4: equal distances
-    ([[5.0]], [[5.0]], 5.0),  # one client, at distance 0 of its own mean
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prototypes", "means", "expected"),
+    [
+        ([[2.0], [4.0], [9.0]], [None, None, None], 5.0),  # a class that nobody holds
+        ([[3.0], [3.0], [3.0]], [[1.0], None, [7.0]], 3.0),  # identical prototypes
+        ([[1.0], [-1.0]], [[0.0], [0.0]], 0.0),  # O4: equal distances
+        ([[5.0]], [[5.0]], 5.0),  # one client, at distance 0 of its own mean
+    ],
+)
 def test_degenerate_rounds_end_in_the_plain_mean(fidelity, prototypes, means, expected):
     method, server = make(fidelity)
     after = serve(method, server, TASKS[1], [[p, [0.0]] for p in prototypes], [[m, None] for m in means])
@@ -569,9 +576,9 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
     program, task, data = opening.program, TASKS[1], [batch([2, 2, 2]), batch([2], seed=7)]
     sums, state = [], method.init_client(KEY, server)
     for rows in data:
-        ctx = ctx_of(method, server, task, info(int(rows.mask.sum())), FROZEN)
-        local, _ = program.phases[0].step(ctx, program.start(ctx, state, KEY), rows, KEY)
-        sums.append(program.finish(ctx, local, state)[0].sum)
+        context = context_of(method, server, task, info(int(rows.mask.sum())), FROZEN)
+        local, _ = program.phases[0].step(context, program.start(context, state, KEY), rows, KEY)
+        sums.append(program.finish(context, local, state)[0].sum)
     assert not program.phases[0].view.augment and program.phases[0].view.epochs == 1
     assert opening.who == "everyone"
     total = jax.tree.map(lambda *x: sum(x), *sums)
@@ -599,7 +606,7 @@ def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
 
 
 def test_padding_classes_send_zeros_and_store_nothing():
-    method, server = make(setting=UNEVEN)
+    method, server = make(sizes=UNEVEN)
     task = UNEVEN_TASKS[1]
     assert task.classes.tolist() == [3, 4, -1]
     before, after, _ = client_step(method, server, task, batch([3, 4, 4]))

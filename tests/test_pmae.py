@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import toys
-from micro import DEALS, IMAGE, KEY, LABEL, SETTING, TASKS, resolved
+from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
@@ -17,7 +17,7 @@ from fcljax.adapters import ADAPTERS
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
-from fcljax.federated.server_replay import make_rehearser, rehearse
+from fcljax.federated.server_replay import make_replayer, rehearse
 from fcljax.methods import pmae
 from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_lots, in_order, plan
 from fcljax.models.heads import cross_entropy
@@ -37,7 +37,7 @@ from fcljax.pixels import NORMALISE, between
 from fcljax.runs import archive
 from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
-from fcljax.types import Autoencoder, Features, Frozen, Kept, Network, Restored, Setting
+from fcljax.types import Autoencoder, Features, Frozen, Network, ReplayBuffer, Restored, Sizes
 
 # ---- a masked autoencoder of a few lines: images of 2 x 2 pixels, which are its patches --------------------
 
@@ -83,11 +83,16 @@ engine_of = functools.partial(micro.engine_of, frozen=FROZEN, data=DATA)
 method_of = functools.partial(micro.method_of, network=NETWORK)
 play = functools.partial(micro.play, data=DATA, frozen=FROZEN)
 receive = functools.partial(micro.receive, frozen=FROZEN, data=DATA)
-turn_of = functools.partial(micro.turn_of, frozen=FROZEN)
+round_context_of = functools.partial(micro.round_context_of, frozen=FROZEN)
 VALUES = {
-    "vpt_length": 2, "vpt_blocks": 2, "restore_images": 2, "recon_length": 2, "tune_epochs": 1,
-    "tune_batch": 8, "mask_ratio": 0.5,
-}  # fmt: skip
+    "vpt_length": 2,
+    "vpt_blocks": 2,
+    "restore_images": 2,
+    "recon_length": 2,
+    "tune_epochs": 1,
+    "tune_batch": 8,
+    "mask_ratio": 0.5,
+}
 NAME = pmae.RECONSTRUCTION
 
 
@@ -111,15 +116,15 @@ def prompt_of(server):
 
 @pytest.mark.parametrize(("name", "expected"), [("pmae", 233_160), ("l2p-pmae", 199_880 + 2_560)])
 def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, expected):
-    setting, vit, decoder = Setting(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
+    sizes, vit, decoder = Sizes(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
     network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    method = make_method(name, resolved(name), setting, network)
+    method = make_method(name, resolved(name), sizes, network)
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
-    task = turn_of(make_tasks(200, 20)[0])
-    part = jax.eval_shape(lambda server: method.broadcast(task, server).wire.part, server)
+    task = round_context_of(make_tasks(200, 20)[0])
+    part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.part, server)
     assert communication.scalars(part) == expected
-    kept = jax.eval_shape(method.rehearsal.kept, task, server)
+    kept = jax.eval_shape(method.server_replay.kept, task, server)
     # 40 images of a client; 38,400 numbers and 196 places each, more than the image's 150,528 bytes
     assert len(kept.label) == 10 * 40 and kept.rows.latent.shape[1:] == (50, 768)
     assert communication.scalars(kept.rows.latent) // 400 == 38_400 and kept.rows.order.shape[1:] == (196,)
@@ -143,12 +148,14 @@ def test_pixels_go_from_one_networks_range_to_the_others():
 def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(denorm):
     options = options_of(recon_denorm=denorm)
     server = history()[1][0]
-    made, turn = method_of("pmae", **VALUES), turn_of(TASKS[0])
-    kept = made.rehearsal.kept(turn, server)
+    made, round_context = method_of("pmae", **VALUES), round_context_of(TASKS[0])
+    kept = made.server_replay.kept(round_context, server)
     rows = jax.tree.map(lambda x: x[:4], kept.rows)
-    some = pmae.KeptBatch(rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current)
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SETTING, NETWORK), linear(DEPTH, 5))
-    batch = pmae.restored_batch(options, turn, model, server.steps[0], some)
+    some = pmae.ReplayBatch(
+        rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
+    )
+    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    batch = pmae.restored_batch(options, round_context, model, server.steps[0], some)
     prompt = server.steps[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
     pixels = unpatchify(patches, 1)
@@ -197,14 +204,14 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     rows = np.flatnonzero(DATA.label == 0)[:4]
     keys = jax.random.split(KEY, 4)
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
-    batch = batch._replace(draw=keys)
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SETTING, NETWORK), linear(DEPTH, 5))
+    batch = batch._replace(keys=keys)
+    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
         part = Model((), (), {NAME: prompt})
-        ctx = pmae.Ctx(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.Seen(ctx, part, None, batch, KEY, part), ())
+        context = pmae.ClientContext(FROZEN, (), (), TASKS[0], ())
+        return term.loss(model, pmae.Seen(context, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -254,7 +261,7 @@ def test_without_the_reconstructive_prompt_there_is_none():
     server, states = begin(method)
     assert server.params.extra == {} and server.steps[0].prompt is None
     after = play(engine_of(method), server, states, rounds=1)
-    assert set(method.trainable(turn_of(TASKS[0]), server)) == {"adapter", "classifier"}
+    assert set(method.trainable(round_context_of(TASKS[0]), server)) == {"adapter", "classifier"}
     assert after[-1][2].metrics["rehearsal_rows"] > 0
 
 
@@ -279,11 +286,11 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
 def test_all_rows_of_a_class_that_has_few_go_up_in_their_order_and_of_many_as_many_as_are_wanted():
     """Oracle 7, over batches with padding."""
     few = drawn([[0.1, 0.9, 0.5, 0.7]], [[7, 2, 5, -1]])
-    assert few.held[0].tolist() == [True] * 3 + [False] and not few.held[1:].any()
+    assert few.present[0].tolist() == [True] * 3 + [False] and not few.present[1:].any()
     assert few.latent[0, :, 0, 0].tolist() == [2, 5, 7, 0]
     lots = [[0.1, 0.9, 0.5, 0.7], [0.2, 0.8, 0.6, 0.3]]
     many = drawn(lots, [[0, 1, 2, 3], [4, 5, 6, 7]])
-    assert many.held[0].all() and many.latent[0, :, 0, 0].tolist() == [1, 5, 3, 6]
+    assert many.present[0].all() and many.latent[0, :, 0, 0].tolist() == [1, 5, 3, 6]
     # four of four, in the order of the lots
     assert drawn([[0.1, 0.9, 0.5, 0.7]], [[0, 1, 2, 3]]).latent[0, :, 0, 0].tolist() == [1, 3, 2, 0]
 
@@ -298,10 +305,10 @@ def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a
     sent = jax.tree.map(lambda x: np.asarray(x[0]), found.gather[pmae.RESTORE])
     rows = DEALS[0].rows[: DEALS[0].count[0]]
     counts = np.bincount(DATA.label[rows], minlength=5)[:3]
-    assert sent.held.sum(axis=1).tolist() == np.minimum(counts, 2).tolist()
-    assert not sent.latent[~sent.held].any() and not sent.order[~sent.held].any()
+    assert sent.present.sum(axis=1).tolist() == np.minimum(counts, 2).tolist()
+    assert not sent.latent[~sent.present].any() and not sent.order[~sent.present].any()
     image = between(NETWORK, PAIR, DATA.image[rows])
-    for c, u in np.argwhere(sent.held):
+    for c, u in np.argwhere(sent.present):
         keep = np.argsort(sent.order[c, u])[:2]  # the places of the two visible patches
         own = image[np.asarray(DATA.label[rows]) == c]
         latent = PAIR.encode(FROZEN.network, own, jnp.broadcast_to(keep, (len(own), 2)))
@@ -316,12 +323,16 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
     lacking = first[np.asarray(DATA.label[first]) != 1]
     from toys import make_roster
 
-    roster = make_roster([lacking, [], [], []], np.asarray(DATA.label), SETTING.classes)
+    partition = make_roster([lacking, [], [], []], np.asarray(DATA.label), SIZES.classes)
     method = method_of("pmae", **VALUES)
     server, states = begin(method)
-    found, _ = receive(engine_of(method, deals=[*DEALS, roster]), 0, server, states, roster, [0], TASKS[0])
+    found, _ = receive(
+        engine_of(method, deals=[*DEALS, partition]), 0, server, states, partition, [0], TASKS[0]
+    )
     sent = found.gather[pmae.RESTORE]
-    assert not sent.held[0, 1].any() and sent.held[0, 0].any() and not np.asarray(sent.latent[0, 1]).any()
+    assert (
+        not sent.present[0, 1].any() and sent.present[0, 0].any() and not np.asarray(sent.latent[0, 1]).any()
+    )
 
 
 # ---- the server: the pool ----------------------------------------------------------------------------------
@@ -330,8 +341,8 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 def test_the_pool_has_each_clients_newest_upload_of_the_task_and_the_prompts_of_all_tasks():
     servers = [server for server, _, _ in history()]
     first, second, third = (server.steps[0] for server in servers[:3])
-    held = np.asarray(first.restore.held)
-    assert held[0].any() and not held[1].any() and first.task == 0 and third.task == 1
+    present = np.asarray(first.restore.present)
+    assert present[0].any() and not present[1].any() and first.task == 0 and third.task == 1
     assert np.abs(np.asarray(first.restore.latent - second.restore.latent)).max() > 0  # drawn anew
     np.testing.assert_array_equal(second.prompt[0], prompt_of(servers[1]))
     np.testing.assert_array_equal(third.prompt[0], prompt_of(servers[1]))  # stays when the task is over
@@ -345,7 +356,7 @@ def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     engine = engine_of(method)
     both = play(engine, server, states, rounds=1)[0][0].steps[0]
     later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].steps[0]
-    assert both.restore.held.shape == later.restore.held.shape
+    assert both.restore.present.shape == later.restore.present.shape
     from fcljax.federated.engine import run_round
 
     args = (FROZEN, both_server(engine, server, states), states, DATA, DEALS[0], np.array([0]), TASKS[0], 1)
@@ -393,12 +404,12 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     values = VALUES | {"tune_batch": 64, "tune_lr": 0.01}
     method = method_of("pmae", **values)
     server = history()[1][0]
-    turn = turn_of(TASKS[0], 1, True)
-    kept = method.rehearsal.kept(turn, server)
-    rows = pmae.KeptBatch(kept.rows, kept.label, jnp.zeros_like(kept.label), kept.used, TASKS[0].current)
-    local = method.rehearsal.start(turn, server)
-    (part, _), metrics = method.rehearsal.step(turn, server, local, rows, KEY)
-    after = method.rehearsal.finish(turn, server, (part, local[1]))
+    round_context = round_context_of(TASKS[0], 1, True)
+    kept = method.server_replay.kept(round_context, server)
+    rows = pmae.ReplayBatch(kept.rows, kept.label, jnp.zeros_like(kept.label), kept.used, TASKS[0].current)
+    local = method.server_replay.start(round_context, server)
+    (part, _), metrics = method.server_replay.step(round_context, server, local, rows, KEY)
+    after = method.server_replay.finish(round_context, server, (part, local[1]))
 
     pixels = unpatchify(
         PAIR.decode(FROZEN.decoder, kept.rows.latent, kept.rows.order, server.steps[0].prompt[0]), 1
@@ -424,20 +435,20 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
 
 def learner_of(values):
     adapter = ADAPTERS["vpt"].build(
-        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SETTING, NETWORK
+        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SIZES, NETWORK
     )
-    return learner(NETWORK, adapter, linear(DEPTH, SETTING.classes))
+    return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
 
 def test_a_round_reads_every_row_once_an_epoch_in_batches_and_only_these_reach_the_device():
     values = VALUES | {"tune_batch": 8, "tune_epochs": 3}
     method = method_of("pmae", **values)
-    rehearser = make_rehearser(method.rehearsal, lambda name, function, **_: jax.jit(function))
+    replayer = make_replayer(method.server_replay, lambda name, function, **_: jax.jit(function))
     server, batches = history()[3][0], []
-    turn = turn_of(TASKS[1], 1, True)
+    round_context = round_context_of(TASKS[1], 1, True)
     past = (history_kept(0),)
-    found = rehearse(rehearser, turn, server, past, KEY, lambda batch: batches.append(batch) or batch)
-    mine = int(np.sum(method.rehearsal.kept(turn, server).used))
+    found = rehearse(replayer, round_context, server, past, KEY, lambda batch: batches.append(batch) or batch)
+    mine = int(np.sum(method.server_replay.kept(round_context, server).used))
     rows = mine + len(past[0].label)
     assert found.rows == 3 * rows and len(batches) == 3 * -(-rows // 8)
     assert all(len(batch.label) == 8 for batch in batches)
@@ -484,9 +495,9 @@ def test_a_result_that_is_not_finite_is_not_kept():
 
 def test_without_any_row_nothing_is_trained():
     method = method_of("pmae", **VALUES)
-    rehearser = make_rehearser(method.rehearsal, lambda name, function, **_: jax.jit(function))
+    replayer = make_replayer(method.server_replay, lambda name, function, **_: jax.jit(function))
     server, _ = begin(method)
-    found = rehearse(rehearser, turn_of(TASKS[0]), server, (), KEY, lambda tree: tree)
+    found = rehearse(replayer, round_context_of(TASKS[0]), server, (), KEY, lambda tree: tree)
     assert found.rows == 0 and not found.metrics
     same(found.server, server)
 
@@ -507,7 +518,7 @@ def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_pat
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
         archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
-    other = Kept(kept.rows._replace(order=kept.rows.order[:, :1]), kept.label, kept.used)
+    other = ReplayBuffer(kept.rows._replace(order=kept.rows.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
         archive.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
@@ -539,7 +550,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
 def test_what_a_run_shows_is_what_the_server_would_rebuild():
     server, image = history()[-1][0], DATA.image[:3]
     method = method_of("pmae", **VALUES)
-    found = method.restores(turn_of(TASKS[1]), server, image, KEY)
+    found = method.restores(round_context_of(TASKS[1]), server, image, KEY)
     close(found.original, image, atol=1e-5)
     assert float(found.hidden.mean()) == 0.5
     np.testing.assert_allclose(found.masked[found.hidden], 0.5)

@@ -5,7 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
-from micro import FORMULA, KEY, SCALE, SETTING, TASKS, TINY, WIDTH, by_hand, compiled, method_of, turn_of
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SIZES,
+    TASKS,
+    TINY,
+    WIDTH,
+    by_hand,
+    compiled,
+    method_of,
+    round_context_of,
+)
 from toys import same
 
 from fcljax import config
@@ -16,7 +28,7 @@ from fcljax.methods import METHODS
 from fcljax.models.heads import cosine, init_truncated
 from fcljax.models.vit import VITS, Injection, apply_vit, init_vit, parameter_shapes, vit_network
 from fcljax.runs.build import make_method
-from fcljax.types import Features, Frozen, Setting
+from fcljax.types import Features, Frozen, Sizes
 
 EVERY = jnp.ones(4, bool)
 QUERY = jax.random.normal(KEY, (4, WIDTH))
@@ -28,8 +40,8 @@ def options_of(name, **values):
     return config.part(ADAPTERS[name].options, cfg)
 
 
-def adapter_of(name, network=FORMULA, setting=SETTING, **values):
-    return ADAPTERS[name].build(options_of(name, **values), setting, network)
+def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
+    return ADAPTERS[name].build(options_of(name, **values), sizes, network)
 
 
 # ---- counts (specification 9) ------------------------------------------------------------------------------
@@ -46,11 +58,11 @@ def adapter_of(name, network=FORMULA, setting=SETTING, **values):
     ],
 )
 def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
-    setting, vit = Setting(200, 20, 10, 10), VITS["vit_b16"]
+    sizes, vit = Sizes(200, 20, 10, 10), VITS["vit_b16"]
     cfg = config.resolve(method, config.run_class(method)(fidelity=fidelity))
-    made = make_method(method, cfg, setting, vit_network(vit))
+    made = make_method(method, cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
-    part = jax.eval_shape(lambda server: made.broadcast(turn_of(OLD), server).wire.part, server)
+    part = jax.eval_shape(lambda server: made.broadcast(round_context_of(OLD), server).payload.part, server)
     assert communication.scalars(part) == expected
 
 
@@ -63,10 +75,13 @@ def test_injected_tokens_take_part_in_every_block_with_the_class_tokens_position
     params, image = init_vit(KEY, TINY), jax.random.normal(KEY, (2, 8, 8, 3))
     shape = jax.eval_shape(
         lambda: apply_vit(
-            VITS["vit_b16"], parameter_zeros(), jnp.zeros((1, 224, 224, 3)),
-            Injection(tokens=jnp.zeros((25, 768))), full=True,
+            VITS["vit_b16"],
+            parameter_zeros(),
+            jnp.zeros((1, 224, 224, 3)),
+            Injection(tokens=jnp.zeros((25, 768))),
+            full=True,
         )
-    )  # fmt: skip
+    )
     assert shape.tokens.shape == (1, 222, 768) and shape.prompts.shape == (1, 25, 768)
     call = jax.jit(
         lambda tokens, full: apply_vit(TINY, params, image, Injection(tokens=tokens), full), static_argnums=1
@@ -151,9 +166,9 @@ def test_the_release_deals_keys_and_values_out_in_the_wrong_order():
 
 def test_the_bug_is_an_option_and_changes_what_is_injected():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
-    held = jax.tree.map(lambda x: x, part)
+    cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
-    inject = lambda bug: of(bug).inject(held, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    inject = lambda bug: of(bug).inject(cached, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
@@ -200,8 +215,8 @@ def test_the_tasks_key_is_pulled_to_the_queries():
 @pytest.mark.parametrize(("limit", "last"), [(0, 19), (10, 9), (1, 0)])
 def test_a_prefix_starts_as_the_one_before_up_to_the_releases_limit(limit, last):
     """O15: in the release tasks 1 to 9 copy, 10 to 19 do not."""
-    setting = Setting(20, 20, 1, 2)
-    adapter = adapter_of("dualprompt", setting=setting, **DUAL, dual_transfer=limit)
+    sizes = Sizes(20, 20, 1, 2)
+    adapter = adapter_of("dualprompt", sizes=sizes, **DUAL, dual_transfer=limit)
     params = adapter.init(KEY, None)
     for index in (0, 1, 9, 10, 19):
         opened = adapter.open_task(params, OLD._replace(index=jnp.int32(index)))
@@ -241,7 +256,7 @@ CODA = {"coda_components": 4, "coda_length": 4, "coda_blocks": 2}
 def test_components_of_earlier_tasks_count_and_stay_and_coming_ones_do_not(upload):
     adapter = adapter_of("coda", **CODA, coda_upload=upload)
     params = adapter.init(KEY, None)
-    held = adapter.held(params)
+    cached = adapter.cached(params)
 
     def total(params, part, task):
         injected = adapter.inject(params, part, QUERY, task, True, EVERY)
@@ -249,7 +264,7 @@ def test_components_of_earlier_tasks_count_and_stay_and_coming_ones_do_not(uploa
 
     for task in TASKS:
         part = adapter.part(params, task)
-        np.testing.assert_allclose(total(params, part, task), total(held or params, part, task), rtol=1e-5)
+        np.testing.assert_allclose(total(params, part, task), total(cached or params, part, task), rtol=1e-5)
         slopes, own = jax.grad(total, argnums=(0, 1))(params, part, task)
         every = own if upload == "all" else adapter.put(jax.tree.map(jnp.zeros_like, params), task, own)
         assert all(x[task.index].any() for x in every)
@@ -304,7 +319,7 @@ SMALL = {
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
     "dualprompt": DUAL,
     "coda-prompt": CODA,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))

@@ -30,9 +30,18 @@ from fcljax.runs.inputs import load_inputs
 
 ASSET = resources.files("fcljax") / "assets" / "vit_micro_decoder.safetensors"
 SMALL = dict(
-    heads=2, decoder_width=16, decoder_depth=1, decoder_heads=2, decoder_mlp=16, batch_size=8, steps=6,
-    checkpoint_every=2, validate=4, holdout=0.2, normalise="half",
-)  # fmt: skip
+    heads=2,
+    decoder_width=16,
+    decoder_depth=1,
+    decoder_heads=2,
+    decoder_mlp=16,
+    batch_size=8,
+    steps=6,
+    checkpoint_every=2,
+    validate=4,
+    holdout=0.2,
+    normalise="half",
+)
 MARK = 255  # of test images, which nobody may look at
 
 

@@ -11,9 +11,17 @@ from fcljax.runs.inputs import frozen_features
 from fcljax.runs.queries import make_queries, rows_evaluated, rows_held, with_queries
 
 SETTINGS = {
-    "tasks": 5, "epochs": 1, "rounds": 2, "clients": 2, "image_size": 8, "batch_size": 64, "prompt_blocks": 1,
-    "prompt_length": 2, "server_epochs": 1, "participation": 0.5,
-}  # fmt: skip
+    "tasks": 5,
+    "epochs": 1,
+    "rounds": 2,
+    "clients": 2,
+    "image_size": 8,
+    "batch_size": 64,
+    "prompt_blocks": 1,
+    "prompt_length": 2,
+    "server_epochs": 1,
+    "participation": 0.5,
+}
 CFG = config.resolve("fppl", config.from_mapping("fppl", SETTINGS, "test"))
 
 

@@ -22,7 +22,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def deals(data):
-    return toys.rosters(data)
+    return toys.partitions(data)
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +124,17 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
 def test_places_outside_of_the_memory_are_padding(data, deals):
     """-1, and numbers past the end: of six places only those of the memory's five rows join."""
 
-    def step(ctx, local, batch, key):
-        return {**local, "row": batch.row[1:]}, {}
+    def step(context, local, batch, key):
+        return {**local, "row": batch.index[1:]}, {}
 
-    phase = Phase(View(1, 1, recall=4), step, lambda ctx, local, key: jnp.array([-1, 0, MEMORY - 1, MEMORY]))
+    phase = Phase(
+        View(1, 1, recall=4), step, lambda context, local, key: jnp.array([-1, 0, MEMORY - 1, MEMORY])
+    )
     engine = toys.build(
         toys.toy(
-            lambda ctx, state, key: {"weight": ctx.wire, "row": jnp.zeros(4, jnp.int32)},
+            lambda context, state, key: {"weight": context.payload, "row": jnp.zeros(4, jnp.int32)},
             (phase,),
-            lambda ctx, local, state: (Upload(mean=ctx.wire, gather=local["row"]), state),
+            lambda context, local, state: (Upload(mean=context.payload, gather=local["row"]), state),
             program={"memory": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         ),
@@ -154,16 +156,16 @@ def test_cached_features_of_own_and_recalled_rows_come_together(deals, data):
 
     for augment in (False, True):
 
-        def step(ctx, local, batch, key, augment=augment):
+        def step(context, local, batch, key, augment=augment):
             both[augment] = None if batch.query is None else batch.query.shape
             query = jnp.zeros((7, 3)) if batch.query is None else batch.query
             return {**local, "off": local["off"] + jnp.sum(jnp.abs(query - 2 * batch.image[:, 0, 0]))}, {}
 
-        recall = lambda ctx, local, key: jnp.arange(RECALLS)
+        recall = lambda context, local, key: jnp.arange(RECALLS)
         method = toys.toy(
-            lambda ctx, state, key: {"weight": ctx.wire, "off": jnp.zeros(())},
+            lambda context, state, key: {"weight": context.payload, "off": jnp.zeros(())},
             (Phase(View(1, 4, augment=augment, recall=RECALLS), step, recall),),
-            lambda ctx, local, state: (Upload(mean=ctx.wire, gather=local["off"]), state),
+            lambda context, local, state: (Upload(mean=context.payload, gather=local["off"]), state),
             program={"memory": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         )

@@ -22,7 +22,7 @@ from fcljax.studies import paper_tables as tables
 from fcljax.studies import reproduce, sweeps
 from fcljax.studies.mini import FACTORS, MOST, USUAL, VALUES, mini
 from fcljax.studies.sweeps import Outcome
-from fcljax.types import Setting
+from fcljax.types import Sizes
 
 TINY = """# A table of one file
 # source: nobody, table 1
@@ -92,9 +92,9 @@ def test_a_row_that_is_no_run_is_named(folder, capsys):
 
 def test_rows_are_runs_with_the_files_first_seeds(folder):
     made = planned("x", "table1", "paper", None, folder)
-    assert [run.name for run in made.runs] == [
-        f"linear_seed-{seed}" for seed in (7, 8, 9)
-    ] + [f"linear_lr-0.01-{made.runs[3].name[-13:-7]}_seed-{seed}" for seed in (7, 8, 9)]  # fmt: skip
+    assert [run.name for run in made.runs] == [f"linear_seed-{seed}" for seed in (7, 8, 9)] + [
+        f"linear_lr-0.01-{made.runs[3].name[-13:-7]}_seed-{seed}" for seed in (7, 8, 9)
+    ]
     assert [run.cfg.lr for run in made.runs] == [1e-3] * 3 + [1e-2] * 3
     assert made.runs[3].given["lr"] == 0.01 and "lr" not in made.runs[0].given
     assert [len(part.runs) for part in made.parts] == [3, 3]
@@ -168,9 +168,9 @@ def can_be_built(run):
     assert (cfg.dataset in ("glyphs", "mix:digits+glyphs"), cfg.checkpoint) == (True, None)
     scenario = make_scenario(labels_only(cfg), cfg, cfg.rounds, find_method(run.method).joint)
     first = scenario.tasks[0]
-    setting = Setting(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
-    assert make_method(run.method, cfg, setting, network(cfg.backbone))
-    rows = sum(int(roster.count.sum()) for of_task in scenario.rosters for roster in of_task[:1])
+    sizes = Sizes(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
+    assert make_method(run.method, cfg, sizes, network(cfg.backbone))
+    rows = sum(int(partition.count.sum()) for of_task in scenario.partitions for partition in of_task[:1])
     assert 200 <= rows <= 10_000
 
 
@@ -182,23 +182,31 @@ def test_mini_keeps_the_design_and_what_a_row_sets():
     assert all(getattr(small, name) == getattr(full, name) for name in same) and small.wo_previous
     assert (small.tasks, small.clients, small.rounds, small.epochs, small.batch_size) == (5, 5, 3, 3, 16)
     assert (small.backbone, small.dataset, small.augment, small.normalise) == (
-        "vit_micro", "glyphs", None, "checkpoint",
-    )  # fmt: skip
+        "vit_micro",
+        "glyphs",
+        None,
+        "checkpoint",
+    )
     assert mini("hepco", full, "hepco", {"epochs"}).epochs == 10
     changed = {
         field.name
         for field in dataclasses.fields(full)
         if getattr(full, field.name) != getattr(small, field.name)
     }
-    told = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "alpha", "pool"}
-    assert changed <= told and all(name in mini.__doc__ for name in ("alpha", "surrogate", "exemplars"))
+    told = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "pool"}
+    assert changed <= told and all(
+        name in mini.__doc__ for name in ("classes_per_client", "surrogate", "exemplars")
+    )
 
 
 def test_mini_takes_the_methods_own_rates_and_the_rows():
     runs = {run.name.partition("_")[0]: run.cfg for run in planned("pilora", "table1").runs}
     assert (runs["pilora"].lr, runs["ewc"].lr, runs["ewc"].optimiser, runs["ewc"].momentum) == (
-        0.1, 0.01, "sgd", 0.9,
-    )  # fmt: skip
+        0.1,
+        0.01,
+        "sgd",
+        0.9,
+    )
     assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
     weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
     assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
@@ -242,9 +250,9 @@ def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():
 
 
 def test_mini_keeps_the_share_of_labels_that_a_client_owns():
-    owned = {run.name.split("_")[1]: run.cfg.alpha for run in planned("pilora", "table1").runs}
+    owned = {run.name.split("_")[1]: run.cfg.classes_per_client for run in planned("pilora", "table1").runs}
     assert (owned["a2"], owned["a4"], owned["a6"]) == (4, 8, 12)
-    owned = {run.name.split("_")[1]: run.cfg.alpha for run in planned("pilora", "table2").runs}
+    owned = {run.name.split("_")[1]: run.cfg.classes_per_client for run in planned("pilora", "table2").runs}
     assert (owned["a4"], owned["a8"], owned["a12"]) == (4, 8, 12)
 
 

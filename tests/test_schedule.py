@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fcljax.data.partition import count_matrix, dirichlet
 from fcljax.errors import InputError
 from fcljax.federated.schedule import (
-    Roster,
+    ClientPartition,
     capacities,
     capacity,
     pack,
@@ -39,9 +39,11 @@ def program(*views: View) -> Program:
     return Program(None, tuple(Phase(view, None) for view in views), None)
 
 
-def roster(counts) -> Roster:
+def partition(counts) -> ClientPartition:
     offset = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Roster(np.arange(offset[-1], dtype=np.int32), offset, np.asarray(counts, np.int32)[:, None])
+    return ClientPartition(
+        np.arange(offset[-1], dtype=np.int32), offset, np.asarray(counts, np.int32)[:, None]
+    )
 
 
 def stays(table, ticks):
@@ -132,7 +134,7 @@ def test_few_widths_keep_the_padding_of_any_clients_small(size, most, seed):
     st.integers(1, 8),
 )
 def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, views, lanes, slots):
-    work, holds = program(*views), roster(counts)
+    work, holds = program(*views), partition(counts)
     shapes = capacity(work, [holds], lanes, slots)
     ids = np.array(sorted(data.draw(st.sets(st.integers(0, len(counts) - 1), min_size=1))))
     chunks, (useful, paid) = plan_round(work, holds, ids, 0, lanes, shapes)
@@ -148,7 +150,7 @@ def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, view
 def test_a_pass_with_other_batches_than_training_fits_the_capacity():
     """Lanes are balanced over the whole program: one long client and many short ones are not balanced in each
     pass alone."""
-    work, holds = program(View(1, 1), View(1, 1000)), roster([100] + [1] * 100)
+    work, holds = program(View(1, 1), View(1, 1000)), partition([100] + [1] * 100)
     shapes = capacity(work, [holds], 2, 128)
     (chunk,), _ = plan_round(work, holds, np.arange(101), 0, 2, shapes)
     assert all(ticks <= most for ticks, most in zip(chunk.ticks, shapes.ticks, strict=True))
@@ -156,7 +158,7 @@ def test_a_pass_with_other_batches_than_training_fits_the_capacity():
 
 
 def test_a_client_keeps_its_lane_through_all_passes():
-    work, holds = program(View(2, 3), View(1, 7)), roster([9, 4, 30, 2, 2, 17])
+    work, holds = program(View(2, 3), View(1, 7)), partition([9, 4, 30, 2, 2, 17])
     (chunk,), _ = plan_round(work, holds, np.arange(6), 0, 3, capacity(work, [holds], 3, 128))
     first, second = (
         {slot: lane for slot, lane, *_ in stays(table, chunk.ticks[i])}
@@ -166,7 +168,7 @@ def test_a_client_keeps_its_lane_through_all_passes():
 
 
 def test_chunks_hold_every_participant_with_rows_once_largest_first():
-    work, holds = program(View(1, 4)), roster([5, 0, 9, 1, 30, 2, 8])
+    work, holds = program(View(1, 4)), partition([5, 0, 9, 1, 30, 2, 8])
     ids = np.array([0, 1, 2, 4, 5, 6])
     chunks, _ = plan_round(work, holds, ids, 3, 2, capacity(work, [holds], 2, 2))
     assert [chunk.id.tolist() for chunk in chunks] == [[4, 2], [6, 0], [5, 7]]  # 7 = K fills the last chunk
@@ -190,7 +192,7 @@ def test_chunks_hold_every_participant_with_rows_once_largest_first():
 
 
 def test_more_participants_than_the_capacity_was_made_for_are_refused():
-    work, holds = program(View(1, 4)), roster([5, 3, 9, 1])
+    work, holds = program(View(1, 4)), partition([5, 3, 9, 1])
     shapes = capacity(work, [holds], 2, 128, participation=0.5)
     with pytest.raises(InputError, match="ids: 3 clients take part where the capacity holds 2"):
         plan_round(work, holds, np.array([0, 1, 2]), 0, 2, shapes)
@@ -198,7 +200,7 @@ def test_more_participants_than_the_capacity_was_made_for_are_refused():
 
 def test_rounds_of_everyone_have_room_for_all_and_others_for_the_sampled():
     """Half of the four clients with rows, and all four."""
-    work, holds = program(View(1, 4)), roster([5, 3, 0, 9, 1])
+    work, holds = program(View(1, 4)), partition([5, 3, 0, 9, 1])
     rounds = (Round(work), Round(work, who="everyone", when="opening"))
     sampled, everyone = capacities(Method(None, None, rounds, None), [holds], 2, 128, 0.5)
     assert (sampled.participants, everyone.participants) == (2, 4)
@@ -209,7 +211,7 @@ def test_rounds_of_everyone_have_room_for_all_and_others_for_the_sampled():
 def test_chunks_carry_the_tasks_of_their_clients():
     """Clients 4 and 2 have the most rows, client 0 is alone in the last chunk; its free slot has a task
     too."""
-    work, holds = program(View(1, 4)), roster([5, 0, 9, 1, 30, 2, 8])
+    work, holds = program(View(1, 4)), partition([5, 0, 9, 1, 30, 2, 8])
     index = 10 * np.arange(7, dtype=np.int32)
     own = Task(index, index[:, None], index[:, None] > 20, index[:, None] > 30)
     chunks, _ = plan_round(
@@ -227,7 +229,7 @@ def test_lanes_stay_busy_on_very_skewed_clients():
     label = np.repeat(np.arange(10), 500)
     parts = dirichlet(label, 100, 0.05, np.random.RandomState(0), min_size=1)
     offset = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-    holds = Roster(
+    holds = ClientPartition(
         np.concatenate(parts).astype(np.int32), offset, count_matrix(label, parts, 10).astype(np.int32)
     )
     work = program(View(epochs=5, batch_size=16), View(epochs=1, batch_size=16))

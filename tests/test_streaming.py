@@ -23,7 +23,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def deals(data):
-    return toys.rosters(data)
+    return toys.partitions(data)
 
 
 def on_host(data, rows, overlap=True):
@@ -86,9 +86,13 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
 def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, deals):
     """Each device's rows alone: of a window of 24 rows a device holds no more than those of its lane."""
     engine = toys.build(
-        TOYS[name](), deals, toys.Lanes(2, "vmap"), 3, PARTICIPATION.get(name, 1.0),
+        TOYS[name](),
+        deals,
+        toys.Lanes(2, "vmap"),
+        3,
+        PARTICIPATION.get(name, 1.0),
         mesh=mesh_of(jax.devices()[:2]),
-    )  # fmt: skip
+    )
     resident = drive(engine, name, data, deals)
     same(drive(engine, name, on_host(data, 24), deals), resident)
     assert set(engine.traces.values()) <= {1, 2}

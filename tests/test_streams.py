@@ -7,7 +7,7 @@ import pytest
 from small_runs import COMMON
 
 from fcljax import cli, config
-from fcljax.config import DealConfig
+from fcljax.config import PartitionConfig
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.streams import SUPERCLASSES, own_streams, pool_of, shared_streams
 from fcljax.data.tasks import make_tasks, tasks_of
@@ -94,21 +94,21 @@ def test_tasks_of_any_classes_say_what_was_seen_before():
 
 
 def scenario_of(**values):
-    cfg = config.settle(DealConfig(partition="private", **values))
+    cfg = config.settle(PartitionConfig(partition="private", **values))
     return make_scenario(load_dataset("digits"), cfg, 2, False)
 
 
 def test_a_scenario_gives_every_client_its_own_task_and_remembers_what_it_has_learned():
     made = scenario_of(tasks=3, clients=4, pool="order", pool_classes=2)
-    for t, (task, of_task) in enumerate(zip(made.tasks, made.rosters, strict=True)):
-        (roster, again) = of_task
-        assert roster is again and roster.task.current.shape == (4, 10)
-        assert (roster.task.current.any(axis=0) == task.current).all()
+    for t, (task, of_task) in enumerate(zip(made.tasks, made.partitions, strict=True)):
+        (partition, again) = of_task
+        assert partition is again and partition.task.current.shape == (4, 10)
+        assert (partition.task.current.any(axis=0) == task.current).all()
         # in the same places, so that sums are of one class
-        assert (roster.task.classes == task.classes).all()
-        assert ((roster.class_rows > 0) == roster.task.current).all()
-        assert (made.learned(t) == roster.task.seen).all()
-        assert (made.current(t, 2) == roster.task.current[2]).all()
+        assert (partition.task.classes == task.classes).all()
+        assert ((partition.class_rows > 0) == partition.task.current).all()
+        assert (made.learned(t) == partition.task.seen).all()
+        assert (made.current(t, 2) == partition.task.current[2]).all()
     assert (made.learned(2).sum(axis=1) == 6).all() and ((made.holdings > 0) == made.learned(2)).all()
 
 
@@ -116,7 +116,7 @@ def test_streams_through_the_same_tasks_keep_their_order():
     made = scenario_of(tasks=5, clients=6)
     for t, task in enumerate(make_tasks(10, 5)):
         assert (made.tasks[t].current == task.current).all()
-        own = made.rosters[t][0].task
+        own = made.partitions[t][0].task
         assert (own.current.sum(axis=1) <= 1).all() and not (own.current & ~task.current).any()
 
 
@@ -137,7 +137,7 @@ def test_a_mixture_has_all_classes_in_one_size_and_its_pool_keeps_sources_apart(
     assert dataset.x_train.shape == (80, 8, 8, 3) and dataset.sources == (0,) * 4 + (1,) * 6
     assert (dataset.x_train[dataset.y_train == 9] == 50).all()
     cfg = config.settle(
-        DealConfig(
+        PartitionConfig(
             partition="private", pool="sources", pool_classes=2, tasks=1, clients=5, class_order="natural"
         )
     )

@@ -13,19 +13,19 @@ from micro import (
     KEY,
     LABEL,
     NETWORK,
-    SETTING,
+    SIZES,
     SURROGATE,
     TASKS,
     begin,
     compiled,
-    ctx_of,
+    context_of,
     engine_of,
     info_of,
     main_of,
     method_of,
     play,
     resolved,
-    turn_of,
+    round_context_of,
 )
 from toys import same
 
@@ -37,21 +37,31 @@ from fcljax.methods.target import target as T
 from fcljax.methods.target.generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Wire
+from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Model, learner
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
 
 SMALL = {
-    "synthesis_rounds": 3, "synthesis_batch": 4, "synthesis_warmup": 1, "generator_steps": 2,
-    "student_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4,
-}  # fmt: skip
+    "synthesis_rounds": 3,
+    "synthesis_batch": 4,
+    "synthesis_warmup": 1,
+    "generator_steps": 2,
+    "student_steps": 2,
+    "synthetic_batch": 4,
+    "generator_channels": 4,
+    "noise_width": 4,
+}
 PLAIN = {
-    "optimiser": "sgd", "lr": 0.1, "batch_size": 4, "epochs": 1, "epoch_schedule": "constant",
+    "optimiser": "sgd",
+    "lr": 0.1,
+    "batch_size": 4,
+    "epochs": 1,
+    "epoch_schedule": "constant",
     "adapter": "linear",
-}  # fmt: skip
+}
 OLD, NEW = TASKS
-HEADS = [init_head(jax.random.key(i), NETWORK.width, SETTING.classes) for i in range(4)]
+HEADS = [init_head(jax.random.key(i), NETWORK.width, SIZES.classes) for i in range(4)]
 
 
 def features(image):
@@ -81,10 +91,10 @@ def with_head(server, head):
 
 def step_of(method, server, task, id_=0, round_=1):
     """A client's classifier after one step, from the server's."""
-    ctx = ctx_of(method, server, task, info_of(SETTING.classes, 4, id_, round_), FROZEN)
+    context = context_of(method, server, task, info_of(SIZES.classes, 4, id_, round_), FROZEN)
     program = main_of(method).program
-    local = compiled(program.start)(ctx, method.init_client(KEY, server), KEY)
-    after, _ = compiled(program.phases[0].step)(ctx, local, batch_of(task), KEY)
+    local = compiled(program.start)(context, method.init_client(KEY, server), KEY)
+    after, _ = compiled(program.phases[0].step)(context, local, batch_of(task), KEY)
     return after.part.classifier
 
 
@@ -110,8 +120,8 @@ def history(method):
 
 def model():
     """A classifier on frozen features."""
-    adapter = ADAPTERS["linear"].build(ADAPTERS["linear"].options(), SETTING, NETWORK)
-    return learner(NETWORK, adapter, linear(NETWORK.width, SETTING.classes))
+    adapter = ADAPTERS["linear"].build(ADAPTERS["linear"].options(), SIZES, NETWORK)
+    return learner(NETWORK, adapter, linear(NETWORK.width, SIZES.classes))
 
 
 def options_of(name, **values):
@@ -123,14 +133,14 @@ def options_of(name, **values):
 
 
 def reviewing(server, clients):
-    roles = jnp.isin(jnp.arange(SETTING.clients), jnp.asarray(clients))
+    roles = jnp.isin(jnp.arange(SIZES.clients), jnp.asarray(clients))
     return server._replace(steps=(server.steps[0], roles, *server.steps[2:]))
 
 
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
     step, params = C.roles(0.4, 10), Model((), HEADS[0])
     nobody = Aggregate((), (), (), jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
-    call = functools.partial(step.step, turn_of(OLD), model(), params, jnp.zeros(10, bool), nobody)
+    call = functools.partial(step.step, round_context_of(OLD), model(), params, jnp.zeros(10, bool), nobody)
     draws = [call(jax.random.key(i)) for i in range(20)]
     assert all(after is params and int(drawn.sum()) == 4 for after, drawn, _ in draws)
     assert len({tuple(drawn.tolist()) for _, drawn, _ in draws}) > 3
@@ -180,11 +190,11 @@ def test_shards_are_equal_and_nobody_shares_unless_there_are_too_few():
 def test_without_surrogate_images_there_is_one_line():
     method = made("cfed")
     server = begin(method)[0]
-    ctx = ctx_of(method, server, NEW, info_of(SETTING.classes, 4), FROZEN._replace(surrogate=()))
+    context = context_of(method, server, NEW, info_of(SIZES.classes, 4), FROZEN._replace(surrogate=()))
     program = main_of(method).program
     with pytest.raises(InputError, match="surrogate: cfed reviews images of another data set"):
         program.phases[0].step(
-            ctx, program.start(ctx, method.init_client(KEY, server), KEY), batch_of(NEW), KEY
+            context, program.start(context, method.init_client(KEY, server), KEY), batch_of(NEW), KEY
         )
 
 
@@ -200,8 +210,8 @@ def test_reviewers_change_a_run():
 def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_for_nothing():
     options, own = options_of("cfed", server_steps=2, server_batch=6), model()
     teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Model((), head) for head in HEADS[1:]])
-    image, turn = SURROGATE[:6].reshape(3, 2, 8, 8, 3), turn_of(NEW, frozen=FROZEN)
-    loss = functools.partial(C.teachers_loss, options, own, turn, Model((), HEADS[0]))
+    image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
+    loss = functools.partial(C.teachers_loss, options, own, round_context, Model((), HEADS[0]))
     found = loss(teachers, jnp.array([True, False, True]), image, Model((), HEADS[0]))
     seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
     both = jnp.ones(2, bool)
@@ -224,8 +234,8 @@ def test_the_server_distils_towards_its_clients_when_asked():
     )
     params = Model((), HEADS[0])
     start = step.init(params, params)
-    turn = turn_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Wire(params, {})))
-    call = jax.jit(lambda aggregate: step.step(turn, own, params, start, aggregate, KEY))
+    round_context = round_context_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Payload(params, {})))
+    call = jax.jit(lambda aggregate: step.step(round_context, own, params, start, aggregate, KEY))
     after, kept, metrics = call(aggregate)
     image = from_unit(NETWORK, SURROGATE / 255)
     gap = lambda head: float(

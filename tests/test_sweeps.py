@@ -162,8 +162,12 @@ def test_slurm_is_asked_for_what_the_file_says_and_no_more():
     assert slurm_parameters(SlurmOptions()) == {"timeout_min": 1440, "cpus_per_task": 4}
     asked = SlurmOptions(partition="p", time=5, gpus=2, memory_gb=1.5)
     assert slurm_parameters(asked) == {
-        "timeout_min": 5, "cpus_per_task": 4, "gpus_per_node": 2, "mem_gb": 1.5, "slurm_partition": "p"
-    }  # fmt: skip
+        "timeout_min": 5,
+        "cpus_per_task": 4,
+        "gpus_per_node": 2,
+        "mem_gb": 1.5,
+        "slurm_partition": "p",
+    }
 
 
 # ---- real runs ---------------------------------------------------------------------------------------------

@@ -31,8 +31,10 @@ def table(text=HEADER, path="experiments/x_table1_c.yaml", **settings):
 def test_a_header_is_read():
     found = table()
     assert found.name == ("x", "table1", "c") and tables.name_of("fppl_cifar-100.yaml") == (
-        "fppl", "cifar-100", ""
-    )  # fmt: skip
+        "fppl",
+        "cifar-100",
+        "",
+    )
     assert (found.title, found.seeds) == ("A title: with a colon", (7, 8, 9))
     assert found.metrics == ("A_avg", "communication.upload_bytes")
     assert found.rows == (
@@ -129,9 +131,15 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
     pairs = tables.orderings(rows)
     told = {(pair.more.split()[0], pair.less.split()[0]): pair for pair in pairs}
     assert set(told) == {
-        ("fppl", "ewc"), ("fppl", "lwf"), ("icarl", "ewc"), ("icarl", "lwf"),
-        ("fppl", "joint"), ("ewc", "joint"), ("lwf", "joint"), ("icarl", "joint"),
-    }  # fmt: skip
+        ("fppl", "ewc"),
+        ("fppl", "lwf"),
+        ("icarl", "ewc"),
+        ("icarl", "lwf"),
+        ("fppl", "joint"),
+        ("ewc", "joint"),
+        ("lwf", "joint"),
+        ("icarl", "joint"),
+    }
     assert told["fppl", "lwf"].alike and told["fppl", "lwf"][3:] == (10.0, 11.0)
     assert not told["fppl", "ewc"].alike and told["fppl", "ewc"].ours == -4.0
     assert told["fppl", "joint"].ours is None and not told["fppl", "joint"].alike

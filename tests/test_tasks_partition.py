@@ -75,9 +75,9 @@ def test_a_partition_is_drawn_again_until_every_client_has_enough(seed, passes, 
     class Counting(np.random.RandomState):
         draws = 0
 
-        def dirichlet(self, alpha):
+        def dirichlet(self, concentration):
             self.draws += 1
-            return super().dirichlet(alpha)
+            return super().dirichlet(concentration)
 
     rng = Counting(seed)
     class_order(3, rng)
@@ -108,10 +108,10 @@ def test_cifar_100_first_task_client_sizes_are_those_of_the_release():
 
 @settings(max_examples=30)
 @given(st.integers(1, 8), st.floats(0.01, 100), st.integers(0, 2**32 - 1), st.booleans())
-def test_a_partition_gives_every_row_to_exactly_one_client(clients, beta, seed, skewed):
+def test_a_partition_gives_every_row_to_exactly_one_client(clients, alpha, seed, skewed):
     labels = np.random.RandomState(seed).permutation(np.arange(300) % 7)
     rng = np.random.RandomState(seed)
-    parts = dirichlet(labels, clients, beta, rng, min_size=0) if skewed else iid(labels, clients, rng)
+    parts = dirichlet(labels, clients, alpha, rng, min_size=0) if skewed else iid(labels, clients, rng)
     assert sorted(np.concatenate(parts)) == list(range(300))
     np.testing.assert_array_equal(count_matrix(labels, parts, 7).sum(0), np.bincount(labels))
 
@@ -121,27 +121,27 @@ def test_an_iid_partition_is_even_per_class():
     assert set(np.unique(counts)) == {500 // 7, 500 // 7 + 1}
 
 
-@pytest.mark.parametrize("beta", [1e-4, 1e-12])
-def test_a_beta_so_small_that_shares_underflow_gives_each_class_to_one_client(beta):
+@pytest.mark.parametrize("alpha", [1e-4, 1e-12])
+def test_a_beta_so_small_that_shares_underflow_gives_each_class_to_one_client(alpha):
     labels = np.repeat(np.arange(50), 20)
-    parts = dirichlet(labels, 5, beta, np.random.RandomState(0), min_size=1)
+    parts = dirichlet(labels, 5, alpha, np.random.RandomState(0), min_size=1)
     counts = count_matrix(labels, parts, 50)
     assert ((counts > 0).sum(0) == 1).all()
     assert (counts.sum(1) > 0).all()
 
 
 def test_smaller_beta_is_more_skewed():
-    def largest_share(beta):
-        counts = count_matrix(CIFAR, dirichlet(CIFAR, 10, beta, np.random.RandomState(1)), 100)
+    def largest_share(alpha):
+        counts = count_matrix(CIFAR, dirichlet(CIFAR, 10, alpha, np.random.RandomState(1)), 100)
         return (counts.max(0) / counts.sum(0)).mean()
 
     assert largest_share(0.05) > largest_share(0.5) > largest_share(50.0)
 
 
-@pytest.mark.parametrize("beta", [0.0, -0.5, float("nan"), float("inf"), -float("inf"), 1e9])
-def test_a_beta_that_is_no_concentration_is_refused(beta):
-    with pytest.raises(InputError, match=r"^beta: .* choose 0 < beta"):
-        dirichlet(CIFAR, 10, beta, np.random.RandomState(0))
+@pytest.mark.parametrize("alpha", [0.0, -0.5, float("nan"), float("inf"), -float("inf"), 1e9])
+def test_a_beta_that_is_no_concentration_is_refused(alpha):
+    with pytest.raises(InputError, match=r"^alpha: .* choose 0 < alpha"):
+        dirichlet(CIFAR, 10, alpha, np.random.RandomState(0))
 
 
 def test_impossible_numbers_of_clients_are_refused():
@@ -154,7 +154,7 @@ def test_impossible_numbers_of_clients_are_refused():
             split(5)
     with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 rows"):
         iid(labels, 4, rng)
-    with pytest.raises(InputError, match="beta 0.001 do not all reach 10 rows"):
+    with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 rows"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
 
 
@@ -168,7 +168,7 @@ class Scripted(np.random.RandomState):
         super().__init__(0)
         self.given = list(shares)
 
-    def dirichlet(self, alpha):
+    def dirichlet(self, concentration):
         return np.array(self.given.pop(0))
 
 
@@ -259,14 +259,16 @@ def test_which_rows_of_its_label_an_owner_holds_is_left_to_chance():
 
 def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():
     rng = np.random.RandomState(0)
-    for alpha, nearest in ((11, 10), (0, 1), (-3, 1)):
+    for per, nearest in ((11, 10), (0, 1), (-3, 1)):
         with pytest.raises(
-            InputError, match=f"^alpha: {alpha} label ids per client, of 10; nearest valid value: {nearest}$"
+            InputError,
+            match=f"^classes_per_client: {per} label ids per client, of 10; nearest valid value: {nearest}$",
         ):
-            quantity(CIFAR_TASK, 5, alpha, rng)
+            quantity(CIFAR_TASK, 5, per, rng)
     for alpha, nearest in ((101, 100), (0, 1)):
         with pytest.raises(
-            InputError, match=f"^alpha: {alpha} shards per client, of 100; nearest valid value: {nearest}$"
+            InputError,
+            match=f"^classes_per_client: {alpha} shards per client, of 100; nearest valid value: {nearest}$",
         ):
             shards(CIFAR_TASK, 5, alpha, rng)
     with pytest.raises(

@@ -10,7 +10,7 @@ from micro import (
     FORMULA,
     KEY,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     WIDTH,
     by_hand,
@@ -30,7 +30,7 @@ from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.parts.federate import Kit, Term, Train
+from fcljax.parts.federate import Run, Term, Train
 from fcljax.parts.learner import Model
 from fcljax.parts.proximal import norm_bound, prox
 
@@ -53,8 +53,8 @@ OWN = {
 
 def with_terms(*terms: Term):
     """FedAvg of a linear classifier by gradient descent, with these terms."""
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SETTING, FORMULA)
-    return averaging(Kit(SETTING, FORMULA, adapter, Train(1, 4, RATE, optax.identity())), terms=terms)
+    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
+    return averaging(Run(SIZES, FORMULA, adapter, Train(1, 4, RATE, optax.identity())), terms=terms)
 
 
 def fresh(method):
@@ -79,9 +79,9 @@ def descend(head, batches, more=lambda w: 0.0, project=lambda w: w):
     return head
 
 
-def norm_of(ctx, local):
+def norm_of(context, local):
     """How far a client is from what it was sent; what it keeps to itself was not."""
-    sent = {name: part for name, part in ctx.wire.part._asdict().items() if jax.tree.leaves(part)}
+    sent = {name: part for name, part in context.payload.part._asdict().items() if jax.tree.leaves(part)}
     mine = {name: getattr(local.part, name) for name in sent}
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, mine, sent)))
 
@@ -114,11 +114,11 @@ def test_the_proximal_term_adds_mu_times_the_way_already_gone_to_the_gradient():
 
 def test_the_proximal_loss_is_half_mu_times_the_squared_distance():
     method = with_terms(prox(3.0))
-    ctx, local = train(method, fresh(method), TASK, BATCHES[:1])
-    _, metrics = compiled(main_of(method).program.phases[0].step)(ctx, local, BATCHES[2], KEY)
-    expected = loss_of(local.part.classifier, BATCHES[2]) + 3.0 / 2 * norm_of(ctx, local) ** 2
+    context, local = train(method, fresh(method), TASK, BATCHES[:1])
+    _, metrics = compiled(main_of(method).program.phases[0].step)(context, local, BATCHES[2], KEY)
+    expected = loss_of(local.part.classifier, BATCHES[2]) + 3.0 / 2 * norm_of(context, local) ** 2
     assert float(metrics["loss"].total) == pytest.approx(4 * float(expected), rel=1e-5)
-    assert norm_of(ctx, local) > 0.01
+    assert norm_of(context, local) > 0.01
 
 
 # ---- the norm bound ----------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ def test_a_norm_bound_is_gradient_descent_projected_after_every_step():
         scale = min(1.0, radius / float(optax.tree.norm(change)))
         return jax.tree.map(lambda w, by: w + scale * by, start, change)
 
-    ctx, local = train(method, server, TASK, BATCHES)
+    context, local = train(method, server, TASK, BATCHES)
     close(local.part.classifier, descend(start, BATCHES, project=project))
-    assert norm_of(ctx, local) == pytest.approx(radius, rel=1e-5)
+    assert norm_of(context, local) == pytest.approx(radius, rel=1e-5)
 
 
 def test_a_norm_bound_that_nobody_reaches_changes_nothing():
@@ -149,8 +149,8 @@ def test_a_norm_bound_that_nobody_reaches_changes_nothing():
 
 def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
     method = with_terms(norm_bound(0.05))
-    ctx, local = train(method, fresh(method), TASK, [rows_of([])])
-    assert norm_of(ctx, local) == 0
+    context, local = train(method, fresh(method), TASK, [rows_of([])])
+    assert norm_of(context, local) == 0
 
 
 # CFeD, TARGET, GLFC, LGA and pMAE need networks of images
@@ -165,8 +165,8 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
     """Adapter and classifier together: 0.01 is far less than two steps of either."""
     radius, own = 0.01, OWN[METHODS[name].adapter]
     method = method_of(name, network=FORMULA, norm_bound=radius, lr=RATE, **own)
-    ctx, local = train(method, fresh(method), TASKS[0], [rows_of([0, 1, 2]), rows_of([2, 1], seed=2)])
-    assert norm_of(ctx, local) == pytest.approx(radius, rel=1e-4)
+    context, local = train(method, fresh(method), TASKS[0], [rows_of([0, 1, 2]), rows_of([2, 1], seed=2)])
+    assert norm_of(context, local) == pytest.approx(radius, rel=1e-4)
 
 
 # ---- elastic weights ---------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def anchored(server, fisher, part):
 def random_head(seed):
     draw = np.random.default_rng(seed).uniform
     uniform = lambda *shape: jnp.asarray(draw(size=shape), jnp.float32)
-    return Head(uniform(WIDTH, SETTING.classes), uniform(SETTING.classes))
+    return Head(uniform(WIDTH, SIZES.classes), uniform(SIZES.classes))
 
 
 def test_the_elastic_term_adds_lambda_times_fisher_times_the_distance_to_the_anchor():

@@ -25,16 +25,20 @@ PMAE = files.wrapped("encoder.", files.timm(ENCODER)) | files.wrapped("decoder."
 CONTENT = {
     "state dict": collections.OrderedDict(files.timm(ENCODER)),
     "mae": {
-        "model": files.timm(ENCODER) | files.mae_decoder(DECODER), "args": ARGS, "epoch": 3,
-        "optimizer": {"state": {0: {"exp_avg": np.ones(3, np.float32)}}}, "scale": np.float64(0.5),
+        "model": files.timm(ENCODER) | files.mae_decoder(DECODER),
+        "args": ARGS,
+        "epoch": 3,
+        "optimizer": {"state": {0: {"exp_avg": np.ones(3, np.float32)}}},
+        "scale": np.float64(0.5),
     },
     "pmae": {"model": PMAE},
     "dino": {
         "teacher": files.wrapped("backbone.", files.timm(ENCODER)),
         "student": files.wrapped("module.", files.wrapped("backbone.", files.timm(files.encoder(seed=9)))),
-        "fp16_scaler": {"scale": 2.0, "growth": np.float32(2)}, "args": ARGS,
+        "fp16_scaler": {"scale": 2.0, "growth": np.float32(2)},
+        "args": ARGS,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CONTENT)
@@ -48,11 +52,15 @@ def test_tensors_are_read_as_they_look_whatever_their_type_and_however_they_lie(
     data = np.arange(24, dtype=np.float32)
     half = np.linspace(-1, 1, 7).astype(ml_dtypes.bfloat16)
     content = {
-        "turned": View(data, 0, (4, 6), (1, 4)), "every second": View(data, 1, (11,), (2,)),
-        "repeated": View(data, 3, (2, 5), (0, 1)), "empty": View(data, 24, (0, 3), (3, 1)),
-        "scalar": View(data, 5, (), ()), "whole numbers": np.arange(5), "half": half,
+        "turned": View(data, 0, (4, 6), (1, 4)),
+        "every second": View(data, 1, (11,), (2,)),
+        "repeated": View(data, 3, (2, 5), (0, 1)),
+        "empty": View(data, 24, (0, 3), (3, 1)),
+        "scalar": View(data, 5, (), ()),
+        "whole numbers": np.arange(5),
+        "half": half,
         "double": np.linspace(0, 1, 3),
-    }  # fmt: skip
+    }
     found = read(save_zip(tmp_path / "a.pth", content)).tensors
     np.testing.assert_array_equal(found["turned"], data.reshape(6, 4).T)
     np.testing.assert_array_equal(found["every second"], data[1:23:2])

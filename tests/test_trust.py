@@ -31,7 +31,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
 from fcljax.results import figures as report
 from fcljax.runs import archive, build, checkpoint, loop, origin, signals
-from fcljax.types import Kept
+from fcljax.types import ReplayBuffer
 
 ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]
 
@@ -86,8 +86,10 @@ def test_a_figure_that_cannot_be_drawn_costs_a_warning_and_is_drawn_when_it_can_
     assert "accuracy.png could not be drawn: RuntimeError: no [/ink] left" in capsys.readouterr().err
     assert_same_run(cut, linear, but=("traces",))  # this process has played no round
     assert {path.name for path in (cut / "figures").iterdir()} == {
-        "matrix.png", "reliability.png", "classes.png"
-    }  # fmt: skip
+        "matrix.png",
+        "reliability.png",
+        "classes.png",
+    }
     before = (cut / "summary.json").read_bytes()
     assert resume(cut) == 0
     assert (cut / "figures" / "accuracy.png").exists() and (cut / "summary.json").read_bytes() == before
@@ -302,7 +304,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp
 
 
 def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_noted(tmp_path):
-    kept = lambda number: Kept(np.full((2, 3), number, np.float32), np.arange(2), np.ones(2, bool))
+    kept = lambda number: ReplayBuffer(np.full((2, 3), number, np.float32), np.arange(2), np.ones(2, bool))
     noted = [archive.save_task(tmp_path / "kept", task, kept(task)) for task in range(2)]
     found = archive.load_tasks(tmp_path / "kept", noted, kept(0))
     assert [each.rows[0, 0] for each in found] == [0, 1]
@@ -412,7 +414,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("data_dir: ~nosuchuser/x\n", "data_dir: '~nosuchuser/x': no such home folder"),
     ],
     ids=range(17),
-)  # fmt: skip
+)
 def test_a_file_of_settings_is_refused_in_one_line_and_little_memory(text, word, tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(text)
     out = str(tmp_path / "run")
@@ -512,9 +514,12 @@ def signalled(tmp_path, number, *options, moment=1):
     out = tmp_path / "run [/x]"
     arguments = ["run", "linear", *small_runs.OPTIONS["linear"], *options, "--out", str(out)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fcljax", *arguments], env=small_runs.environment(tmp_path),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "fcljax", *arguments],
+        env=small_runs.environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     log, end = out / "metrics.jsonl", time.monotonic() + 200
     while process.poll() is None and time.monotonic() < end:
         if log.exists() and log.read_bytes().count(b"\n") >= moment:

@@ -12,20 +12,20 @@ from micro import (
     FORMULA,
     KEY,
     SCALE,
-    SETTING,
+    SIZES,
     TASKS,
     WIDTH,
     aggregate_of,
     client_round,
     compiled,
-    ctx_of,
+    context_of,
     end_of_task,
     info_of,
     main_of,
+    round_context_of,
     rows_of,
     server_round,
     train,
-    turn_of,
 )
 from small_runs import COMMON
 
@@ -37,7 +37,7 @@ from fcljax.methods.vfcl.bayesian import bayesian, means
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Kit, Seen, Train, federate
+from fcljax.parts.federate import Run, Seen, Train, federate
 from fcljax.parts.learner import Objective, learner
 
 RATE = 0.05
@@ -48,8 +48,8 @@ OFF = {"prior_weight": 0.0}
 
 
 def kit_of(**aggregation):
-    adapter = full(FullOptions(RATE), SETTING, FORMULA)
-    return Kit(SETTING, FORMULA, adapter, GRADIENT, make_aggregation(AggregationOptions(**aggregation)))
+    adapter = full(FullOptions(RATE), SIZES, FORMULA)
+    return Run(SIZES, FORMULA, adapter, GRADIENT, make_aggregation(AggregationOptions(**aggregation)))
 
 
 def method_of(aggregation=(), **options):
@@ -65,7 +65,7 @@ def close(left, right, atol=1e-5):
 
 
 def received(uploads):
-    return aggregate_of(uploads, range(len(uploads)), [True] * len(uploads), SETTING.clients)
+    return aggregate_of(uploads, range(len(uploads)), [True] * len(uploads), SIZES.clients)
 
 
 # ---- the learner -------------------------------------------------------------------------------------------
@@ -73,9 +73,9 @@ def received(uploads):
 
 def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
-    kit = kit_of()
-    plain = learner(FORMULA, kit.adapter, linear(WIDTH, SETTING.classes))
-    usual = federate(plain, SETTING, GRADIENT, objective=Objective("seen"), personal=("classifier", "stats"))
+    run = kit_of()
+    plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
+    usual = federate(plain, SIZES, GRADIENT, objective=Objective("seen"), personal=("classifier", "stats"))
     narrow = method_of(sigma=1e-6, **OFF)
     expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
     found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
@@ -84,14 +84,16 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
 
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
     method = method_of(sigma=0.5, **OFF)
-    server, turn = fresh(method), turn_of(TASKS[1], frozen=SCALE)
+    server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
     one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].part for i in (0, 1))
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
-    kit = kit_of()
-    inner = learner(FORMULA, kit.adapter, linear(WIDTH, SETTING.classes))
-    logits = inner.predict(SCALE, means(server.params), BATCHES[0], turn.task)
-    seen = np.asarray(turn.task.seen)
-    np.testing.assert_allclose(method.predict(turn, server, BATCHES[0])[:, seen], logits[:, seen], rtol=1e-6)
+    run = kit_of()
+    inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
+    logits = inner.predict(SCALE, means(server.params), BATCHES[0], round_context.task)
+    seen = np.asarray(round_context.task.seen)
+    np.testing.assert_allclose(
+        method.predict(round_context, server, BATCHES[0])[:, seen], logits[:, seen], rtol=1e-6
+    )
 
 
 @pytest.mark.long
@@ -101,8 +103,11 @@ def test_the_loss_of_several_draws_is_their_mean():
     def step(samples, seed):
         method = method_of(sigma=0.3, samples=samples, **OFF)
         server = fresh(method)
-        return np.asarray(train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[1]
-                          .part.classifier.mean.kernel)  # fmt: skip
+        return np.asarray(
+            train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[
+                1
+            ].part.classifier.mean.kernel
+        )
 
     spread = {n: np.var([step(n, seed) for seed in range(20)], axis=0).mean() for n in (1, 4)}
     assert spread[4] < 0.5 * spread[1]
@@ -114,9 +119,9 @@ def test_the_loss_of_several_draws_is_their_mean():
 def loss_of(method, server, state, task, batch):
     """A client's loss on a batch before it has taken a step."""
     program = main_of(method).program
-    ctx = ctx_of(method, server, task, info_of(SETTING.classes, 3), SCALE)
-    local = compiled(program.start)(ctx, state, KEY)
-    _, metrics = compiled(program.phases[0].step)(ctx, local, batch, KEY)
+    context = context_of(method, server, task, info_of(SIZES.classes, 3), SCALE)
+    local = compiled(program.start)(context, state, KEY)
+    _, metrics = compiled(program.phases[0].step)(context, local, batch, KEY)
     return float(metrics["loss"].total / metrics["loss"].weight)
 
 
@@ -136,7 +141,7 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
         without, fresh(without), state[-1:], TASKS[0], batch
     )
     keys = jax.random.split(jax.random.fold_in(KEY, 1002), 1)
-    drawn = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SETTING.classes)), 0.4).sample(
+    drawn = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
         keys[0], server.params
     )
     mean, w = server.params.classifier.mean, drawn.classifier
@@ -159,13 +164,13 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     options, sigma, rows = VFCLOptions(sigma=0.1, global_share=0.25, prior_weight=2.0), 0.1, 3
     method = method_of(sigma=0.1)
     server = fresh(method)
-    ctx = ctx_of(method, server, TASKS[0], info_of(SETTING.classes, rows), SCALE)
+    context = context_of(method, server, TASKS[0], info_of(SIZES.classes, rows), SCALE)
     own = server.params._replace(adapter=shifted(server.params.adapter, 0.2))
-    known = jnp.ones(SETTING.classes, bool)
+    known = jnp.ones(SIZES.classes, bool)
     check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
-    term = priors(options, SETTING.classes, SETTING.rounds)
-    model = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SETTING.classes)), sigma)
-    value = lambda part: term.loss(model, Seen(ctx, part, None, BATCHES[0], KEY, means(part)), check)
+    term = priors(options, SIZES.classes, SIZES.rounds)
+    model = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
+    value = lambda part: term.loss(model, Seen(context, part, None, BATCHES[0], KEY, means(part)), check)
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)
@@ -182,9 +187,9 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
     state = method.init_client(KEY, server)
     _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
     assert early[0].task == -1 and not early[0].known.any()
-    _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SETTING.rounds - 1)
+    _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)
     assert late[0].task == 0 and (late[0].known == TASKS[0].seen).all()
-    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SETTING.rounds - 1)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].part
     close(late[0].adapter, part.adapter)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
     close(next_[0].adapter, late[0].adapter, atol=0)
@@ -251,10 +256,10 @@ def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_
     """With a narrow posterior the same as by its means; with a wide one less sure than each draw alone."""
     for sigma, same in ((1e-6, True), (1.0, False)):
         method = method_of(sigma=sigma, test_samples=4)
-        server, turn = fresh(method), turn_of(TASKS[1], frozen=SCALE)
+        server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
         state = method.init_client(KEY, server)
-        drawn = jax.nn.softmax(method.predict_drawn(turn, server, state, BATCHES[0]))
-        plain = jax.nn.softmax(method.predict_client(turn, server, state, BATCHES[0]))
+        drawn = jax.nn.softmax(method.predict_drawn(round_context, server, state, BATCHES[0]))
+        plain = jax.nn.softmax(method.predict_client(round_context, server, state, BATCHES[0]))
         np.testing.assert_allclose(drawn.sum(axis=1), 1.0, rtol=1e-5)
         assert np.allclose(drawn, plain, atol=1e-4) == same
     assert method_of(test_samples=0).predict_drawn is None
@@ -266,7 +271,7 @@ def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_ha
     assert main_of(method_of()).program.memory is None
     state = method.init_client(KEY, server)
     assert (np.asarray(program.memory(state)) == -1).all()
-    _, state = client_round(method, server, TASKS[0], OF_FIRST, state, round_=SETTING.rounds - 1)
+    _, state = client_round(method, server, TASKS[0], OF_FIRST, state, round_=SIZES.rounds - 1)
     after = end_of_task(method, server, TASKS[0], OF_FIRST, state)
     rows = np.asarray(program.memory(after))
     assert set(rows[rows >= 0]) == {0, 1, 2}  # one row of each class is all that there is

@@ -13,9 +13,12 @@ from unittest import mock
 import numpy as np
 
 STORAGES = {
-    "float32": "FloatStorage", "float64": "DoubleStorage", "float16": "HalfStorage", "int64": "LongStorage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "float16": "HalfStorage",
+    "int64": "LongStorage",
     "bfloat16": "BFloat16Storage",
-}  # fmt: skip
+}
 
 
 class View(NamedTuple):

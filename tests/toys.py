@@ -18,19 +18,19 @@ import optax
 from fcljax.federated.aggregation import conflate_sums
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
-from fcljax.federated.schedule import Roster, capacities, participants, plan_round
+from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
 from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
+    ClientContext,
     ClientInfo,
-    Ctx,
     Method,
     Phase,
     Program,
     Round,
+    RoundContext,
     Task,
-    Turn,
     Upload,
     View,
     Weighted,
@@ -66,14 +66,14 @@ def rows(seed: int = 0, count: int = 120) -> Rows:
     return Rows(jnp.asarray(image), jnp.asarray(np.arange(count) % CLASSES, jnp.int32))
 
 
-def make_roster(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASSES) -> Roster:
+def make_roster(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASSES) -> ClientPartition:
     """Client i holds the rows owned[i]."""
     offset = np.concatenate([[0], np.cumsum([len(mine) for mine in owned])]).astype(np.int64)
     held = np.stack([np.bincount(label[mine], minlength=classes) for mine in owned]).astype(np.int32)
-    return Roster(np.concatenate(owned).astype(np.int32), offset, held)
+    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, held)
 
 
-def rosters(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4))) -> list[Roster]:
+def partitions(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4))) -> list[ClientPartition]:
     """Per task a roster with clients of these sizes (partial batches, one row, none), whose rows lie in the
     store in no order."""
     label, result = np.asarray(data.label), []
@@ -83,10 +83,10 @@ def rosters(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4)))
     return result
 
 
-def streams(data: Rows) -> list[Roster]:
+def streams(data: Rows) -> list[ClientPartition]:
     """The rosters of two tasks in which clients of odd id are a task ahead of, or behind, the others, each
     with rows of its own task's classes."""
-    odd, (first, second) = np.arange(CLIENTS) % 2, rosters(data)
+    odd, (first, second) = np.arange(CLIENTS) % 2, partitions(data)
     result = []
     for t in range(TASKS):
         mine = (t + odd) % TASKS
@@ -116,14 +116,14 @@ def descend(frozen, weight, batch: Batch):
     return weight - frozen["rate"] * (error @ x) / jnp.maximum(count, 1), {"loss": loss}
 
 
-def train(ctx: Ctx, local, batch, key):
+def train(context: ClientContext, local, batch, key):
     """Gradient descent on a client's weights; every other part of `local` stays."""
-    weight, metrics = descend(ctx.frozen, local["weight"], batch)
+    weight, metrics = descend(context.frozen, local["weight"], batch)
     return {**local, "weight": weight}, metrics
 
 
-def begin(ctx: Ctx, state, key):
-    return {"weight": ctx.wire}
+def begin(context: ClientContext, state, key):
+    return {"weight": context.payload}
 
 
 def logits(weight, batch: Batch):
@@ -131,17 +131,17 @@ def logits(weight, batch: Batch):
     return -0.5 * (batch.image[:, 0, 0] @ weight - jnp.arange(CLASSES)[:, None]).T ** 2
 
 
-def take_mean(turn: Turn, server, aggregate: Aggregate, key):
+def take_mean(round_context: RoundContext, server, aggregate: Aggregate, key):
     return aggregate.mean, {}
 
 
-def send_mean(ctx: Ctx, local, state):
-    return Upload(mean=local["weight"], weight=ctx.info.rows), state
+def send_mean(context: ClientContext, local, state):
+    return Upload(mean=local["weight"], weight=context.client.examples), state
 
 
-def send_both(ctx: Ctx, local, state):
+def send_both(context: ClientContext, local, state):
     """The weights by the mean, and one by one."""
-    return Upload(mean=local["weight"], gather=local["weight"], weight=ctx.info.rows), state
+    return Upload(mean=local["weight"], gather=local["weight"], weight=context.client.examples), state
 
 
 def toy(start=begin, phases=None, finish=send_mean, server=take_mean, rounds=(), program=None, **others):
@@ -150,8 +150,8 @@ def toy(start=begin, phases=None, finish=send_mean, server=take_mean, rounds=(),
     client = Program(start, phases or (Phase(TRAIN, train),), finish, **program or {})
     standard = {
         "init": lambda key, frozen: jax.random.normal(key, (3,)),
-        "broadcast": lambda turn, server: Broadcast(server),
-        "predict": lambda turn, server, batch: logits(server, batch),
+        "broadcast": lambda round_context, server: Broadcast(server),
+        "predict": lambda round_context, server, batch: logits(server, batch),
     }
     return Method(rounds=(Round(client, server), *rounds), **{**standard, **others})
 
@@ -160,43 +160,49 @@ def sharing(view: View) -> Method:
     """FedAvg where the server says which share of its rows a client counts with, and nothing is random but
     the order of rows."""
 
-    def start(ctx, state, key):
-        return {"weight": ctx.wire["weight"]}
+    def start(context, state, key):
+        return {"weight": context.payload["weight"]}
 
-    def finish(ctx, local, state):
-        share = ctx.wire["share"][ctx.info.id]
-        return Upload(mean=local["weight"], gather=local["weight"], weight=share * ctx.info.rows), state + 1
+    def finish(context, local, state):
+        share = context.payload["share"][context.client.id]
+        return Upload(
+            mean=local["weight"], gather=local["weight"], weight=share * context.client.examples
+        ), state + 1
 
     return toy(
-        start, (Phase(view, train),), finish,
-        server=lambda turn, server, aggregate, key: ({**server, "weight": aggregate.mean}, {}),
+        start,
+        (Phase(view, train),),
+        finish,
+        server=lambda round_context, server, aggregate, key: ({**server, "weight": aggregate.mean}, {}),
         init=lambda key, frozen: {"weight": jax.random.normal(key, (3,)), "share": jnp.ones(CLIENTS)},
-        predict=lambda turn, server, batch: logits(server["weight"], batch),
+        predict=lambda round_context, server, batch: logits(server["weight"], batch),
         init_client=lambda key, server: jnp.zeros((), jnp.int32),
-    )  # fmt: skip
+    )
 
 
 def conflating() -> Method:
     """A Gaussian per weight: clients send precisions and precision-weighted means, and the server multiplies
     the Gaussians (VFCL)."""
 
-    def start(ctx, state, key):
-        mean, sigma = ctx.wire
+    def start(context, state, key):
+        mean, sigma = context.payload
         return {"weight": mean, "precision": sigma**-2}
 
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         seen = jnp.sum(jnp.where(batch.mask[:, None], batch.image[:, 0, 0] ** 2, 0), axis=0)
-        return train(ctx, {**local, "precision": local["precision"] + seen}, batch, key)
+        return train(context, {**local, "precision": local["precision"] + seen}, batch, key)
 
-    def finish(ctx, local, state):
+    def finish(context, local, state):
         return Upload(sum=(local["precision"], local["precision"] * local["weight"])), state
 
     return toy(
-        start, (Phase(TRAIN, step),), finish,
+        start,
+        (Phase(TRAIN, step),),
+        finish,
         init=lambda key, frozen: (jax.random.normal(key, (3,)), jnp.full(3, 2.0, jnp.float32)),
-        server=lambda turn, server, aggregate, key: (conflate_sums(*aggregate.sum), {}),
-        predict=lambda turn, server, batch: logits(server[0], batch),
-    )  # fmt: skip
+        server=lambda round_context, server, aggregate, key: (conflate_sums(*aggregate.sum), {}),
+        predict=lambda round_context, server, batch: logits(server[0], batch),
+    )
 
 
 class Memory(NamedTuple):
@@ -212,24 +218,24 @@ def gathering() -> Method:
     """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and
     trains on with its own optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
-    def start(ctx, state, key):
-        return {"weight": ctx.wire, "sums": jnp.zeros((CLASSES, 3))}
+    def start(context, state, key):
+        return {"weight": context.payload, "sums": jnp.zeros((CLASSES, 3))}
 
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         member = ((batch.label[:, None] == jnp.arange(CLASSES)) & batch.mask[:, None]).astype(jnp.float32)
-        return train(ctx, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, key)
+        return train(context, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, key)
 
-    def finish(ctx, local, state):
-        rows = ctx.info.class_rows
+    def finish(context, local, state):
+        rows = context.client.class_examples
         means = local["sums"] / jnp.maximum(TRAIN.epochs * rows, 1)[:, None]
-        return Upload(mean=local["weight"], gather=(means, rows > 0), weight=ctx.info.rows), state
+        return Upload(mean=local["weight"], gather=(means, rows > 0), weight=context.client.examples), state
 
-    def server(turn, server, aggregate, key):
+    def server(round_context, server, aggregate, key):
         row = jnp.where(aggregate.valid, aggregate.id, CLIENTS)
         centre, held = jax.tree.map(
             lambda old, new: old.at[row].set(new, mode="drop"), server[1:], aggregate.gather
         )
-        weight, loss = fit_centres(aggregate.mean, centre, held, 5 + turn.task.index, key)
+        weight, loss = fit_centres(aggregate.mean, centre, held, 5 + round_context.task.index, key)
         return Memory(weight, centre, held), {"server_loss": loss}
 
     def init(key, frozen):
@@ -237,10 +243,14 @@ def gathering() -> Method:
         return Memory(jax.random.normal(key, (3,)), *nothing)
 
     return toy(
-        start, (Phase(TRAIN, step),), finish, server=server, init=init,
-        broadcast=lambda turn, server: Broadcast(server.weight, server.centre),
-        predict=lambda turn, server, batch: logits(server.weight, batch),
-    )  # fmt: skip
+        start,
+        (Phase(TRAIN, step),),
+        finish,
+        server=server,
+        init=init,
+        broadcast=lambda round_context, server: Broadcast(server.weight, server.centre),
+        predict=lambda round_context, server, batch: logits(server.weight, batch),
+    )
 
 
 def fit_centres(weight, centre, held, steps, key):
@@ -263,20 +273,26 @@ def remembering(finish=None, **others) -> Method:
     """Per-client state that enters training, random starts, the round and the client's id: everything a
     client can know (EWC, LwF)."""
 
-    def start(ctx, state, key):
+    def start(context, state, key):
         noise = 0.1 * jax.random.normal(key, (3,))
-        known = jnp.stack([ctx.info.id, ctx.info.round, ctx.info.rows]).astype(jnp.float32)
-        return {"weight": ctx.wire + noise + 0.01 * known, "pull": state["last"], "times": state["times"]}
+        known = jnp.stack([context.client.id, context.client.round, context.client.examples]).astype(
+            jnp.float32
+        )
+        return {
+            "weight": context.payload + noise + 0.01 * known,
+            "pull": state["last"],
+            "times": state["times"],
+        }
 
-    def step(ctx, local, batch, key):
-        local, metrics = train(ctx, local, batch, key)
+    def step(context, local, batch, key):
+        local, metrics = train(context, local, batch, key)
         jitter = 0.01 * jax.random.normal(key, (3,))
-        strength = 0.1 * (1 + ctx.task.index) * (local["times"] > 0)
+        strength = 0.1 * (1 + context.task.index) * (local["times"] > 0)
         weight = local["weight"] + jitter + strength * (local["pull"] - local["weight"])
         return {**local, "weight": weight}, metrics
 
-    def keep(ctx, local, state):
-        return send_both(ctx, local, {"last": local["weight"], "times": state["times"] + 1})
+    def keep(context, local, state):
+        return send_both(context, local, {"last": local["weight"], "times": state["times"] + 1})
 
     def init_client(key, server):
         return {"last": jax.random.normal(key, (3,)) + server, "times": jnp.zeros((), jnp.int32)}
@@ -289,19 +305,19 @@ def two_pass() -> Method:
     HePCo, pMAE). How far the server goes from what it had sent depends on the round, and whether it is the
     task's last."""
 
-    def start(ctx, state, key):
-        return {"weight": ctx.wire, "trail": jnp.zeros(())}
+    def start(context, state, key):
+        return {"weight": context.payload, "trail": jnp.zeros(())}
 
-    def look(ctx, local, batch, key):
+    def look(context, local, batch, key):
         value = jnp.sum(jnp.where(batch.mask, batch.image[:, 0, 0] @ local["weight"], 0.0))
         looked = Weighted(jnp.sum(batch.mask).astype(jnp.float32), jnp.ones(()))
         return {**local, "trail": 0.5 * local["trail"] + value}, {"rows_per_look": looked}
 
-    def finish(ctx, local, state):
-        return Upload(mean=local["weight"], gather=local["trail"], weight=ctx.info.rows), state
+    def finish(context, local, state):
+        return Upload(mean=local["weight"], gather=local["trail"], weight=context.client.examples), state
 
-    def server(turn, server, aggregate, key):
-        rate, start = 1 - 0.1 * turn.round + 0.2 * turn.last, turn.previous.wire
+    def server(round_context, server, aggregate, key):
+        rate, start = 1 - 0.1 * round_context.round + 0.2 * round_context.last, round_context.previous.payload
         trails = jnp.sum(jnp.where(aggregate.valid, aggregate.gather, 0.0))
         return start + rate * (aggregate.mean - start) + 0.01 * trails, {}
 
@@ -312,32 +328,33 @@ def personal() -> Method:
     """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global
     one after aggregation."""
 
-    def start(ctx, state, key):
-        return {"weight": ctx.wire + 0.1 * state}
+    def start(context, state, key):
+        return {"weight": context.payload + 0.1 * state}
 
-    def pull(ctx, state, key):
-        return {"weight": 0.5 * (ctx.wire + state)}
+    def pull(context, state, key):
+        return {"weight": 0.5 * (context.payload + state)}
 
-    def keep(ctx, local, state):
+    def keep(context, local, state):
         return Upload(), local["weight"]
 
     refresh = Program(pull, (Phase(View(epochs=1, batch_size=5), train),), keep)
     return toy(
-        start, rounds=(Round(refresh, None, who="everyone", when="refresh"),),
+        start,
+        rounds=(Round(refresh, None, who="everyone", when="refresh"),),
         init_client=lambda key, server: server,
-        predict_client=lambda turn, server, state, batch: logits(state + server, batch),
-    )  # fmt: skip
+        predict_client=lambda round_context, server, state, batch: logits(state + server, batch),
+    )
 
 
 def clipping(bound: float = 0.05) -> Method:
     """The server bounds the length of every client's change as it arrives, and halves the weight of those
     that it had to clip (differential privacy)."""
 
-    def receive(ctx, upload):
-        change = upload.mean - ctx.wire
+    def receive(context, upload):
+        change = upload.mean - context.payload
         length = jnp.linalg.norm(change)
         weight = jnp.where(length > bound, 0.5, 1.0) * upload.weight
-        clipped = ctx.wire + change * jnp.minimum(1.0, bound / length)
+        clipped = context.payload + change * jnp.minimum(1.0, bound / length)
         return upload._replace(mean=clipped, gather=clipped, weight=weight)
 
     return toy(finish=send_both, program={"receive": receive})
@@ -347,14 +364,14 @@ def own_task(view: View = TRAIN) -> Method:
     """Clients train on the classes of their own task only, faster in later ones, and say which task that
     is."""
 
-    def step(ctx, local, batch, key):
-        mine = batch.mask & ctx.task.current[batch.label]
-        weight, metrics = descend(ctx.frozen, local["weight"], batch._replace(mask=mine))
-        return {"weight": weight + 0.1 * ctx.task.index}, metrics
+    def step(context, local, batch, key):
+        mine = batch.mask & context.task.current[batch.label]
+        weight, metrics = descend(context.frozen, local["weight"], batch._replace(mask=mine))
+        return {"weight": weight + 0.1 * context.task.index}, metrics
 
-    def finish(ctx, local, state):
-        upload, state = send_mean(ctx, local, state)
-        return upload._replace(gather=(ctx.task.index, ctx.task.current, ctx.task.seen)), state
+    def finish(context, local, state):
+        upload, state = send_mean(context, local, state)
+        return upload._replace(gather=(context.task.index, context.task.current, context.task.seen)), state
 
     return toy(phases=(Phase(view, step),), finish=finish)
 
@@ -363,29 +380,37 @@ def recalling() -> Method:
     """Clients remember the ids of the MEMORY highest rows that they have held, and some of these join every
     batch, or none: a place is drawn from one too many (iCaRL). They send what joined their last batch."""
 
-    def start(ctx, state, key):
-        return {"weight": ctx.wire, "rows": state, "joined": jax.tree.map(jnp.zeros_like, joined_rows())}
+    def start(context, state, key):
+        return {
+            "weight": context.payload,
+            "rows": state,
+            "joined": jax.tree.map(jnp.zeros_like, joined_rows()),
+        }
 
-    def recall(ctx, local, key):
+    def recall(context, local, key):
         return jax.random.randint(key, (RECALLS,), -1, MEMORY)
 
-    def step(ctx, local, batch, key):
+    def step(context, local, batch, key):
         joined = tuple(leaf[-RECALLS:] for leaf in batch[:4])
-        return train(ctx, {**local, "joined": joined}, batch, key)
+        return train(context, {**local, "joined": joined}, batch, key)
 
-    def remember(ctx, local, batch, key):
-        known = jnp.any(batch.row[:, None] == local["rows"], axis=1)
-        rows = jnp.concatenate([local["rows"], jnp.where(known, -1, batch.row)])
+    def remember(context, local, batch, key):
+        known = jnp.any(batch.index[:, None] == local["rows"], axis=1)
+        rows = jnp.concatenate([local["rows"], jnp.where(known, -1, batch.index)])
         return {**local, "rows": jnp.sort(rows)[-MEMORY:]}, {}
 
-    def finish(ctx, local, state):
-        return Upload(mean=local["weight"], gather=local["joined"], weight=ctx.info.rows), local["rows"]
+    def finish(context, local, state):
+        return Upload(mean=local["weight"], gather=local["joined"], weight=context.client.examples), local[
+            "rows"
+        ]
 
     return toy(
-        start, (Phase(TRAIN._replace(recall=RECALLS), step, recall), Phase(LOOK, remember)), finish,
+        start,
+        (Phase(TRAIN._replace(recall=RECALLS), step, recall), Phase(LOOK, remember)),
+        finish,
         program={"memory": lambda state: state},
         init_client=lambda key, server: jnp.full(MEMORY, -1),
-    )  # fmt: skip
+    )
 
 
 def joined_rows():
@@ -436,19 +461,21 @@ def plain_batch(fetch, augment: bool, size: int, data, chosen: np.ndarray, mask:
     return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), query)
 
 
-def plain_recall(fetch, phase: Phase, data, memory, ctx: Ctx, local, batch: Batch, key) -> Batch:
+def plain_recall(
+    fetch, phase: Phase, data, memory, context: ClientContext, local, batch: Batch, key
+) -> Batch:
     """The batch, and after it the rows whose ids the client chooses from its memory, under the clean view."""
-    places = np.asarray(jax.jit(phase.recall)(ctx, local, key))
+    places = np.asarray(jax.jit(phase.recall)(context, local, key))
     ids = np.asarray(memory)[np.maximum(places, 0)]
     past = plain_batch(fetch, False, phase.view.recall, data, ids, (places >= 0) & (ids >= 0), key)
     return Batch(*(np.concatenate(pair) for pair in zip(batch[:4], past[:4], strict=True)))
 
 
-def plain_client(program: Program, fetch, ctx: Ctx, state, data, mine, key):
+def plain_client(program: Program, fetch, context: ClientContext, state, data, mine, key):
     """One client's program, start to finish: (upload as it was received, new state, the metrics of every
     step)."""
-    own, metrics, memory = fold(key, 3, ctx.info.id), [], program.memory and program.memory(state)
-    local = jax.jit(program.start)(ctx, state, fold(own, 0))
+    own, metrics, memory = fold(key, 3, context.client.id), [], program.memory and program.memory(state)
+    local = jax.jit(program.start)(context, state, fold(own, 0))
     for index, phase in enumerate(program.phases):
         step, size, work = 0, phase.view.batch_size, jax.jit(phase.step)
         for epoch in range(phase.view.epochs):
@@ -458,25 +485,41 @@ def plain_client(program: Program, fetch, ctx: Ctx, state, data, mine, key):
                 there = np.ones(len(chosen), bool)
                 batch = plain_batch(fetch, phase.view.augment, size, data, chosen, there, fold(step_key, 0))
                 if phase.recall:
-                    batch = plain_recall(fetch, phase, data, memory, ctx, local, batch, fold(step_key, 1))
-                local, got = work(ctx, local, batch, fold(step_key, 1))
+                    batch = plain_recall(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
+                local, got = work(context, local, batch, fold(step_key, 1))
                 metrics, step = [*metrics, got], step + 1
-    upload, state = jax.jit(program.finish)(ctx, local, state)
-    return jax.jit(program.receive)(ctx, upload) if program.receive else upload, state, metrics
+    upload, state = jax.jit(program.finish)(context, local, state)
+    return jax.jit(program.receive)(context, upload) if program.receive else upload, state, metrics
 
 
-def plain_sweep(program: Program, fetch, turn: Turn, broadcast, states: list, data, roster: Roster, ids, key):
+def plain_sweep(
+    program: Program,
+    fetch,
+    round_context: RoundContext,
+    broadcast,
+    states: list,
+    data,
+    partition: ClientPartition,
+    ids,
+    key,
+):
     """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it),
     new states, all metrics."""
     uploads, states, metrics = {}, list(states), []
     for i in ids:
-        if roster.count[i] == 0:
+        if partition.count[i] == 0:
             continue
-        info = ClientInfo(np.int32(i), np.int32(roster.count[i]), roster.class_rows[i], turn.round)
-        task = turn.task if roster.task is None else jax.tree.map(lambda x, i=i: x[i], roster.task)
-        mine = roster.rows[roster.offset[i] : roster.offset[i + 1]]
-        ctx = Ctx(turn.frozen, *broadcast, task, info)
-        upload, new, got = plain_client(program, fetch, ctx, states[i], data, mine, key)
+        info = ClientInfo(
+            np.int32(i), np.int32(partition.count[i]), partition.class_rows[i], round_context.round
+        )
+        task = (
+            round_context.task
+            if partition.task is None
+            else jax.tree.map(lambda x, i=i: x[i], partition.task)
+        )
+        mine = partition.rows[partition.offset[i] : partition.offset[i + 1]]
+        context = ClientContext(round_context.frozen, *broadcast, task, info)
+        upload, new, got = plain_client(program, fetch, context, states[i], data, mine, key)
         good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
         uploads[int(i)] = upload if good else None
         states[i] = new if good else states[i]
@@ -506,33 +549,64 @@ def plain_aggregate(uploads: dict[int, Any], places: int) -> Aggregate:
     return Aggregate(
         jax.tree.map(mean, *(one.mean for one in sent)),
         jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *(one.sum for one in sent)),
-        jax.tree.map(gather, *(one.gather for one in sent)), weight, id_, valid,
-    )  # fmt: skip
+        jax.tree.map(gather, *(one.gather for one in sent)),
+        weight,
+        id_,
+        valid,
+    )
 
 
 def plain_exchange(
-    method: Method, index: int, fetch, turn: Turn, server, states, data, roster, ids, key, places
+    method: Method,
+    index: int,
+    fetch,
+    round_context: RoundContext,
+    server,
+    states,
+    data,
+    partition,
+    ids,
+    key,
+    places,
 ):
     """One of the method's rounds: (server, states, metrics, uploads by id)."""
-    each, broadcast = method.rounds[index], jax.jit(method.broadcast)(turn, server)
+    each, broadcast = method.rounds[index], jax.jit(method.broadcast)(round_context, server)
     wanted = ids if each.who == "sampled" else range(CLIENTS)
     uploads, states, steps = plain_sweep(
-        each.program, fetch, turn, broadcast, states, data, roster, wanted, key
+        each.program, fetch, round_context, broadcast, states, data, partition, wanted, key
     )
     if each.server and any(upload is not None for upload in uploads.values()):
-        turn, aggregate = turn._replace(previous=broadcast), plain_aggregate(uploads, places[index])
-        server, more = jax.jit(each.server)(turn, server, aggregate, fold(key, 0))
+        round_context, aggregate = (
+            round_context._replace(previous=broadcast),
+            plain_aggregate(uploads, places[index]),
+        )
+        server, more = jax.jit(each.server)(round_context, server, aggregate, fold(key, 0))
         steps = [*steps, more]
     return server, states, means(steps), uploads
 
 
 def plain_round(
-    method: Method, fetch, frozen, server, states: list, data, roster: Roster, ids, task, round_: int, key,
-    places: tuple[int, ...], when="round", last=False,
-):  # fmt: skip
+    method: Method,
+    fetch,
+    frozen,
+    server,
+    states: list,
+    data,
+    partition: ClientPartition,
+    ids,
+    task,
+    round_: int,
+    key,
+    places: tuple[int, ...],
+    when="round",
+    last=False,
+):
     """All that the method plays at this time: (server, states, Played). `places`: how many participants the
     gathered uploads of each of its rounds have room for."""
-    key, turn = fold(key, task.index, round_), Turn(frozen, task, np.int32(round_), np.bool_(last))
+    key, round_context = (
+        fold(key, task.index, round_),
+        RoundContext(frozen, task, np.int32(round_), np.bool_(last)),
+    )
     keys = {"round": key, "refresh": fold(key, 1), "opening": fold(key, 4), "closing": fold(key, 5)}
     metrics, sent = {}, {i: {} for i in range(len(method.rounds))}
     for stage in ["round", "refresh"] if when == "round" else [when]:
@@ -540,7 +614,7 @@ def plain_round(
         for n, i in enumerate(mine):
             own = keys[stage] if n == 0 else fold(keys[stage], 9 + n)
             server, states, named, sent[i] = plain_exchange(
-                method, i, fetch, turn, server, states, data, roster, ids, own, places
+                method, i, fetch, round_context, server, states, data, partition, ids, own, places
             )
             metrics |= {f"{stage}_{i}_{name}" if name in metrics else name: x for name, x in named.items()}
     played = next(i for i, each in enumerate(method.rounds) if each.when == when)
@@ -567,9 +641,15 @@ EXAMPLE = Example(FROZEN, rows(), tasks()[0])
 
 
 def build(
-    method: Method, deals: list[Roster], lanes: Lanes, slots=128, participation=1.0, fetch=fetch, short=False,
+    method: Method,
+    deals: list[ClientPartition],
+    lanes: Lanes,
+    slots=128,
+    participation=1.0,
+    fetch=fetch,
+    short=False,
     **options,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """An engine with room for these rosters. short: no batch is padded."""
     shapes = capacities(method, deals, lanes.count, slots, participation)
     widths = lambda most: tuple(range(1, most + 1)) if short else (most,)
@@ -588,7 +668,7 @@ WAYS: dict[str, tuple[Lanes, int]] = {  # lanes, and clients per chunk
 @functools.cache
 def engine_of(name: str, way: str) -> Engine:
     """One engine per toy and way for all tests: compiling is what takes time."""
-    return build(TOYS[name](), rosters(rows()), *WAYS[way], PARTICIPATION.get(name, 1.0))
+    return build(TOYS[name](), partitions(rows()), *WAYS[way], PARTICIPATION.get(name, 1.0))
 
 
 def begin_run(method: Method):
@@ -601,15 +681,17 @@ def stack(states: list) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-def drive(play: Callable, server, states, deals: list[Roster], rounds: int = 2, participation: float = 1.0):
+def drive(
+    play: Callable, server, states, deals: list[ClientPartition], rounds: int = 2, participation: float = 1.0
+):
     """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round, last=) ->
     (server, states, report)."""
     reports = []
-    for task, roster in zip(tasks(), deals, strict=False):
+    for task, partition in zip(tasks(), deals, strict=False):
         for round_ in range(rounds):
-            ids = participants(0, int(task.index), round_, np.flatnonzero(roster.count), participation)
+            ids = participants(0, int(task.index), round_, np.flatnonzero(partition.count), participation)
             last = round_ == rounds - 1
-            server, states, report = play(server, states, roster, ids, task, round_, last=last)
+            server, states, report = play(server, states, partition, ids, task, round_, last=last)
             reports.append(report)
     return server, states, reports
 
@@ -630,9 +712,14 @@ def places_of(engine: Engine) -> tuple[int, ...]:
 
 
 def drive_plain(
-    method: Method, data, deals, places: tuple[int, ...], participation: float = 1.0, rounds: int = 2,
+    method: Method,
+    data,
+    deals,
+    places: tuple[int, ...],
+    participation: float = 1.0,
+    rounds: int = 2,
     fetch=fetch,
-):  # fmt: skip
+):
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
     play = lambda server, states, *rest, last: plain_round(
@@ -642,17 +729,19 @@ def drive_plain(
     return server, stack(states), reports
 
 
-def receive(engine: Engine, frozen, server, states, data, roster, ids, task, round_: int = 0, key=KEY):
+def receive(engine: Engine, frozen, server, states, data, partition, ids, task, round_: int = 0, key=KEY):
     """What the engine receives in the method's first round, before the server's part: (accumulator, new
     states). Gathered uploads are in order of id, `mean` is the sum of weight times upload."""
     key, ids, player = fold(key, task.index, round_), np.asarray(ids), engine.players[0]
     program, lanes = player.round.program, engine.lanes
-    chunks, _ = plan_round(program, roster, ids, round_, lanes.count, player.capacity)
-    turn = Turn(frozen, task, np.int32(round_), np.bool_(False))
+    chunks, _ = plan_round(program, partition, ids, round_, lanes.count, player.capacity)
+    round_context = RoundContext(frozen, task, np.int32(round_), np.bool_(False))
     states = jax.tree.map(jnp.copy, states)  # the engine donates them
-    turn, server, states, data, key = engine.place((turn, server, states, data, key))
-    broadcast = engine.broadcast(turn, server)
-    return play_chunks(player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key)
+    round_context, server, states, data, key = engine.place((round_context, server, states, data, key))
+    broadcast = engine.broadcast(round_context, server)
+    return play_chunks(
+        player, lanes, chunks, round_context.frozen, broadcast, states, data, round_context.task, key
+    )
 
 
 def close(left, right, atol: float = 1e-5) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fcljax import Kit, Method, MethodEntry, ServerStep, View, Weighted, apply_head, distillation, linear
+from fcljax import Method, MethodEntry, Run, ServerStep, View, Weighted, apply_head, distillation, linear
 from fcljax.parts.federate import federate
 from fcljax.parts.learner import learner
 from fcljax.parts.reports import class_prototypes
@@ -21,13 +21,13 @@ class DistillOptions:
     spread: float = 0.5  # deviation of the drawn features around a class mean
 
 
-def teach(options: DistillOptions, kit: Kit) -> ServerStep:
+def teach(options: DistillOptions, run: Run) -> ServerStep:
     """Gather class means and classifiers, draw features, distil the mean of the clients' answers."""
-    adam, batch, width = optax.adam(options.distill_lr), kit.train.batch_size, kit.network.width
+    adam, batch, width = optax.adam(options.distill_lr), run.train.batch_size, run.network.width
 
-    def step(turn, model, params, state, aggregate, key):
+    def step(round_context, model, params, state, aggregate, key):
         means, valid = aggregate.gather["prototypes"], aggregate.valid
-        odds = jnp.where(means.held & valid[:, None], 0.0, -jnp.inf).reshape(-1)
+        odds = jnp.where(means.present & valid[:, None], 0.0, -jnp.inf).reshape(-1)
 
         def one(i, carry):
             head, optimiser, total = carry
@@ -37,7 +37,9 @@ def teach(options: DistillOptions, kit: Kit) -> ServerStep:
             feature += options.spread * jax.random.normal(second, feature.shape)
             answers = jax.vmap(apply_head, (0, None))(aggregate.gather["part"].classifier, feature)
             target = jnp.sum(jnp.where(valid[:, None, None], answers, 0), 0) / jnp.maximum(valid.sum(), 1)
-            loss_of = lambda h: distillation(apply_head(h, feature), target, turn.task.seen, place >= 0)
+            loss_of = lambda h: distillation(
+                apply_head(h, feature), target, round_context.task.seen, place >= 0
+            )
             loss, gradient = jax.value_and_grad(loss_of)(head)
             update, optimiser = adam.update(gradient, optimiser)
             return optax.apply_updates(head, update), optimiser, total + loss
@@ -48,13 +50,13 @@ def teach(options: DistillOptions, kit: Kit) -> ServerStep:
         return params._replace(classifier=head), state, {"loss": loss}
 
     view = View(1, batch, augment=False)
-    collects = (class_prototypes("prototypes", kit.setting.task_classes, width, view),)
+    collects = (class_prototypes("prototypes", run.sizes.task_classes, width, view),)
     return ServerStep("distill", step, collects=collects, sees_parts=True)
 
 
-def distill(options: DistillOptions, kit: Kit) -> Method:
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    return federate(model, kit.setting, kit.train, kit.terms, (teach(options, kit),))
+def distill(options: DistillOptions, run: Run) -> Method:
+    model = learner(run.network, run.adapter, linear(run.network.width, run.sizes.classes))
+    return federate(model, run.sizes, run.train, run.terms, (teach(options, run),))
 
 
 METHOD = MethodEntry("FedAvg and data-free distillation", DistillOptions, distill, adapter="prompts")

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fcljax import Kit, Method, MethodEntry, Term, linear
+from fcljax import Method, MethodEntry, Run, Term, linear
 from fcljax.parts.federate import federate
 from fcljax.parts.learner import learner
 
@@ -22,16 +22,16 @@ def pull(mu: float) -> Term:
 
     def loss(model, seen, memory):
         squares = lambda now, sent: jnp.sum((now - sent) ** 2)
-        return mu / 2 * sum(jax.tree.leaves(jax.tree.map(squares, seen.part, seen.ctx.wire.part)))
+        return mu / 2 * sum(jax.tree.leaves(jax.tree.map(squares, seen.part, seen.context.payload.part)))
 
     return Term("fedprox", loss)
 
 
-def fedprox(options: FedProxOptions, kit: Kit) -> Method:
+def fedprox(options: FedProxOptions, run: Run) -> Method:
     """FedProx on whatever adapter the run has."""
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    terms = (pull(options.mu), *kit.terms)
-    return federate(model, kit.setting, kit.train, terms, aggregation=kit.aggregation)
+    model = learner(run.network, run.adapter, linear(run.network.width, run.sizes.classes))
+    terms = (pull(options.mu), *run.terms)
+    return federate(model, run.sizes, run.train, terms, aggregation=run.aggregation)
 
 
 METHOD = MethodEntry("FedAvg with a proximal term", FedProxOptions, fedprox, adapter="linear")

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import ViTConfig
-from fcljax.types import Batch, ClientInfo, Ctx, Phase, Turn
+from fcljax.types import Batch, ClientContext, ClientInfo, Phase, RoundContext
 from peers.game import KEY, Game, capacities_of, round_of
 from peers.machine import best, seconds
 from peers.prompted import CLASSES, PROMPTS, TASK_CLASSES, Work, game_of, useful_flops
@@ -103,7 +103,7 @@ def step_sizes(game: Game) -> list[list[int]]:
     sizes = []
     for phase, widths in zip(phases, capacities_of(game, 1)[0].widths, strict=True):
         size, found = phase.view.batch_size, []
-        for count in game.roster.count.tolist():
+        for count in game.partition.count.tolist():
             last = next(width for width in widths if width >= (count - 1) % size + 1)
             found += phase.view.epochs * [*[size] * ((count - 1) // size), last]
         sizes.append(found)
@@ -113,7 +113,7 @@ def step_sizes(game: Game) -> list[list[int]]:
 def padded_rows(game: Game) -> float:
     """The share of a round's rows that are padding."""
     phases = game.method.rounds[0].program.phases
-    real = int(np.sum(game.roster.count)) * sum(phase.view.epochs for phase in phases)
+    real = int(np.sum(game.partition.count)) * sum(phase.view.epochs for phase in phases)
     return 1 - real / sum(map(sum, step_sizes(game)))
 
 
@@ -123,28 +123,31 @@ def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
     new memory for what lies between its products. Of one batch XLA would compute once what no step
     changes.)"""
     task, program = game.task, game.method.rounds[0].program
-    sent = game.method.broadcast(Turn.on_host(game.frozen, task, 0, False), game.server)
+    sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     info = ClientInfo(jnp.int32(0), jnp.int32(work.batch), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
-    ctx, ids = Ctx(game.frozen, sent.wire, sent.held, task, info), jnp.arange(work.batch, dtype=jnp.int32)
+    context, ids = (
+        ClientContext(game.frozen, sent.payload, sent.held, task, info),
+        jnp.arange(work.batch, dtype=jnp.int32),
+    )
     size = work.vit.image_size
     image = jax.random.uniform(KEY, (2, work.batch, size, size, 3))
     batch = Batch(image, TASK_CLASSES + ids % TASK_CLASSES, ids >= 0, ids)
-    start = program.start(ctx, game.method.init_client(KEY, game.server), KEY)
+    start = program.start(context, game.method.init_client(KEY, game.server), KEY)
     counts = [collections.Counter(sizes) for sizes in step_sizes(game)]
 
     @jax.jit
-    def play(ctx: Ctx, local: Any, batch: Batch, times: list[dict[int, Any]]) -> Any:
+    def play(context: ClientContext, local: Any, batch: Batch, times: list[dict[int, Any]]) -> Any:
         for phase, mine in zip(program.phases, times, strict=True):
             for rows, many in mine.items():
 
                 def step(i: Array, local: Any, phase: Phase = phase, rows: int = rows) -> Any:
                     own = batch._replace(image=batch.image[i % 2])
-                    return phase.step(ctx, local, jax.tree.map(lambda x: x[:rows], own), KEY)[0]
+                    return phase.step(context, local, jax.tree.map(lambda x: x[:rows], own), KEY)[0]
 
                 local = jax.lax.fori_loop(0, many, step, local)  # many is data: nothing is unrolled
         return local
 
-    return lambda: play(ctx, start, batch, [dict(count) for count in counts])
+    return lambda: play(context, start, batch, [dict(count) for count in counts])
 
 
 def shapes(vit: ViTConfig, batch: int, prompts: int, blocks: int) -> list[tuple[int, int, int, int]]:

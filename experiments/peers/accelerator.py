@@ -61,9 +61,10 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
     """Matrix products and copies by themselves."""
     yield {"device": device(), "processor": processor(), "jax": jax.__version__}
     named = {
-        "bfloat16": ("bfloat16", None), "float32, default precision": ("float32", None),
+        "bfloat16": ("bfloat16", None),
+        "float32, default precision": ("float32", None),
         "float32, highest precision": ("float32", "highest"),
-    }  # fmt: skip
+    }
     for name, (dtype, precision) in named.items():
         yield {"ceiling": name, "tflops": peak(sizes.square, 3, dtype, precision) / 1e3}
     host, twice = np.ones(sizes.copied // 4, np.float32), 2 * sizes.copied
@@ -81,9 +82,9 @@ def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop", "unroll"]) 
     work = work_of(sizes, dtype)
     game = game_of(work)
     for i, lanes in enumerate(sizes.lanes):
-        setting = {"training": dtype, "mode": mode, "lanes": lanes}
-        yield {"begins": setting, "then": [setting | {"lanes": more} for more in sizes.lanes[i + 1 :]]}
-        yield setting | tried(lambda lanes=lanes: rate_of(work, game, Lanes(lanes, mode), sizes.repeats))
+        label = {"training": dtype, "mode": mode, "lanes": lanes}
+        yield {"begins": label, "then": [label | {"lanes": more} for more in sizes.lanes[i + 1 :]]}
+        yield label | tried(lambda lanes=lanes: rate_of(work, game, Lanes(lanes, mode), sizes.repeats))
         jax.clear_caches()
 
 
@@ -113,9 +114,10 @@ class Spent(NamedTuple):
     def rates(self, images: int) -> Found:
         """Images per second: median and range."""
         return {
-            "images_s": images / self.median, "lowest": images / max(self.times),
+            "images_s": images / self.median,
+            "lowest": images / max(self.times),
             "highest": images / min(self.times),
-        }  # fmt: skip
+        }
 
 
 def timed(call: Callable[[], Any], repeats: int) -> Spent:

@@ -17,8 +17,8 @@ from jaxtyping import Array, PyTree
 from fcljax.adapters.full import FullOptions, full
 from fcljax.methods.fedavg import averaging
 from fcljax.models.convolution import Window, conv
-from fcljax.parts.federate import Kit, Train
-from fcljax.types import Features, Frozen, Network, Setting
+from fcljax.parts.federate import Run, Train
+from fcljax.types import Features, Frozen, Network, Sizes
 from peers.game import KEY, Game, add_tree, deal, rows_of, task_of
 
 SAME = Window((1, 1), ((1, 1), (1, 1)))
@@ -86,15 +86,20 @@ def game_of(work: Dense) -> Game:
     rows, rng = sum(work.rows), np.random.default_rng(1)
     label = rng.integers(0, work.classes, rows).astype(np.int32)
     image = rng.normal(size=(rows, *work.image)).astype(np.float32)
-    setting = Setting(work.classes, 1, work.classes, len(work.rows))
+    sizes = Sizes(work.classes, 1, work.classes, len(work.rows))
     network = Network(lambda key: init(work), apply, work.hidden[-1], 0, work.image)  # pyrefly: ignore
     train = Train(work.epochs, work.batch, work.rate, optax.identity())
-    method = averaging(Kit(setting, network, full(FullOptions(work.rate), setting, network), train))
+    method = averaging(Run(sizes, network, full(FullOptions(work.rate), sizes, network), train))
     frozen = Frozen(init(work))
     return Game(
-        method, frozen, jax.jit(method.init)(KEY, frozen), (jnp.asarray(image), jnp.asarray(label)),
-        deal(work.rows, label, work.classes), task_of(0, work.classes, 1), fetch,
-    )  # fmt: skip
+        method,
+        frozen,
+        jax.jit(method.init)(KEY, frozen),
+        (jnp.asarray(image), jnp.asarray(label)),
+        deal(work.rows, label, work.classes),
+        task_of(0, work.classes, 1),
+        fetch,
+    )
 
 
 def fetch(data: tuple[Array, Array], rows: Array, keys: Array, augment: bool) -> tuple[Array, Array, None]:
@@ -135,7 +140,7 @@ def descend(work: Dense, weights: PyTree, image: Array, label: Array, mask: Arra
 
 def batches(work: Dense, game: Game, client: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """Rows [steps, batch] of a client's steps, padded by row 0, and which of them are real."""
-    mine, size = rows_of(game.roster, client), work.batch
+    mine, size = rows_of(game.partition, client), work.batch
     steps = -(-len(mine) // size)
     pad = lambda values: np.pad(values, (0, steps * size - len(mine))).reshape(steps, size)
     rows = [pad(mine[order(client, epoch, len(mine))]) for epoch in range(work.epochs)]
@@ -215,7 +220,7 @@ def torch_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[]
     def once() -> dict[str, Any]:
         mean = {name: torch.zeros_like(x) for name, x in start.items()}
         for client, count in enumerate(work.rows):
-            mine = rows_of(game.roster, client)
+            mine = rows_of(game.partition, client)
             weights = {name: x.clone().requires_grad_() for name, x in start.items()}
             optimiser = torch.optim.SGD(weights.values(), lr=work.rate)
             for epoch in range(work.epochs):

@@ -10,7 +10,7 @@ import numpy as np
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import Fetch, Lanes
 from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
-from fcljax.federated.schedule import Capacity, Roster, capacities
+from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.runs.build import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
 
@@ -26,40 +26,44 @@ class Game(NamedTuple):
     frozen: Frozen
     server: PyTree
     data: PyTree
-    roster: Roster
+    partition: ClientPartition
     task: Task
     fetch: Fetch
 
 
-def deal(rows: Sequence[int], label: np.ndarray, classes: int) -> Roster:
+def deal(rows: Sequence[int], label: np.ndarray, classes: int) -> ClientPartition:
     """Clients with so many rows each, in the order of the rows."""
     ends = np.cumsum(rows)
     owned = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
     held = np.stack([np.bincount(label[own], minlength=classes) for own in owned]).astype(np.int32)
-    return Roster(np.concatenate(owned), np.concatenate([[0], ends]).astype(np.int64), held)
+    return ClientPartition(np.concatenate(owned), np.concatenate([[0], ends]).astype(np.int64), held)
 
 
-def rows_of(roster: Roster, client: int) -> np.ndarray:
+def rows_of(partition: ClientPartition, client: int) -> np.ndarray:
     """The rows of a client."""
-    return roster.rows[roster.offset[client] : roster.offset[client + 1]]
+    return partition.rows[partition.offset[client] : partition.offset[client + 1]]
 
 
 def rooms(
-    method: Method, reader: Fetch, example: Example, rosters: Sequence[Roster], lanes: int,
+    method: Method,
+    reader: Fetch,
+    example: Example,
+    partitions: Sequence[ClientPartition],
+    lanes: int,
     participation: float = 1.0,
-) -> tuple[Capacity, ...]:  # fmt: skip
+) -> tuple[Capacity, ...]:
     """Shapes of a run with these rosters, with as many clients per chunk as a run would have."""
     image, shapes = jax.tree.leaves(example.data)[0], check_method(method, reader, example)
-    most = max(int(roster.count.max()) for roster in rosters)
+    most = max(int(partition.count.max()) for partition in partitions)
     slots = clients_per_chunk(method, shapes, most, image.nbytes // len(image), lanes)
-    return capacities(method, list(rosters), lanes, slots, participation)
+    return capacities(method, list(partitions), lanes, slots, participation)
 
 
 def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
     """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
     is used."""
-    example, rosters = Example(game.frozen, game.data, game.task), [game.roster] * TASKS * ROUNDS
-    return rooms(game.method, game.fetch, example, rosters, lanes)
+    example, partitions = Example(game.frozen, game.data, game.task), [game.partition] * TASKS * ROUNDS
+    return rooms(game.method, game.fetch, example, partitions, lanes)
 
 
 def engine_of(game: Game, lanes: Lanes) -> Engine:
@@ -70,14 +74,22 @@ def engine_of(game: Game, lanes: Lanes) -> Engine:
 
 def round_of(game: Game, lanes: Lanes) -> Callable[[], PyTree]:
     """A call that plays the round with all clients, always from the same start -> the server after it."""
-    engine, clients = engine_of(game, lanes), len(game.roster.count)
+    engine, clients = engine_of(game, lanes), len(game.partition.count)
     states = [init_clients(game.method, game.server, clients, KEY)]
 
     def once() -> PyTree:
         server, states[0], _ = run_round(
-            engine, game.frozen, game.server, states[0], game.data, game.roster, np.arange(clients),
-            game.task, 0, KEY,
-        )  # fmt: skip
+            engine,
+            game.frozen,
+            game.server,
+            states[0],
+            game.data,
+            game.partition,
+            np.arange(clients),
+            game.task,
+            0,
+            KEY,
+        )
         if max(engine.traces.values()) > 1:
             raise RuntimeError(f"a function was traced twice: {engine.traces}")
         return server

@@ -24,7 +24,7 @@ from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
 from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
-from fcljax.types import Batch, ClientInfo, Ctx, Frozen, Setting, Task, Turn
+from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, deal, mean_tree, rows_of, task_of
 
 TASKS, TASK_CLASSES = 2, 10
@@ -70,25 +70,34 @@ def game_of(work: Work) -> Game:
     label = rng.integers(TASK_CLASSES, CLASSES, rows).astype(np.int32)
     image = rng.integers(0, 256, (rows, size, size, 3), np.uint8)
     settings = OPTIONS[work.method] | {
-        "epochs": work.epochs, "batch_size": work.batch, "clients": len(work.rows), "lr": work.rate,
-        "optimiser": work.optimiser, "rounds": 30,
-    }  # fmt: skip
+        "epochs": work.epochs,
+        "batch_size": work.batch,
+        "clients": len(work.rows),
+        "lr": work.rate,
+        "optimiser": work.optimiser,
+        "rounds": 30,
+    }
     if work.method == "fppl":
         settings["prompt_blocks"] = work.blocks
     if work.method == "pilora":
         settings["weight_decay"] = DECAY if work.optimiser == "adam" else 0.0
         settings["lora_lr"] = LORA_RATE if work.optimiser == "adam" else work.rate
     resolved = config.resolve(work.method, config.from_mapping(work.method, settings, "bench"))
-    setting = Setting(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
+    sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)
-    method, frozen = make_method(work.method, resolved, setting, network), frozen_of(work.vit)
+    method, frozen = make_method(work.method, resolved, sizes, network), frozen_of(work.vit)
     server = jax.jit(method.init)(KEY, frozen)
-    server = with_past(work, method.begin_task(Turn.on_host(frozen, task, 0, False), server, KEY))
+    server = with_past(work, method.begin_task(RoundContext.on_host(frozen, task, 0, False), server, KEY))
     return Game(
-        method, frozen, server, Split(jnp.asarray(image), jnp.asarray(label)),
-        deal(work.rows, label, CLASSES), task, functools.partial(fetch, preprocess, work.augment),
-    )  # fmt: skip
+        method,
+        frozen,
+        server,
+        Split(jnp.asarray(image), jnp.asarray(label)),
+        deal(work.rows, label, CLASSES),
+        task,
+        functools.partial(fetch, preprocess, work.augment),
+    )
 
 
 def frozen_of(vit: ViTConfig) -> Frozen:
@@ -114,9 +123,9 @@ def predict_of(work: Work, game: Game) -> Callable[[], Predicted]:
     split, rows = test_split(work), np.arange(work.test)
     read = functools.partial(read_clean, work.preprocess)
     predict = make_predict(game.method.predict, read, work.batch, work.test)
-    turn = Turn.on_host(game.frozen, game.task, 0, True)
+    round_context = RoundContext.on_host(game.frozen, game.task, 0, True)
     task_of_class = np.arange(CLASSES) // TASK_CLASSES
-    return lambda: predict(turn, (game.server,), split, rows, task_of_class)
+    return lambda: predict(round_context, (game.server,), split, rows, task_of_class)
 
 
 def test_split(work: Work) -> Split:
@@ -242,7 +251,7 @@ def jax_steps(work: Work, game: Game) -> Callable[[], tuple[PyTree, PyTree]]:
         return sums(feature, data.label[rows], mask)
 
     def play(client: int) -> tuple[PyTree, Array]:
-        mine, rng = rows_of(game.roster, client), np.random.default_rng(client)
+        mine, rng = rows_of(game.partition, client), np.random.default_rng(client)
         part, key = jax.tree.map(jnp.copy, start), jax.random.fold_in(KEY, client)
         state, total, count = optimiser.init(part), jnp.zeros((TASK_CLASSES, work.vit.width)), 0
         for _ in range(work.epochs):
@@ -350,11 +359,11 @@ def rows_seen(work: Work) -> int:
 def clients_step(game: Game, image: Array, label: Array) -> tuple[float, PyTree, PyTree]:
     """A client's first step on one batch without augmentation: (loss, part before it, part after it)."""
     task: Task = game.task
-    sent = game.method.broadcast(Turn.on_host(game.frozen, task, 0, False), game.server)
+    sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     ids = jnp.arange(len(label), dtype=jnp.int32)
     info = ClientInfo(jnp.int32(0), jnp.int32(len(label)), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
-    ctx = Ctx(game.frozen, sent.wire, sent.held, task, info)
+    context = ClientContext(game.frozen, sent.payload, sent.held, task, info)
     program = game.method.rounds[0].program
-    local = program.start(ctx, game.method.init_client(KEY, game.server), KEY)
-    after, metrics = jax.jit(program.phases[0].step)(ctx, local, Batch(image, label, ids >= 0, ids), KEY)
+    local = program.start(context, game.method.init_client(KEY, game.server), KEY)
+    after, metrics = jax.jit(program.phases[0].step)(context, local, Batch(image, label, ids >= 0, ids), KEY)
     return float(metrics["loss"].total / metrics["loss"].weight), local.part, after.part

@@ -242,7 +242,7 @@ def fppl_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable
     whole = copy.deepcopy(net.state_dict()) if how != "lean" else copy.deepcopy(net.trained())
 
     def play(client: int) -> dict[str, Tensor]:
-        rows, rng = torch.from_numpy(rows_of(game.roster, client)).long(), np.random.default_rng(client)
+        rows, rng = torch.from_numpy(rows_of(game.partition, client)).long(), np.random.default_rng(client)
         net.load_state_dict(whole, strict=how != "lean")
         optimiser = torch.optim.Adam(net.trained().values(), lr=work.rate)
         for _ in range(work.epochs):
@@ -318,7 +318,7 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
     start = copy.deepcopy(model.state_dict())
 
     def play(client: int) -> dict[str, Tensor]:
-        rows, rng = torch.from_numpy(rows_of(game.roster, client)).long(), np.random.default_rng(client)
+        rows, rng = torch.from_numpy(rows_of(game.partition, client)).long(), np.random.default_rng(client)
         net = copy.deepcopy(model) if how != "lean" else model
         net.load_state_dict(start)
         trained = {name: x for name, x in net.named_parameters() if how != "lean" or x.requires_grad}

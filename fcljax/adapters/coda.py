@@ -19,7 +19,7 @@ from fcljax.models.heads import unit
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.options import option
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 EPSILON = 1e-12  # of the lengths of vectors
 
@@ -53,7 +53,7 @@ class Components(NamedTuple):
     attention: Float[Array, "*tasks blocks n width"]
 
 
-def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
+def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     """CODA-Prompt's adapter.
 
     Args:
@@ -65,18 +65,18 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
       InputError: for fewer components than tasks, an odd length, or more blocks than the network has.
     """
     check_blocks("coda_blocks", options.coda_blocks, network)
-    if options.coda_components < setting.tasks:
+    if options.coda_components < sizes.tasks:
         raise InputError(
-            f"coda_components: {options.coda_components} are too few for {setting.tasks} tasks; nearest: "
-            f"{setting.tasks}"
+            f"coda_components: {options.coda_components} are too few for {sizes.tasks} tasks; nearest: "
+            f"{sizes.tasks}"
         )
     check_even("coda_length", options.coda_length)
-    whole, each = options.coda_upload == "all", options.coda_components // setting.tasks
+    whole, each = options.coda_upload == "all", options.coda_components // sizes.tasks
 
     def init(key: PRNGKeyArray, frozen) -> Components:
         """Normal numbers: every task's draw, which Gram-Schmidt turns into its first values."""
         del frozen
-        shape, keys = (setting.tasks, options.coda_blocks, each), jax.random.split(key, 3)
+        shape, keys = (sizes.tasks, options.coda_blocks, each), jax.random.split(key, 3)
         draw = lambda key, *rest: jax.random.normal(key, (*shape, *rest, network.width))
         return Components(draw(keys[0], options.coda_length), draw(keys[1]), draw(keys[2]))
 
@@ -95,17 +95,17 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
         return jax.tree.map(lambda all_, own: all_.at[task.index].set(own), params, part)
 
     def prompt(
-        held: Components | tuple[()], part: Components, query: Array, task: Task, constant: bool = True
+        cached: Components | tuple[()], part: Components, query: Array, task: Task, constant: bool = True
     ) -> Float[Array, "batch blocks length width"]:
-        past = part if whole or not isinstance(held, Components) else held
+        past = part if whole or not isinstance(cached, Components) else cached
         return combined(with_current(past, trained(part, task), task, constant), query, task)
 
     def inject(
-        held: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
+        cached: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
         del mask
         # a server that trains in the way of evaluation trains all components that it has (release)
-        return prefix_injection(prompt(held, part, query, task, constant=train))
+        return prefix_injection(prompt(cached, part, query, task, constant=train))
 
     def loss(part: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del query, mask
@@ -113,11 +113,17 @@ def coda(options: CodaOptions, setting: Setting, network: Network) -> Adapter:
         return options.coda_orthogonality * sum(each_apart, jnp.zeros(()))
 
     return Adapter(
-        init, open_task if options.coda_gram_schmidt else lambda params, task: params, part, put,
-        inject=inject, prompt=prompt, loss=loss if options.coda_orthogonality else None, queries=True,
+        init,
+        open_task if options.coda_gram_schmidt else lambda params, task: params,
+        part,
+        put,
+        inject=inject,
+        prompt=prompt,
+        loss=loss if options.coda_orthogonality else None,
+        queries=True,
         trained=trained,
-        held=lambda params: () if whole else params,
-    )  # fmt: skip
+        cached=lambda params: () if whole else params,
+    )
 
 
 def current(params: Components, task: Task) -> Components:

@@ -18,7 +18,7 @@ from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option, resolved
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,10 @@ class DualPromptOptions:
 
 
 FIDELITY = {
-    "intended": dict(
-        dual_transfer=0, dual_reshape_bug=False, dual_upload="current", dual_candidates="seen"
-    ),
+    "intended": dict(dual_transfer=0, dual_reshape_bug=False, dual_upload="current", dual_candidates="seen"),
     "paper": dict(dual_transfer=0, dual_reshape_bug=False, dual_upload="current", dual_candidates="all"),
     "released": dict(dual_transfer=10, dual_reshape_bug=True, dual_upload="all", dual_candidates="all"),
-}  # fmt: skip
+}
 
 
 class DualPrompts(NamedTuple):
@@ -59,7 +57,7 @@ class DualPrompts(NamedTuple):
     key: Float[Array, "tasks width"] | Float[Array, " width"]
 
 
-def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -> Adapter:
+def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Adapter:
     """DualPrompt's adapter.
 
     Args:
@@ -72,12 +70,12 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
     whole = options.dual_upload == "all"
-    copies = resolved(options.dual_transfer) or setting.tasks  # tasks whose prefixes may start as copies
+    copies = resolved(options.dual_transfer) or sizes.tasks  # tasks whose prefixes may start as copies
 
     def init(key: PRNGKeyArray, frozen) -> DualPrompts:
         """Uniform in [-1, 1], keys too."""
         del frozen
-        keys, width, tasks = jax.random.split(key, 3), network.width, setting.tasks
+        keys, width, tasks = jax.random.split(key, 3), network.width, sizes.tasks
         draw = lambda key, *shape: jax.random.uniform(key, (*shape, width), minval=-1.0, maxval=1.0)
         shared = draw(keys[0], options.dual_shared_blocks, 2, options.dual_shared_length)
         own = draw(keys[1], tasks, options.dual_blocks, 2, options.dual_length)
@@ -102,32 +100,32 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
         return DualPrompts(part.shared, own, key)
 
     def prefixes(
-        held: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task, train: bool, mask: Array
+        cached: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """Of the tasks' own, for every image."""
         if train:
             own = trained(part, task).own
             return jnp.broadcast_to(own, (len(query), *own.shape))
-        every = put(held, task, part) if isinstance(held, DualPrompts) else part
-        seen = (jnp.arange(setting.tasks) <= task.index) | (options.dual_candidates == "all")
+        every = put(cached, task, part) if isinstance(cached, DualPrompts) else part
+        seen = (jnp.arange(sizes.tasks) <= task.index) | (options.dual_candidates == "all")
         score = mask_logits(cosine(query, every.key), seen)
         return every.own[choose(score, mask, 1, options.dual_batchwise)[:, 0]]
 
     def inject(
-        held: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task, train: bool, mask: Array
+        cached: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
-        own = prefixes(held, part, query, task, train, mask)
+        own = prefixes(cached, part, query, task, train, mask)
         shared = jnp.broadcast_to(part.shared, (len(query), *part.shared.shape))
         blocks = [shared[:, i] for i in range(shared.shape[1])] + [own[:, i] for i in range(own.shape[1])]
         lay = mixed_up if options.dual_reshape_bug else lambda both, mask: both
-        return Injection(prefix={
-            i: Prefix(*jnp.moveaxis(lay(both, mask), 1, 0)) for i, both in enumerate(blocks)
-        })  # fmt: skip
+        return Injection(
+            prefix={i: Prefix(*jnp.moveaxis(lay(both, mask), 1, 0)) for i, both in enumerate(blocks)}
+        )
 
     def prompt(
-        held: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task
+        cached: DualPrompts | tuple[()], part: DualPrompts, query: Array, task: Task
     ) -> Float[Array, "b n width"]:
-        own = prefixes(held, part, query, task, False, jnp.ones(len(query), bool))
+        own = prefixes(cached, part, query, task, False, jnp.ones(len(query), bool))
         shared = jnp.broadcast_to(part.shared, (len(query), *part.shared.shape))
         flat = [x.reshape(len(query), -1, network.width) for x in (shared, own)]
         return jnp.concatenate(flat, axis=1)
@@ -137,9 +135,17 @@ def dualprompt(options: DualPromptOptions, setting: Setting, network: Network) -
         return -options.dual_pull * pull(trained(part, task).key[None], query, first, mask)
 
     return Adapter(
-        init, open_task, part, put, inject=inject, prompt=prompt, loss=loss, queries=True,
-        trained=trained, truncated=True,
-    )  # fmt: skip
+        init,
+        open_task,
+        part,
+        put,
+        inject=inject,
+        prompt=prompt,
+        loss=loss,
+        queries=True,
+        trained=trained,
+        truncated=True,
+    )
 
 
 def current(params: DualPrompts, task: Task) -> DualPrompts:

@@ -8,7 +8,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from fcljax.options import option
 from fcljax.parts.learner import Adapter
-from fcljax.types import Frozen, Network, Setting
+from fcljax.types import Frozen, Network, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class FullOptions:
     full_lr: float = option(1e-5, positive=True)  # learning rate of the network
 
 
-def full(options: FullOptions, setting: Setting, network: Network) -> Adapter:
+def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:
     """All weights of the network, in float32: a step of 1e-5 would be lost in bfloat16."""
-    del setting
+    del sizes
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> PyTree:
         del key

@@ -18,7 +18,7 @@ from fcljax.errors import InputError
 from fcljax.models.heads import cosine, reduce_rows
 from fcljax.models.vit import Injection
 from fcljax.parts.learner import Adapter
-from fcljax.types import Features, Network, Setting, Task
+from fcljax.types import Features, Network, Sizes, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KeyedPrompts(NamedTuple):
     key: Float[Array, "size width"]
 
 
-def l2p(options: L2POptions, setting: Setting, network: Network) -> Adapter:
+def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
     """L2P's adapter.
 
     Args:
@@ -50,7 +50,7 @@ def l2p(options: L2POptions, setting: Setting, network: Network) -> Adapter:
     Raises:
       InputError: for a choice of more prompts than there are.
     """
-    del setting
+    del sizes
     if options.l2p_chosen > options.l2p_size:
         raise InputError(
             f"l2p_chosen: {options.l2p_chosen} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
@@ -69,12 +69,12 @@ def l2p(options: L2POptions, setting: Setting, network: Network) -> Adapter:
     def tokens(part: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
         return part.prompt[chosen(part, query, mask)].reshape(len(query), -1, network.width)
 
-    def prompt(held, part: KeyedPrompts, query: Array, task: Task) -> Float[Array, "batch tokens width"]:
-        del held, task
+    def prompt(cached, part: KeyedPrompts, query: Array, task: Task) -> Float[Array, "batch tokens width"]:
+        del cached, task
         return tokens(part, query, jnp.ones(len(query), bool))
 
-    def inject(held, part: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
-        del held, task, train
+    def inject(cached, part: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+        del cached, task, train
         return Injection(tokens=tokens(part, query, mask))
 
     def loss(part: KeyedPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
@@ -83,7 +83,7 @@ def l2p(options: L2POptions, setting: Setting, network: Network) -> Adapter:
 
     return Adapter(
         init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, truncated=True, queries=True
-    )  # fmt: skip
+    )
 
 
 def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
@@ -106,9 +106,11 @@ def choose(
 
 
 def pull(
-    key: Float[Array, "size width"], query: Float[Array, "batch width"],
-    chosen: Int[Array, "batch count"], mask: Bool[Array, " batch"],
-) -> Float[Array, ""]:  # fmt: skip
+    key: Float[Array, "size width"],
+    query: Float[Array, "batch width"],
+    chosen: Int[Array, "batch count"],
+    mask: Bool[Array, " batch"],
+) -> Float[Array, ""]:
     """The mean over the rows of the sum of the cosines of a query and its chosen keys."""
     near = jnp.take_along_axis(cosine(query, key), chosen, axis=1)
     return reduce_rows(jnp.sum(near, axis=1), mask, jnp.sum(mask), "mean")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting
+from fcljax.types import Network, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +11,7 @@ class LinearOptions:
     """The adapter `linear` has no options."""
 
 
-def linear(options: LinearOptions, setting: Setting, network: Network) -> Adapter:
+def linear(options: LinearOptions, sizes: Sizes, network: Network) -> Adapter:
     """Nothing trains inside the network; its features are cached wherever images are deterministic."""
-    del options, setting, network
+    del options, sizes, network
     return Adapter(init=lambda key, frozen: ())

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from fcljax.models.vit import Injection, Lora, check_blocks
 from fcljax.options import option, resolved
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 LoraInit = Literal["kaiming_uniform", "gaussian"]
 LoraRule = Literal["sum", "current", "products", "first"]
@@ -135,7 +135,7 @@ _USUAL = dict(local_lora="sum", global_lora="sum", lora_init="kaiming_uniform")
 FIDELITY = {"intended": _USUAL, "paper": _USUAL, "released": _USUAL}
 
 
-def lora(options: LoraOptions, setting: Setting, network: Network) -> Adapter:
+def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     """Low-rank updates of queries and values: one pair for the whole stream, or one per task (PILoRA, 4.1).
 
     Args:
@@ -153,23 +153,27 @@ def lora(options: LoraOptions, setting: Setting, network: Network) -> Adapter:
 
     def init(key: PRNGKeyArray, frozen) -> Lora:
         del frozen
-        tasks = 1 if one else setting.tasks
+        tasks = 1 if one else sizes.tasks
         blocks, rank = options.lora_blocks, options.lora_rank
         return init_pairs(key, tasks, blocks, rank, network.width, resolved(options.lora_init))
 
-    def held(params: Lora) -> Lora | tuple[()]:
+    def cached(params: Lora) -> Lora | tuple[()]:
         """Of earlier pairs only A is read where the current pair acts alone: by the orthogonality loss."""
         if one:
             return ()
         # pyrefly: ignore[bad-argument-type]  # what clients do not need is None in what they hold
         return params._replace(b_q=None, b_v=None) if local == "current" else params
 
-    def inject(held: Lora | tuple[()], part: Lora, query, task: Task, train: bool, mask) -> Injection:
+    def inject(cached: Lora | tuple[()], part: Lora, query, task: Task, train: bool, mask) -> Injection:
         del query, mask
         rule = "current" if one else local if train else evaluated
-        return lora_injection(summed(held, part, slot(task), rule))
+        return lora_injection(summed(cached, part, slot(task), rule))
 
     return Adapter(
-        init, part=lambda params, task: pair_of(params, slot(task)), held=held, inject=inject,
-        put=lambda params, task, part: put_pair(params, slot(task), part), rate=options.lora_lr,
-    )  # fmt: skip
+        init,
+        part=lambda params, task: pair_of(params, slot(task)),
+        cached=cached,
+        inject=inject,
+        put=lambda params, task, part: put_pair(params, slot(task), part),
+        rate=options.lora_lr,
+    )

@@ -18,7 +18,7 @@ from fcljax.models.heads import cosine
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option
 from fcljax.parts.learner import Adapter, Mixture
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pool(NamedTuple):
     key: Float[Array, "blocks size width"]
 
 
-def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
+def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
     """HePCo's adapter.
 
     Args:
@@ -48,7 +48,7 @@ def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
     Raises:
       InputError: for more blocks with prompts than the network has, or an odd length.
     """
-    del setting
+    del sizes
     check_blocks("pool_blocks", options.pool_blocks, network)
     check_even("pool_length", options.pool_length)
 
@@ -60,16 +60,16 @@ def pool(options: PoolOptions, setting: Setting, network: Network) -> Adapter:
         prompt = jax.random.uniform(first, (*shape, options.pool_length, network.width))
         return Pool(prompt, jax.random.uniform(second, (*shape, network.width)))
 
-    def prompt(held, part: Pool, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
-        del held, task
+    def prompt(cached, part: Pool, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+        del cached, task
         return weighted_prompts(part, query)
 
-    def inject(held, part: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
-        del held, task, train, mask
+    def inject(cached, part: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+        del cached, task, train, mask
         return prefix_injection(weighted_prompts(part, query))
 
-    def mixture(held, part: Pool, query: Array, task: Task) -> Mixture:
-        del held, task
+    def mixture(cached, part: Pool, query: Array, task: Task) -> Mixture:
+        del cached, task
         basis = part.prompt.reshape(*part.prompt.shape[:2], -1)
         return Mixture(jnp.stack(weights(part, query), axis=1), basis)
 

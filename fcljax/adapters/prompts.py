@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 
 class Gate(NamedTuple):
@@ -110,7 +110,7 @@ class HeldPrompts(NamedTuple):
 Held: TypeAlias = Prompts | HeldPrompts | tuple[()]  # the server's parameters, or what a client holds
 
 
-def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapter:
+def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     """FPPL's adapter: a prompt per task, fused for every image by a gate on its query (eq. 1, 2).
 
     With `prompt_upload` = "all" all prompts travel, as in the release, though only the current one trains.
@@ -129,8 +129,8 @@ def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapt
     def init(key: PRNGKeyArray, frozen) -> Prompts:
         del frozen
         keys, width = jax.random.split(key), network.width
-        prompt = init_prompts(keys[0], setting.tasks, options.prompt_blocks, options.prompt_length, width)
-        return Prompts(prompt, init_gate(keys[1], setting.tasks, width, options.gate_scale == "learnable"))
+        prompt = init_prompts(keys[0], sizes.tasks, options.prompt_blocks, options.prompt_length, width)
+        return Prompts(prompt, init_gate(keys[1], sizes.tasks, width, options.gate_scale == "learnable"))
 
     def part(params: Prompts, task: Task) -> Prompts:
         return params if whole else params._replace(prompt=params.prompt[task.index])
@@ -141,21 +141,26 @@ def prompts(options: PromptOptions, setting: Setting, network: Network) -> Adapt
     def current(part: Prompts, task: Task) -> Prompts:
         return part._replace(prompt=part.prompt[task.index]) if whole else part
 
-    def prompt(held: Held, part: Prompts, query: Array, task: Task) -> Array:
-        weights = gate_weights(
-            part.gate, query, jnp.arange(setting.tasks) <= task.index, not options.wo_fusion
-        )
-        past = held if isinstance(held, Prompts | HeldPrompts) and not whole else part
+    def prompt(cached: Held, part: Prompts, query: Array, task: Task) -> Array:
+        weights = gate_weights(part.gate, query, jnp.arange(sizes.tasks) <= task.index, not options.wo_fusion)
+        past = cached if isinstance(cached, Prompts | HeldPrompts) and not whole else part
         return fuse(weights, past.prompt, current(part, task).prompt, task.index)
 
-    def inject(held: Held, part: Prompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+    def inject(cached: Held, part: Prompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
         del train, mask
-        return prompt_injection(prompt(held, part, query, task))
+        return prompt_injection(prompt(cached, part, query, task))
 
     return Adapter(
-        init, _transfer, part, put, inject=inject, prompt=prompt, trained=current, queries=True,
-        held=lambda params: () if whole else HeldPrompts(params.prompt),
-    )  # fmt: skip
+        init,
+        _transfer,
+        part,
+        put,
+        inject=inject,
+        prompt=prompt,
+        trained=current,
+        queries=True,
+        cached=lambda params: () if whole else HeldPrompts(params.prompt),
+    )
 
 
 def _transfer(params: Prompts, task: Task) -> Prompts:

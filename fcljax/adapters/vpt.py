@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fcljax.adapters.prompts import prompt_injection
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Setting, Task
+from fcljax.types import Network, Sizes, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class VPTOptions:
 Prompts = Float[Array, "blocks length width"]
 
 
-def vpt(options: VPTOptions, setting: Setting, network: Network) -> Adapter:
+def vpt(options: VPTOptions, sizes: Sizes, network: Network) -> Adapter:
     """The adapter.
 
     Args:
@@ -38,7 +38,7 @@ def vpt(options: VPTOptions, setting: Setting, network: Network) -> Adapter:
     Raises:
       InputError: for more blocks with prompts than the network has.
     """
-    del setting
+    del sizes
     check_blocks("vpt_blocks", options.vpt_blocks, network)
     shape = (options.vpt_blocks, options.vpt_length, network.width)
 
@@ -47,12 +47,12 @@ def vpt(options: VPTOptions, setting: Setting, network: Network) -> Adapter:
         del frozen
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
-    def inject(held, part: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
-        del held, query, task, train, mask
+    def inject(cached, part: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
+        del cached, query, task, train, mask
         return prompt_injection(part[None])
 
-    def prompt(held, part: Prompts, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
-        del held, task
+    def prompt(cached, part: Prompts, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+        del cached, task
         return jnp.broadcast_to(part, (len(query), *shape))
 
     return Adapter(init, inject=inject, prompt=prompt)

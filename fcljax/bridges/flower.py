@@ -41,7 +41,7 @@ from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Played
-from fcljax.federated.schedule import Roster, phase_steps
+from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.files import check_folder
 from fcljax.methods import find_method
 from fcljax.results import figures as report
@@ -50,9 +50,9 @@ from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate
 from fcljax.runs.loop import check_new, claimed, first_server, make_play
 from fcljax.runs.records import Clock, Records, json_line, record
-from fcljax.runs.summary import figures_of, summarize, warnings_of, wire_shapes
+from fcljax.runs.summary import figures_of, payload_shapes, summarize, warnings_of
 from fcljax.terminal import say
-from fcljax.types import Broadcast, ClientInfo, Ctx, PyTree, Turn, Upload
+from fcljax.types import Broadcast, ClientContext, ClientInfo, PyTree, RoundContext, Upload
 
 # after our own modules: records.py says what to do where Flower is not here
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip
@@ -60,7 +60,7 @@ from flwr.clientapp import ClientApp  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 HELLO, ROUND = "query.hello", "train.round"
-STATE, HELD, NOTE = "fcljax.state", "fcljax.held", "fcljax.note"  # records of a client's context
+STATE, CACHED, NOTE = "fcljax.state", "fcljax.cached", "fcljax.note"  # records of a client's context
 _CLASSES = "classes.png"  # a figure of rows per class and client, which clients do not tell
 
 _SERVER = ("out", "test", "wait", "timeout")  # of the run's configuration, what the server alone reads
@@ -89,9 +89,12 @@ def client_app(method: str | None = None, **settings: Any) -> ClientApp:
 
 
 def _reply(
-    content: Callable[..., RecordDict], method: str | None, settings: dict[str, Any], message: Message,
+    content: Callable[..., RecordDict],
+    method: str | None,
+    settings: dict[str, Any],
+    message: Message,
     context: Context,
-) -> Message:  # fmt: skip
+) -> Message:
     return Message(content(method, settings, message, context), reply_to=message)
 
 
@@ -130,16 +133,16 @@ def _round(method: str | None, settings: dict[str, Any], message: Message, conte
     me = _client(method, settings, message, context)
     exp = node.client_experiment(me.method, me.cfg, me.own, int(me.call["rows"]))
     memory, content = _remembered(context, me.id), message.content
-    held = _held(memory.get(HELD, {}), content.array_records["held"], me.call)
-    if held is None:
+    cached = _cached(memory.get(CACHED, {}), content.array_records["cached"], me.call)
+    if cached is None:
         return RecordDict({"call": config({"lacks": True})})
     shape, kept = node.broadcast_shape(exp), memory.get(STATE)
-    wire = from_arrays(content.array_records["wire"], shape.wire, "wire")
-    broadcast = Broadcast(wire, from_arrays(held, shape.held, "held"))
+    payload = from_arrays(content.array_records["payload"], shape.payload, "payload")
+    broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = kept is None
     state = node.first_state(exp, me.id) if fresh else from_arrays(kept, node.state_shape(exp), "state")
     done = node.work(exp, me.id, _order(me.call), broadcast, state)
-    _remember(context, me.id, {STATE: to_arrays(done.state), HELD: held})
+    _remember(context, me.id, {STATE: to_arrays(done.state), CACHED: cached})
     valid = bool(done.valid)
     upload = to_arrays(done.upload) if valid and me.call["merged"] else ArrayRecord()
     told = config({"lacks": False, "valid": valid, "fresh": fresh})
@@ -151,13 +154,13 @@ def _order(call: ConfigRecord) -> Order:
     return Order(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
-def _held(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
+def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
     """What every client holds of earlier rounds: what the node has of it and what was sent, as the server
     names it; None: something is missing, or is not what the server has."""
-    told = dict(zip(listed(call, "held"), listed(call, "digests"), strict=True))
+    told = dict(zip(listed(call, "cached"), listed(call, "digests"), strict=True))
     both = {**mine, **sent}
-    held = ArrayRecord({name: both[name] for name in told if name in both})
-    return held if _digests(held) == told else None
+    cached = ArrayRecord({name: both[name] for name in told if name in both})
+    return cached if _digests(cached) == told else None
 
 
 def _digests(arrays: ArrayRecord) -> dict[str, str]:
@@ -172,7 +175,7 @@ def _digests(arrays: ArrayRecord) -> dict[str, str]:
 def _remembered(context: Context, client: int) -> dict[str, Any]:
     """What the node remembers of this client in this run, as records by name: of its context, else of its
     file."""
-    found = {name: context.state[name] for name in (STATE, HELD, NOTE) if name in context.state}
+    found = {name: context.state[name] for name in (STATE, CACHED, NOTE) if name in context.state}
     mine = NOTE in found and dict(found[NOTE]) == _note(context, client)
     path = _state_file(context, client)
     return found if mine else load_records(path) if path else {}
@@ -201,9 +204,14 @@ def _state_file(context: Context, client: int) -> Path | None:
 
 
 def server_app(
-    method: str | None = None, out: str | None = None, test: str | None = None, wait: float = 600.0,
-    timeout: float = 3600.0, on_round: OnRound | None = None, **settings: Any,
-) -> ServerApp:  # fmt: skip
+    method: str | None = None,
+    out: str | None = None,
+    test: str | None = None,
+    wait: float = 600.0,
+    timeout: float = 3600.0,
+    on_round: OnRound | None = None,
+    **settings: Any,
+) -> ServerApp:
     """A Flower `ServerApp` that plays the server of a method, and leaves a run directory as `fcljax run`
     does, without checkpoints.
 
@@ -255,7 +263,7 @@ def serve(grid: Grid, method: str, cfg: RunConfig, service: Service, on_round: O
     with claimed(out, method, cfg) if out else contextlib.nullcontext():
         records = Records()
         with Clock(records.seconds) as clock:
-            link = Link(nodes, exp, wire_shapes(exp).uploads, service.timeout, say_line)
+            link = Link(nodes, exp, payload_shapes(exp).uploads, service.timeout, say_line)
             play = make_play(exp, cfg, records, clock, link.play)
             state = State(first_server(exp), (), jax.random.key_data(exp.key))
             _rounds(exp, cfg, state, records, clock, play, link, out, on_round)
@@ -271,9 +279,16 @@ def serve(grid: Grid, method: str, cfg: RunConfig, service: Service, on_round: O
 
 
 def _rounds(
-    exp: Experiment, cfg: RunConfig, state: State, records: Records, clock: Clock, play: Callable,
-    link: "Link", out: Path | None, on_round: OnRound | None,
-) -> None:  # fmt: skip
+    exp: Experiment,
+    cfg: RunConfig,
+    state: State,
+    records: Records,
+    clock: Clock,
+    play: Callable,
+    link: "Link",
+    out: Path | None,
+    on_round: OnRound | None,
+) -> None:
     """Play, evaluate and log all rounds. Where clients' own models are what counts, nothing is evaluated: the
     server does not have them."""
     evaluate, past = None if exp.method.personal else make_evaluate(exp, cfg.eval_batch_size), ()
@@ -282,7 +297,7 @@ def _rounds(
         state, kept, done = play(exp.train, state, past, t, r, last)
         if kept is not None:
             past += (kept,)
-            records.add(kept_rows=len(kept.label))
+            records.add(current_buffer=len(kept.label))
         if evaluate and (last or cfg.eval_every_round):
             with clock("eval"):
                 row = evaluate(exp.test, state, t, records)
@@ -300,16 +315,22 @@ def _rounds(
 def _summary(exp: Experiment, method: str, cfg: RunConfig, records: Records, link: "Link") -> dict[str, Any]:
     """What summary.json holds: as of a run, without what only clients know, and with what went over the wire.
     Where clients' own models are what counts, there are no accuracies."""
-    wire = {"wire": dict(link.total)}
+    payload = {"payload": dict(link.total)}
     if not exp.method.personal:
-        return summarize(exp, method, cfg, records, None) | {"client_accuracy": None} | wire
+        return summarize(exp, method, cfg, records, None) | {"client_accuracy": None} | payload
     link.tell("warning: no accuracy was measured: the models that count are the clients' own")
     counts = {name: int(records.counts[name]) for name in ("rejected", "refused")}
     return {
-        "method": method, "dataset": cfg.dataset, "seed": cfg.seed, "fidelity": cfg.fidelity,
-        "accuracy": None, "rejected_uploads": counts["rejected"], "refused_results": counts["refused"],
-        "config": dataclasses.asdict(cfg), **wire,
-    }  # fmt: skip
+        "method": method,
+        "dataset": cfg.dataset,
+        "seed": cfg.seed,
+        "fidelity": cfg.fidelity,
+        "accuracy": None,
+        "rejected_uploads": counts["rejected"],
+        "refused_results": counts["refused"],
+        "config": dataclasses.asdict(cfg),
+        **payload,
+    }
 
 
 class Nodes:
@@ -401,9 +422,13 @@ class Link:
     """The clients' part of every exchange, played by nodes. Counts what goes over the wire."""
 
     def __init__(
-        self, nodes: Nodes, exp: Experiment, uploads: tuple[Upload, ...], timeout: float,
+        self,
+        nodes: Nodes,
+        exp: Experiment,
+        uploads: tuple[Upload, ...],
+        timeout: float,
         tell: Callable[[str], None],
-    ):  # fmt: skip
+    ):
         self.nodes, self.exp, self.timeout, self.tell = nodes, exp, timeout, tell
         self.uploads = [node.upload_shape(each) for each in uploads]
         self.holds: dict[int, dict[str, str]] = {}  # client -> digests of what it holds of earlier rounds
@@ -422,45 +447,59 @@ class Link:
                 tally[f"wire_{name}"] = tally.get(f"wire_{name}", 0) + value
 
     def play(
-        self, index: int, turn: Turn, broadcast: Broadcast, states: PyTree, roster: Roster,
-        ids: Int[np.ndarray, " n"], key: PRNGKeyArray,
-    ) -> Played:  # fmt: skip
+        self,
+        index: int,
+        round_context: RoundContext,
+        broadcast: Broadcast,
+        states: PyTree,
+        partition: ClientPartition,
+        ids: Int[np.ndarray, " n"],
+        key: PRNGKeyArray,
+    ) -> Played:
         """`engine.Clients`: ask the nodes of these clients, and receive what they send."""
         for line in self.nodes.refresh(len(self.exp.scenario.tasks), self.timeout):
             self.tell(f"warning: {line}")
-        replies = self._replies(index, turn, broadcast, [int(client) for client in ids], key)
+        replies = self._replies(index, round_context, broadcast, [int(client) for client in ids], key)
         player = self.exp.engine.players[index]
         accumulator, present = player.empty(), np.array(sorted(replies), np.int64)
         # the order in which one lane plays them: the sums have the same rounding as in a simulation
-        for client in sorted(replies, key=lambda client: (-int(roster.count[client]), client)):
+        for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
-            ctx = _ctx(turn, broadcast, roster, client)
-            accumulator = self._receive(index, accumulator, ctx, replies[client], position)
+            client_context = _ctx(round_context, broadcast, partition, client)
+            accumulator = self._receive(index, accumulator, client_context, replies[client], position)
         phases = player.round.program.phases
-        steps = sum(int(phase_steps(roster.count[present], phase.view).sum()) for phase in phases)
+        steps = sum(int(phase_steps(partition.count[present], phase.view).sum()) for phase in phases)
         self._count(uploads=len(replies), dropped=len(ids) - len(replies))
         return Played(accumulator, states, present, (steps, steps))
 
     def _replies(
-        self, index: int, turn: Turn, broadcast: Broadcast, clients: list[int], key: PRNGKeyArray
+        self,
+        index: int,
+        round_context: RoundContext,
+        broadcast: Broadcast,
+        clients: list[int],
+        key: PRNGKeyArray,
     ) -> dict[int, RecordDict]:
         """What those clients answer who do. Those that lack something are sent everything once more."""
         call = {
-            "index": index, "task": int(turn.task.index), "round": int(turn.round),
-            "key": [int(word) for word in jax.random.key_data(key)], "rows": self.exp.setting.rows,
+            "index": index,
+            "task": int(round_context.task.index),
+            "round": int(round_context.round),
+            "key": [int(word) for word in jax.random.key_data(key)],
+            "rows": self.exp.sizes.examples,
             "merged": self.exp.method.rounds[index].server is not None,
             "class_names": list(self.nodes.class_names),
-        }  # fmt: skip
-        wire, held = to_arrays(broadcast.wire), to_arrays(broadcast.held)
+        }
+        payload, cached = to_arrays(broadcast.payload), to_arrays(broadcast.cached)
         found: dict[int, RecordDict] = {}
         for _ in range(2):
             asked = [client for client in clients if client not in found]
-            answers = self._ask({c: self._content(c, call, wire, held) for c in asked})
+            answers = self._ask({c: self._content(c, call, payload, cached) for c in asked})
             for client, content in answers.items():
                 if content.config_records["call"].get("lacks"):
                     self.holds.pop(client, None)
                 else:
-                    found[client], self.holds[client] = content, _digests(held)
+                    found[client], self.holds[client] = content, _digests(cached)
                     self._begun(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in found]
         return found
@@ -473,12 +512,14 @@ class Link:
         if anew:
             self.tell(f"warning: client {client} has lost what it kept, and began anew")
 
-    def _content(self, client: int, call: dict[str, Any], wire: ArrayRecord, held: ArrayRecord) -> RecordDict:
+    def _content(
+        self, client: int, call: dict[str, Any], payload: ArrayRecord, cached: ArrayRecord
+    ) -> RecordDict:
         """What one client is sent: of what clients hold only what it does not have yet."""
-        digests, has = _digests(held), self.holds.get(client, {})
-        new = ArrayRecord({name: array for name, array in held.items() if has.get(name) != digests[name]})
-        told = config(call | {"held": list(digests), "digests": list(digests.values())})
-        return RecordDict({"wire": wire, "held": new, "call": told})
+        digests, has = _digests(cached), self.holds.get(client, {})
+        new = ArrayRecord({name: array for name, array in cached.items() if has.get(name) != digests[name]})
+        told = config(call | {"cached": list(digests), "digests": list(digests.values())})
+        return RecordDict({"payload": payload, "cached": new, "call": told})
 
     def _ask(self, contents: dict[int, RecordDict]) -> dict[int, RecordDict]:
         """The answers of clients, without those that have none."""
@@ -501,7 +542,12 @@ class Link:
         return found
 
     def _receive(
-        self, index: int, accumulator: Accumulator, ctx: Ctx, content: RecordDict, position: int
+        self,
+        index: int,
+        accumulator: Accumulator,
+        client_context: ClientContext,
+        content: RecordDict,
+        position: int,
     ) -> Accumulator:
         """One more answer. A wrong one is left out and counted, as one that is not finite."""
         player, shape = self.exp.engine.players[index], self.uploads[index]
@@ -513,9 +559,9 @@ class Link:
             upload = from_arrays(content.array_records.get("upload", {}), shape, "upload")
             accumulator = self._add_metrics(accumulator, content)
         except InputError as error:
-            self.tell(f"warning: the answer of client {int(ctx.info.id)} was left out: {error}")
+            self.tell(f"warning: the answer of client {int(client_context.client.id)} was left out: {error}")
             return accumulator._replace(rejected=accumulator.rejected + 1)
-        return player.receive(accumulator, ctx, upload, np.int32(position))[0]
+        return player.receive(accumulator, client_context, upload, np.int32(position))[0]
 
     def _add_metrics(self, accumulator: Accumulator, content: RecordDict) -> Accumulator:
         told = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
@@ -526,10 +572,15 @@ def _who(client: int | None) -> str:
     return "a client" if client is None else f"client {client}"
 
 
-def _ctx(turn: Turn, broadcast: Broadcast, roster: Roster, client: int) -> Ctx:
+def _ctx(
+    round_context: RoundContext, broadcast: Broadcast, partition: ClientPartition, client: int
+) -> ClientContext:
     """What a client could read, as far as the server knows: not how many rows of each class it has."""
     number = lambda value: jnp.asarray(value, jnp.int32)
     info = ClientInfo(
-        number(client), number(roster.count[client]), number(roster.class_rows[client]), turn.round
+        number(client),
+        number(partition.count[client]),
+        number(partition.class_rows[client]),
+        round_context.round,
     )
-    return Ctx(turn.frozen, broadcast.wire, broadcast.held, turn.task, info)
+    return ClientContext(round_context.frozen, broadcast.payload, broadcast.cached, round_context.task, info)

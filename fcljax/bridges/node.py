@@ -22,12 +22,12 @@ from fcljax.errors import InputError
 from fcljax.federated.engine import Work, client_states, work_alone
 from fcljax.methods import find_method
 from fcljax.runs import origin
-from fcljax.runs.build import Experiment, assemble, setting_of
+from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.inputs import Inputs, load_inputs
 from fcljax.runs.loop import CLIENTS, first_server
 from fcljax.runs.queries import with_queries
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
-from fcljax.types import Broadcast, PyTree, Turn, Upload
+from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
 OWN = "its own"  # in place of a digest of images
 
@@ -99,7 +99,7 @@ class Holding(NamedTuple):
 
     def rows(self, client: int) -> list[int]:
         """Rows of a client in each task."""
-        return [int(of_task[0].count[client]) for of_task in self.scenario.rosters]
+        return [int(of_task[0].count[client]) for of_task in self.scenario.partitions]
 
 
 class Facts(NamedTuple):
@@ -166,8 +166,8 @@ def client_experiment(method: str, cfg: RunConfig, own: Own | None, rows: int) -
       InputError: as `hold`.
     """
     holding = hold(method, cfg, own)
-    setting = setting_of(holding.scenario, cfg)._replace(rows=rows)
-    exp = assemble(method, cfg, holding.inputs, holding.scenario, setting, by_itself=True)
+    sizes = sizes_of(holding.scenario, cfg)._replace(examples=rows)
+    exp = assemble(method, cfg, holding.inputs, holding.scenario, sizes, by_itself=True)
     return with_queries(exp, cfg, ("train",))
 
 
@@ -190,11 +190,11 @@ def state_shape(exp: Experiment) -> PyTree:
 def broadcast_shape(exp: Experiment) -> Broadcast:
     """Shapes and types of what the server sends."""
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
-    return jax.eval_shape(exp.method.broadcast, _turn(exp, 0, 0), server)
+    return jax.eval_shape(exp.method.broadcast, _round_context(exp, 0, 0), server)
 
 
-def _turn(exp: Experiment, task: int, round_: int) -> Turn:
-    return Turn.on_host(exp.frozen, exp.scenario.tasks[task], round_, False)
+def _round_context(exp: Experiment, task: int, round_: int) -> RoundContext:
+    return RoundContext.on_host(exp.frozen, exp.scenario.tasks[task], round_, False)
 
 
 class Order(NamedTuple):
@@ -212,13 +212,15 @@ def work(exp: Experiment, client: int, order: Order, broadcast: Broadcast, state
     Raises:
       InputError: for a task or a round that there is not.
     """
-    sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.setting.rounds)
+    sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.sizes.rounds)
     for name, value, size in zip(("index", "task", "round"), order[:3], sizes, strict=True):
         if not 0 <= value < size:
             raise InputError(f"order: {name} {value} of {size}")
-    roster = exp.scenario.rosters[order.task][order.round]
-    turn = _turn(exp, order.task, order.round)
-    return work_alone(exp.engine, order.index, turn, broadcast, state, exp.train, roster, client, order.key)
+    partition = exp.scenario.partitions[order.task][order.round]
+    round_context = _round_context(exp, order.task, order.round)
+    return work_alone(
+        exp.engine, order.index, round_context, broadcast, state, exp.train, partition, client, order.key
+    )
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def server_experiment(
       InputError: for anything in the settings that cannot work.
     """
     scenario = scenario_of_counts(inputs.dataset, cfg, cfg.rounds, find_method(method).joint, rows)
-    exp = assemble(method, cfg, inputs, scenario, setting_of(scenario, cfg))
+    exp = assemble(method, cfg, inputs, scenario, sizes_of(scenario, cfg))
     return with_queries(exp, cfg, ("test",))
 
 

@@ -29,18 +29,18 @@ from fcljax.federated.engine import (
     play_chunks,
     run_round,
 )
-from fcljax.federated.schedule import Roster, capacities, plan_round
+from fcljax.federated.schedule import ClientPartition, capacities, plan_round
 from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import Frozen, Kept, Method, Network, Setting, Task, Turn
+from fcljax.types import Frozen, Method, Network, ReplayBuffer, RoundContext, Sizes, Task
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
-SETTING = Setting(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, rows=9)
-SIZES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
+SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
+EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
 SHORT = 2  # rows of a short batch
@@ -61,7 +61,7 @@ class Federation(NamedTuple):
     engine: Engine
     frozen: Frozen
     data: Split
-    rosters: list[Roster]
+    partitions: list[ClientPartition]
     server: PyTree
     states: PyTree
 
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
     server: PyTree
     clients: PyTree
-    past: tuple[Kept, ...] = ()
+    past: tuple[ReplayBuffer, ...] = ()
 
 
 def check(method_name: str, cfg: RunConfig) -> list[Statement]:
@@ -84,7 +84,7 @@ def check(method_name: str, cfg: RunConfig) -> list[Statement]:
     Raises:
       InputError: for a method that does not keep to the protocol.
     """
-    made = federation(make_method(method_name, cfg, SETTING, network(TINY)))
+    made = federation(make_method(method_name, cfg, SIZES, network(TINY)))
     history = play(made)
     return [statement(made, history) for statement in STATEMENTS]
 
@@ -104,23 +104,25 @@ def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
     return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate)
 
 
-def federation(method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = SIZES) -> Federation:
+def federation(
+    method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = EXAMPLES
+) -> Federation:
     """The method on 60 random images.
 
     Args:
       vit: the network, of images of 8 pixels.
       sizes: `[tasks][clients]`, rows.
     """
-    label, rng = np.arange(60) % SETTING.classes, np.random.default_rng(0)
+    label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
     data = Split(image, jnp.asarray(label, jnp.int32))
-    rosters = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
+    partitions = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
     frozen = frozen_parameters(vit, surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
-    engine = _engine(method, LANES, frozen, data, rosters)
-    states = init_clients(method, server, SETTING.clients, KEY)
-    return Federation(method, engine, frozen, data, rosters, server, states)
+    engine = _engine(method, LANES, frozen, data, partitions)
+    states = init_clients(method, server, SIZES.clients, KEY)
+    return Federation(method, engine, frozen, data, partitions, server, states)
 
 
 def read(data: Split, rows, keys, augment: bool):
@@ -129,21 +131,26 @@ def read(data: Split, rows, keys, augment: bool):
     return data.image[rows], data.label[rows], None
 
 
-def _roster(label: np.ndarray, task, sizes: Sequence[int], order=range(SETTING.clients)) -> Roster:
+def _roster(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
     """Clients with so many rows of the task, in `order`; row 0 of the task belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
     owned = [owned[i] for i in order]
-    counts = [np.bincount(label[rows], minlength=SETTING.classes) for rows in owned]
+    counts = [np.bincount(label[rows], minlength=SIZES.classes) for rows in owned]
     offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
-    return Roster(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
 
 
 def _engine(
-    method: Method, lanes: Lanes, frozen: Frozen, data: Split, rosters: list[Roster], short: bool = False
+    method: Method,
+    lanes: Lanes,
+    frozen: Frozen,
+    data: Split,
+    partitions: list[ClientPartition],
+    short: bool = False,
 ) -> Engine:
     """short: are batches of one and two rows computed as such?"""
-    room = capacities(method, rosters, lanes.count, slots=128)
+    room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
     return make_engine(method, read, lanes, room, Example(frozen, data, TASKS[0]))
@@ -170,28 +177,39 @@ def play(
     data, history = made.data if data is None else data, []
     server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
     begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
-    for task, roster in list(zip(TASKS, made.rosters, strict=True))[start:]:
-        turn = Turn.on_host(made.frozen, task, 0, False)
-        server, everyone = begin(turn, server, KEY), np.flatnonzero(roster.count)
+    for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
+        round_context = RoundContext.on_host(made.frozen, task, 0, False)
+        server, everyone = begin(round_context, server, KEY), np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
-        for r in range(SETTING.rounds):
-            last = r == SETTING.rounds - 1
+        for r in range(SIZES.rounds):
+            last = r == SIZES.rounds - 1
             for when in ("opening",) * (r == 0) + ("round",) + ("closing",) * last:
                 number, who = (r, chosen) if when == "round" else (0, everyone)
                 server, clients, _ = run_round(
-                    made.engine, made.frozen, server, clients, data, roster, who, task, number,
-                    jax.random.key(3), when=when, last=last, past=past,
-                )  # fmt: skip
+                    made.engine,
+                    made.frozen,
+                    server,
+                    clients,
+                    data,
+                    partition,
+                    who,
+                    task,
+                    number,
+                    jax.random.key(3),
+                    when=when,
+                    last=last,
+                    past=past,
+                )
             kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
             past += () if kept is None else (kept,)
-            server = end(turn, server, KEY) if last else server
+            server = end(round_context, server, KEY) if last else server
             history.append(State(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
 
-def present(roster: Roster) -> list[int]:
+def present(partition: ClientPartition) -> list[int]:
     """The clients that have rows."""
-    return np.flatnonzero(roster.count).tolist()
+    return np.flatnonzero(partition.count).tolist()
 
 
 def receive(
@@ -199,17 +217,17 @@ def receive(
     engine: Engine,
     index: int,
     state: State,
-    roster: Roster,
+    partition: ClientPartition,
     ids: Sequence[int],
     task: Task = TASKS[1],
 ) -> tuple[Accumulator, PyTree]:
     """What the server gets from clients `ids` in one of the method's rounds, and everybody's new states."""
     player = engine.players[index]
     chunks, _ = plan_round(
-        player.round.program, roster, np.array(ids), 0, engine.lanes.count, player.capacity
+        player.round.program, partition, np.array(ids), 0, engine.lanes.count, player.capacity
     )
-    turn = Turn.on_host(made.frozen, task, 0, False)
-    broadcast, states = engine.broadcast(turn, state.server), jax.tree.map(jnp.copy, state.clients)
+    round_context = RoundContext.on_host(made.frozen, task, 0, False)
+    broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
     return play_chunks(player, engine.lanes, chunks, made.frozen, broadcast, states, made.data, task, KEY)
 
 
@@ -229,11 +247,11 @@ def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
     """One lane in a loop, where short batches are computed as such, receives what two vmapped lanes do, which
     pad them. That is up to rounding, of which Adam makes whole steps where a gradient is nothing else:
     FedLwF.MC's teachers are the students at first."""
-    single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.rosters, short=True)
+    single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
     worst = 0.0
     for index in range(len(made.method.rounds)):
         pair = [
-            receive(made, engine, index, history[1], made.rosters[1], [0, 2, 3])[0]
+            receive(made, engine, index, history[1], made.partitions[1], [0, 2, 3])[0]
             for engine in (made.engine, single)
         ]
         worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(3)))
@@ -246,21 +264,22 @@ def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
     """What a client sends and keeps is the same bits, whoever else takes part."""
     worst = 0.0
     for index in range(len(made.method.rounds)):
-        call = lambda ids, i=index: receive(made, made.engine, i, history[1], made.rosters[1], ids)
+        call = lambda ids, i=index: receive(made, made.engine, i, history[1], made.partitions[1], ids)
         together, after = call([0, 2, 3])
         for rank, client in enumerate([0, 2, 3]):
             alone, its = call([client])
             worst = max(worst, _difference(_row(alone.gather, 0), _row(together.gather, rank)))
             worst = max(worst, _difference(_row(its, client), _row(after, client)))
     return Statement(
-        "what a client sends and keeps does not depend on who else takes part", worst == 0,
+        "what a client sends and keeps does not depend on who else takes part",
+        worst == 0,
         f"largest difference {worst:.1e}",
-    )  # fmt: skip
+    )
 
 
 def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     """Rows that nobody holds, which padding reads, may be NaN."""
-    held = np.isin(np.arange(60), np.concatenate([roster.rows for roster in made.rosters]))
+    held = np.isin(np.arange(60), np.concatenate([partition.rows for partition in made.partitions]))
     image = jnp.where(held[:, None, None, None], made.data.image, jnp.nan)
     poisoned = play(made, made.data._replace(image=image))
     worst = _difference(poisoned[-1], history[-1])
@@ -273,20 +292,21 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
     """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
     del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
-    renamed = _roster(label, TASKS[0], made.rosters[0].count.tolist(), order)
+    renamed = _roster(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
-    turn = Turn.on_host(made.frozen, TASKS[0], 0, False)
-    state = State(begin(turn, made.server, KEY), made.states)
+    round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
+    state = State(begin(round_context, made.server, KEY), made.states)
     for index in range(len(made.method.rounds)):
         pair = [
-            receive(made, made.engine, index, state, roster, present(roster), TASKS[0])[0]
-            for roster in (made.rosters[0], renamed)
+            receive(made, made.engine, index, state, partition, present(partition), TASKS[0])[0]
+            for partition in (made.partitions[0], renamed)
         ]
         worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
     return Statement(
-        "permuting clients does not change what is added up", worst < 1e-3,
+        "permuting clients does not change what is added up",
+        worst < 1e-3,
         f"largest relative difference {worst:.1e}",
-    )  # fmt: skip
+    )
 
 
 def resumes(made: Federation, history: list[State]) -> Statement:

@@ -61,9 +61,14 @@ def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> lis
       data_dir: folder of data sets, as `--data-dir` takes it.
     """
     looks = (
-        packages(), devices(), self_test(), weights(), map(checkpoint, checkpoints), folders(data_dir),
+        packages(),
+        devices(),
+        self_test(),
+        weights(),
+        map(checkpoint, checkpoints),
+        folders(data_dir),
         datasets(data_dir),
-    )  # fmt: skip
+    )
     return [finding for look in looks for finding in look]
 
 
@@ -152,8 +157,13 @@ def devices() -> Iterator[Finding]:
         yield Finding("devices", f"{device.platform}:{device.id}", "ok", value)
     yield Finding("devices", "processor cores", "ok", str(os.cpu_count()))
     if found[0].platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
-        yield Finding("devices", "NVIDIA GPU", "missing", "there is one, and JAX does not use it",
-                      "pip install -e '.[gpu]'")  # fmt: skip
+        yield Finding(
+            "devices",
+            "NVIDIA GPU",
+            "missing",
+            "there is one, and JAX does not use it",
+            "pip install -e '.[gpu]'",
+        )
 
 
 def self_test() -> Iterator[Finding]:

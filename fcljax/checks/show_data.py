@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fcljax.config import DealConfig
+from fcljax.config import PartitionConfig
 from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
@@ -19,7 +19,7 @@ SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
 @dataclasses.dataclass(frozen=True)
-class ShowConfig(DealConfig):
+class ShowConfig(PartitionConfig):
     """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
 
     out: str | None = None  # folder for the two PNG files; default: the current one

@@ -127,9 +127,10 @@ def _values_of(field: dataclasses.Field) -> tuple[str, ...]:
     from fcljax.models.vit import VITS
 
     named = {
-        "adapter": tuple(ADAPTERS), "backbone": ("auto", *VITS, *CONVNETS),
+        "adapter": tuple(ADAPTERS),
+        "backbone": ("auto", *VITS, *CONVNETS),
         "dataset": tuple(name for name in DATASETS if ":" not in name),
-    }  # fmt: skip
+    }
     parts = typing.get_args(field.type)
     kinds = (field.type, *parts)
     choices = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal]

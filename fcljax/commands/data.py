@@ -61,11 +61,14 @@ def _data_prepare(arguments: list[str]) -> int:
     info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
     print_rows(
         [
-            ("training images", info.counts[0]), ("test images", info.counts[1]),
-            ("bytes", f"{info.bytes:,}"), ("skipped", len(info.skipped)), ("sha256", info.digest),
+            ("training images", info.counts[0]),
+            ("test images", info.counts[1]),
+            ("bytes", f"{info.bytes:,}"),
+            ("skipped", len(info.skipped)),
+            ("sha256", info.digest),
             ("folder", info.folder or "made in memory by every run"),
         ]
-    )  # fmt: skip
+    )
     return 0
 
 

@@ -24,9 +24,11 @@ def doctor(arguments: list[str]) -> int:
     """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
     checkpoints, rest = words_before(arguments)
     given = parse(
-        {"doctor": DoctorOptions()}, rest, "fcljax doctor [CHECKPOINT...]",
+        {"doctor": DoctorOptions()},
+        rest,
+        "fcljax doctor [CHECKPOINT...]",
         "What a run would need of this machine, and what to do about what is missing.",
-    )  # fmt: skip
+    )
     from fcljax.checks.doctor import examine, healthy
 
     findings = examine(checkpoints, given.get("data_dir"))

@@ -36,9 +36,14 @@ def list_(arguments: list[str]) -> int:
     }
     merging = {f"{name} + --aggregator": f"{e.merges}: mean alone" for name, e in METHODS.items() if e.merges}
     listed = {
-        "method": methods, "adapter": adapters, "data set": DATASETS, "backbone": backbones,
-        "pipeline": PRESETS, "attack": ATTACKS, "cannot work": excluded | merging,
-    }  # fmt: skip
+        "method": methods,
+        "adapter": adapters,
+        "data set": DATASETS,
+        "backbone": backbones,
+        "pipeline": PRESETS,
+        "attack": ATTACKS,
+        "cannot work": excluded | merging,
+    }
     table = Table("kind", "name", "what it is")
     for kind, rows in listed.items():
         for name, text in rows.items():

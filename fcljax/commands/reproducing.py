@@ -40,9 +40,11 @@ def reproduce(arguments: list[str]) -> int:
     missing = f"table: none given; usage: {USAGE} [options], such as fppl table3"
     names, rest = names_before(arguments, 2, missing)
     given = parse(
-        {"reproduce": ReproduceOptions()}, rest, USAGE,
+        {"reproduce": ReproduceOptions()},
+        rest,
+        USAGE,
         "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds.",
-    )  # fmt: skip
+    )
     options = config.fill(ReproduceOptions, given, "options")
     config.check_ranges(options)
 

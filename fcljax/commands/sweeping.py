@@ -39,9 +39,11 @@ def sweep(arguments: list[str]) -> int:
     missing = "sweep: no file given; usage: fcljax sweep FILE.yaml [options]"
     files, rest = names_before(arguments, 1, missing)
     given = parse(
-        {"sweep": SweepOptions()}, rest, "fcljax sweep FILE.yaml",
+        {"sweep": SweepOptions()},
+        rest,
+        "fcljax sweep FILE.yaml",
         "Many runs: a grid of options, variants and seeds, some at a time.",
-    )  # fmt: skip
+    )
     options = config.fill(SweepOptions, given, "options")
     config.check_ranges(options)
 

@@ -17,13 +17,13 @@ from fcljax.errors import InputError
 
 _PASSES = 1000  # of the retry rule, before we call a setting hopeless
 # far above it the draw is IID in all but name, and further up the gamma variates overflow
-_LARGEST_BETA = 1e6
+_LARGEST_ALPHA = 1e6
 
 
 def dirichlet(
-    labels: Int[np.ndarray, " N"], clients: int, beta: float, rng: np.random.RandomState, min_size: int = 10
+    labels: Int[np.ndarray, " N"], clients: int, alpha: float, rng: np.random.RandomState, min_size: int = 10
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Label-skewed partition: every class is spread over clients by a draw from Dirichlet(beta, ..., beta).
+    """Label-skewed partition: every class is spread over clients by a draw from Dirichlet(alpha, ..., alpha).
 
     Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn
     again until every client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the
@@ -32,25 +32,25 @@ def dirichlet(
     Args:
       labels: original labels.
       clients: number of clients K.
-      beta: concentration; small is skewed. Above 0: an IID partition is `iid`.
+      alpha: concentration; small is skewed. Above 0: an IID partition is `iid`.
       rng: the stream that has just drawn the class order.
       min_size: least number of rows of a client over all classes in `labels`.
 
     Raises:
-      InputError: for beta not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
+      InputError: for alpha not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
     """
-    if not 0 < beta <= _LARGEST_BETA:  # also refuses NaN
+    if not 0 < alpha <= _LARGEST_ALPHA:  # also refuses NaN
         raise InputError(
-            f"beta: {beta} is not a Dirichlet concentration; choose 0 < beta <= 1e6, or partition iid"
+            f"alpha: {alpha} is not a Dirichlet concentration; choose 0 < alpha <= 1e6, or partition iid"
         )
     check_clients(len(labels), clients, min_size)
     for _ in range(_PASSES):
-        parts = _one_pass(labels, clients, beta, rng)
+        parts = _one_pass(labels, clients, alpha, rng)
         if min(map(len, parts)) >= min_size:
             return _shuffled(parts, rng)
     raise InputError(
-        f"clients: {clients} clients with beta {beta} do not all reach {min_size} rows of {len(labels)} "
-        f"in {_PASSES} draws; choose fewer clients, a larger --beta or a smaller --min-rows"
+        f"clients: {clients} clients with alpha {alpha} do not all reach {min_size} rows of {len(labels)} "
+        f"in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-rows"
     )
 
 
@@ -79,32 +79,33 @@ def iid(
 
 
 def quantity(
-    labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState
+    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Every client owns `alpha` labels, and the rows of a label are split equally among its owners.
+    """Every client owns `per_client` labels, and the rows of a label are split equally among its owners.
 
     "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First
     the labels go round: client k gets label k modulo the number of labels and, where labels outnumber
-    clients, every `clients`-th label after it, up to `alpha`; then it draws others at random. So every label
-    has an owner if clients * alpha >= labels; otherwise all owned labels differ and the rows of the others
-    are unused. NIID-Bench counts the labels in their own order and gives only one of them to each client
-    before the draw; here their order is drawn, so that chance decides which labels stay unused. Where the
+    clients, every `clients`-th label after it, up to `per_client`; then it draws others at random. So every
+    label has an owner if clients * per_client >= labels; otherwise all owned labels differ and the examples
+    of the others are unused. NIID-Bench counts the labels in their own order and gives only one of them
+    to each client before the draw; here their order is drawn, so that chance decides which labels stay
+    unused. Where the
     rows of a label do not come out even its first owners get one row more.
 
     Args:
       labels: labels of the rows to split.
       clients: number of clients K.
-      alpha: labels per client.
+      per_client: labels per client.
       rng: draws the order of the labels, then client by client the others, then label by label which rows go
         to whom.
 
     Raises:
-      InputError: for less than one client, or an alpha that is not between 1 and the number of labels.
+      InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
     """
     check_clients(len(labels), clients, 0)
     members = _classes(labels)
-    _check_alpha(alpha, len(members), "label ids")
-    owns = _label_owners(len(members), clients, alpha, rng)
+    _check_per_client(per_client, len(members), "label ids")
+    owns = _label_owners(len(members), clients, per_client, rng)
     owners, rows = [], []
     for label, mine in enumerate(members):
         holders = np.flatnonzero(owns[:, label])
@@ -116,28 +117,28 @@ def quantity(
 
 
 def shards(
-    labels: Int[np.ndarray, " N"], clients: int, alpha: int, rng: np.random.RandomState, count: int = 100
+    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState, count: int = 100
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Rows in the order of their labels are cut into `count` shards; each client draws `alpha` of them.
+    """Rows in the order of their labels are cut into `count` shards; each client draws `per_client` of them.
 
     The quantity-based partition of PILoRA's release. The shards of one client differ, but clients draw
     without regard to each other: some shards belong to several, some to nobody. The first N modulo `count`
     shards have one row more than the others. Where the rows of every label fill whole shards a client holds
-    at most `alpha` labels; elsewhere a shard may reach from one label into the next.
+    at most `per_client` labels; elsewhere a shard may reach from one label into the next.
 
     Args:
       labels: labels of the rows to split.
       clients: number of clients K.
-      alpha: shards per client.
+      per_client: shards per client.
       rng: draws the shards of one client after the other.
       count: shards.
 
     Raises:
-      InputError: for less than one client, an alpha that is not between 1 and `count`, or fewer rows than
+      InputError: for less than one client, a `per_client` not between 1 and `count`, or fewer rows than
         shards.
     """
     check_clients(len(labels), clients, 0)
-    _check_alpha(alpha, count, "shards")
+    _check_per_client(per_client, count, "shards")
     if len(labels) < count:
         raise InputError(
             f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; "
@@ -145,7 +146,7 @@ def shards(
         )
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
     return [
-        np.concatenate([cut[shard] for shard in rng.choice(count, alpha, replace=False)])
+        np.concatenate([cut[shard] for shard in rng.choice(count, per_client, replace=False)])
         for _ in range(clients)
     ]
 
@@ -158,9 +159,13 @@ class Sample(NamedTuple):
 
 
 def sample_client(
-    labels: Int[np.ndarray, " N"], seed: int, split: float, category: float, imbalance: float,
+    labels: Int[np.ndarray, " N"],
+    seed: int,
+    split: float,
+    category: float,
+    imbalance: float,
     applied: bool = True,
-) -> Sample:  # fmt: skip
+) -> Sample:
     """The rows of one client of HePCo, which exists for one round: some classes of the task, and of each a
     part of its rows that gets smaller from class to class.
 
@@ -234,21 +239,22 @@ def check_clients(rows: int, clients: int, min_size: int) -> None:
         )
 
 
-def _check_alpha(alpha: int, most: int, what: str) -> None:
-    if not 1 <= alpha <= most:
+def _check_per_client(per_client: int, most: int, what: str) -> None:
+    if not 1 <= per_client <= most:
         raise InputError(
-            f"alpha: {alpha} {what} per client, of {most}; nearest valid value: {min(max(alpha, 1), most)}"
+            f"classes_per_client: {per_client} {what} per client, of {most}; "
+            f"nearest valid value: {min(max(per_client, 1), most)}"
         )
 
 
 def _label_owners(
-    labels: int, clients: int, alpha: int, rng: np.random.RandomState
+    labels: int, clients: int, per_client: int, rng: np.random.RandomState
 ) -> Bool[np.ndarray, "K L"]:
     order = rng.permutation(labels)
     owns = np.zeros((clients, labels), bool)
     for client, mine in enumerate(owns):
-        mine[order[np.arange(client, max(clients, labels), clients) % labels][:alpha]] = True
-        mine[rng.choice(np.flatnonzero(~mine), alpha - mine.sum(), replace=False)] = True
+        mine[order[np.arange(client, max(clients, labels), clients) % labels][:per_client]] = True
+        mine[rng.choice(np.flatnonzero(~mine), per_client - mine.sum(), replace=False)] = True
     return owns
 
 
@@ -261,12 +267,12 @@ def _classes(labels: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-def _one_pass(labels: np.ndarray, clients: int, beta: float, rng: np.random.RandomState) -> list[np.ndarray]:
+def _one_pass(labels: np.ndarray, clients: int, alpha: float, rng: np.random.RandomState) -> list[np.ndarray]:
     held = np.zeros(clients, np.int64)
     owners, rows = [], []
     for members in _classes(labels):
         rng.shuffle(members)
-        shares = _shares(held < len(labels) / clients, beta, rng)
+        shares = _shares(held < len(labels) / clients, alpha, rng)
         cuts = (np.cumsum(shares) * len(members)).astype(np.int64)[:-1]
         sizes = np.diff(cuts, prepend=0, append=len(members))
         held += sizes
@@ -275,13 +281,13 @@ def _one_pass(labels: np.ndarray, clients: int, beta: float, rng: np.random.Rand
     return _by_owner(rows, owners, clients)
 
 
-def _shares(below: np.ndarray, beta: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
+def _shares(below: np.ndarray, alpha: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
     """Dirichlet shares among the clients `below` their fair share (at least one: fewer than N are placed)."""
-    shares = np.where(below, rng.dirichlet(np.repeat(beta, len(below))), 0.0)
+    shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
         return shares / total
-    # A tiny beta underflows to all zeros; there the release divides by zero. The limit is one random client.
+    # A tiny alpha underflows to all zeros; there the release divides by zero. The limit is one random client.
     return np.eye(len(below))[rng.choice(np.flatnonzero(below))]
 
 

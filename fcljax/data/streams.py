@@ -89,9 +89,12 @@ class Stream(NamedTuple):
 
 
 def shared_streams(
-    labels: Int[np.ndarray, " N"], tasks: Sequence[Int[np.ndarray, " _"]], clients: int, share: float,
+    labels: Int[np.ndarray, " N"],
+    tasks: Sequence[Int[np.ndarray, " _"]],
+    clients: int,
+    share: float,
     rng: np.random.RandomState,
-) -> list[Stream]:  # fmt: skip
+) -> list[Stream]:
     """Private streams through the same tasks: each task goes to a random number of random clients, each of
     which draws a share of its classes (VFCL, appendix A.1).
 
@@ -114,9 +117,12 @@ def shared_streams(
 
 
 def own_streams(
-    labels: Int[np.ndarray, " N"], pool: Sequence[Int[np.ndarray, " _"]], clients: int, tasks: int,
+    labels: Int[np.ndarray, " N"],
+    pool: Sequence[Int[np.ndarray, " _"]],
+    clients: int,
+    tasks: int,
     rng: np.random.RandomState,
-) -> list[Stream]:  # fmt: skip
+) -> list[Stream]:
     """Private streams of clients that each go through tasks of a pool in an order of their own (FedWeIT's
     benchmarks, VFCL appendix F.1).
 

@@ -190,21 +190,21 @@ def geometric_median(
     return sum_value(jax.lax.fori_loop(0, steps, towards, start), stacked)
 
 
-def krum(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], hostile: int) -> PyTree:
-    """The one valid upload [...] with the smallest sum of squared L2 distances to its n - hostile - 2 nearest
+def krum(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], malicious: int) -> PyTree:
+    """The one valid upload [...] with the smallest sum of squared distances to its n - malicious - 2 nearest
     others, n = valid rows; the first of equals (Blanchard et al. 2017, section 4). `weight [K]` is ignored.
 
     Raises:
-      InputError: hostile < 0.
+      InputError: malicious < 0.
     """
-    return multi_krum(stacked, weight, valid, hostile, chosen=1)
+    return multi_krum(stacked, weight, valid, malicious, chosen=1)
 
 
 def multi_krum(
     stacked: PyTree,
     weight: Num[Array, " K"],
     valid: Bool[Array, " K"],
-    hostile: int,
+    malicious: int,
     chosen: int | None = None,
 ) -> PyTree:
     """The plain mean [...] of the `chosen` valid uploads that `krum` ranks first (Blanchard et al. 2017,
@@ -214,33 +214,33 @@ def multi_krum(
       stacked: leaves [K, ...].
       weight: ignored, since it is a client's own claim.
       valid: which rows count; n of them.
-      hostile: how many uploads may be hostile; the paper's guarantee needs n > 2 * hostile + 2.
-      chosen: how many to average, at least one and at most n; None takes n - hostile.
+      malicious: how many uploads may be malicious; the paper's guarantee needs n > 2 * malicious + 2.
+      chosen: how many to average, at least one and at most n; None takes n - malicious.
 
     Raises:
-      InputError: hostile < 0.
+      InputError: malicious < 0.
     """
     count = jnp.sum(valid)
-    score = _krum_scores(stacked, valid, hostile)
-    kept = jnp.clip(count - hostile if chosen is None else chosen, 1, jnp.maximum(count, 1))
+    score = _krum_scores(stacked, valid, malicious)
+    kept = jnp.clip(count - malicious if chosen is None else chosen, 1, jnp.maximum(count, 1))
     rank = jnp.argsort(jnp.argsort(score))
     return weighted_mean(stacked, jnp.ones_like(weight), valid & (rank < kept))
 
 
-def _krum_scores(stacked: PyTree, valid: Bool[Array, " K"], hostile: int) -> Float[Array, " K"]:
-    """The root of the sum of squared L2 distances of an upload to its n - hostile - 2 nearest others, n =
+def _krum_scores(stacked: PyTree, valid: Bool[Array, " K"], malicious: int) -> Float[Array, " K"]:
+    """The root of the sum of squared L2 distances of an upload to its n - malicious - 2 nearest others, n =
     valid rows, in shrunk units; inf for invalid rows (Blanchard et al. 2017, section 4).
 
     The root ranks as the sum does and does not overflow. Too few rows for the formula: one neighbour, if
     there is one.
     """
-    _check_range("hostile_bound", hostile)
+    _check_range("malicious_bound", malicious)
     rows, count, wide = valid.shape[0], jnp.sum(valid), _selected(stacked, valid)
     # one row at a time: the differences of all pairs, [K, K, ...], may not fit
     distance = jax.lax.map(lambda one: jax.vmap(_norm)(_apart(wide, one)), wide)
     other = valid[:, None] & valid & ~jnp.eye(rows, dtype=bool)
     ranked = jnp.sort(jnp.where(other, distance, jnp.inf), axis=1)
-    nearest = jnp.minimum(jnp.maximum(count - hostile - 2, 1), count - 1)
+    nearest = jnp.minimum(jnp.maximum(count - malicious - 2, 1), count - 1)
     score = jax.vmap(_norm)(jnp.where(jnp.arange(rows) < nearest, ranked, 0))
     return jnp.where(valid, score, jnp.inf)
 
@@ -327,8 +327,8 @@ class AggregationOptions:
 
     aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by the clients' rows
     trim: float | None = option(None, below=0.5)  # share that trimmed_mean drops at either end; default: 0.1
-    # hostile clients that krum and multi_krum assume; default: 1
-    hostile_bound: int | None = option(None, least=0)
+    # malicious clients that krum and multi_krum assume; default: 1
+    malicious_bound: int | None = option(None, least=0)
     # L2 norm that centred_clipping clips changes to; default: 10
     clip_radius: float | None = option(None, positive=True)
     # L2 norm that every client's change is clipped to; default: no clipping
@@ -346,7 +346,7 @@ _KRUMS, _ADAPTIVE = ("krum", "multi_krum"), ("adam", "yogi")
 # option: which other option decides whether it is read, and the values of it that do
 _READERS = {
     "trim": ("aggregator", ("trimmed_mean",)),
-    "hostile_bound": ("aggregator", _KRUMS),
+    "malicious_bound": ("aggregator", _KRUMS),
     "clip_radius": ("aggregator", ("centred_clipping",)),
     "server_step": ("server_optimiser", ("momentum", *_ADAPTIVE)),
     "server_momentum": ("server_optimiser", ("momentum", *_ADAPTIVE)),
@@ -514,13 +514,13 @@ def _equal_weight(weight: Num[Array, ""] | float) -> Array:
 
 def _across_clients(options: AggregationOptions) -> Callable | None:
     """reduce(stacked, reference, weight, valid, key). Both means stream: the uniform one by its weights."""
-    hostile = _usual(options.hostile_bound, 1)
+    malicious = _usual(options.malicious_bound, 1)
     rules = {
         "median": coordinate_median,
         "trimmed_mean": functools.partial(trimmed_mean, trim=_usual(options.trim, 0.1)),
         "geometric_median": geometric_median,
-        "krum": functools.partial(krum, hostile=hostile),
-        "multi_krum": functools.partial(multi_krum, hostile=hostile),
+        "krum": functools.partial(krum, malicious=malicious),
+        "multi_krum": functools.partial(multi_krum, malicious=malicious),
     }
     if options.aggregator == "centred_clipping":
         return functools.partial(_reduce_around, _usual(options.clip_radius, 10.0))
@@ -780,9 +780,14 @@ def prototype_reweight(
       [C, D]; the plain mean over valid clients for a class that nobody holds; zeros if nobody is valid.
     """
     weight = prototype_weights(
-        prototype, feature_mean, present, valid,
-        distance=distance, temperature=temperature, temperature_mode=temperature_mode,
-    )  # fmt: skip
+        prototype,
+        feature_mean,
+        present,
+        valid,
+        distance=distance,
+        temperature=temperature,
+        temperature_mode=temperature_mode,
+    )
     return _like(jnp.sum(weight[..., None] * _valid_or(prototype, valid, 0.0), axis=0), prototype)
 
 

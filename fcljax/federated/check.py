@@ -19,19 +19,19 @@ from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
+    ClientContext,
     ClientInfo,
-    Ctx,
-    Kept,
-    KeptBatch,
     Method,
     Metrics,
     Phase,
     Program,
     PyTree,
-    Rehearsal,
+    ReplayBatch,
+    ReplayBuffer,
     Round,
+    RoundContext,
+    ServerReplay,
     Task,
-    Turn,
     Upload,
     Weighted,
 )
@@ -67,32 +67,38 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
         example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
     key, task = jax.eval_shape(lambda: jax.random.key(0)), example.task
     server = _call("init", method.init, key, example.frozen)
-    turn = Turn.on_host(example.frozen, task, 0, False)
-    same = lambda name, *args: _alike(name, _call(name, getattr(method, name), turn, server, *args), server)
+    round_context = RoundContext.on_host(example.frozen, task, 0, False)
+    same = lambda name, *args: _alike(
+        name, _call(name, getattr(method, name), round_context, server, *args), server
+    )
     same("begin_task", key)
     same("end_task", key)
-    broadcast = _call("broadcast", method.broadcast, turn, server)
+    broadcast = _call("broadcast", method.broadcast, round_context, server)
     if not isinstance(broadcast, Broadcast):
         raise _wrong("broadcast", broadcast, "a Broadcast(wire, held)")
     state = _call("init_client", method.init_client, key, server)
-    _check_predictions(method, turn, server, state, fetch, example)
-    if method.rehearsal:
-        _check_rehearsal(method.rehearsal, turn, server, key)
-    turn = turn._replace(previous=broadcast)
+    _check_predictions(method, round_context, server, state, fetch, example)
+    if method.server_replay:
+        _check_server_replay(method.server_replay, round_context, server, key)
+    round_context = round_context._replace(previous=broadcast)
     return tuple(
-        _check_round(_place(method, i), each, turn, server, state, fetch, example.data, key)
+        _check_round(_place(method, i), each, round_context, server, state, fetch, example.data, key)
         for i, each in enumerate(method.rounds)
     )
 
 
-def _check_rehearsal(rehearsal: Rehearsal, turn: Turn, server: PyTree, key: PyTree) -> None:
-    call = lambda name, *args: _call(f"rehearsal.{name}", getattr(rehearsal, name), turn, server, *args)
+def _check_server_replay(
+    server_replay: ServerReplay, round_context: RoundContext, server: PyTree, key: PyTree
+) -> None:
+    call = lambda name, *args: _call(
+        f"rehearsal.{name}", getattr(server_replay, name), round_context, server, *args
+    )
     kept = call("kept")
-    if not isinstance(kept, Kept):
+    if not isinstance(kept, ReplayBuffer):
         raise _wrong("rehearsal.kept", kept, "a Kept(rows, label, used)")
-    some = lambda x: jax.ShapeDtypeStruct((rehearsal.batch_size, *x.shape[1:]), x.dtype)
+    some = lambda x: jax.ShapeDtypeStruct((server_replay.batch_size, *x.shape[1:]), x.dtype)
     rows, label, mask = jax.tree.map(some, kept)
-    batch, local = KeptBatch(rows, label, label, mask, turn.task.current), call("start")
+    batch, local = ReplayBatch(rows, label, label, mask, round_context.task.current), call("start")
     moved, metrics = _pair("rehearsal.step", call("step", local, batch, key), "(local, metrics)")
     _alike("rehearsal.step", moved, local)
     _weighted("rehearsal.step", metrics)
@@ -105,29 +111,37 @@ def _place(method: Method, index: int) -> str:
 
 
 def _check_round(
-    where: str, each: Round, turn: Turn, server: PyTree, state: PyTree, fetch: Fetch, data: PyTree,
+    where: str,
+    each: Round,
+    round_context: RoundContext,
+    server: PyTree,
+    state: PyTree,
+    fetch: Fetch,
+    data: PyTree,
     key: PyTree,
-) -> Shapes:  # fmt: skip
-    program, task = each.program, turn.task
+) -> Shapes:
+    program, task = each.program, round_context.task
     info = ClientInfo.example(task.current.shape[0])
-    ctx = Ctx(turn.frozen, turn.previous.wire, turn.previous.held, task, info)
-    local = _call(f"{where}start", program.start, ctx, state, key)
+    context = ClientContext(
+        round_context.frozen, round_context.previous.payload, round_context.previous.cached, task, info
+    )
+    local = _call(f"{where}start", program.start, context, state, key)
     if not program.phases:
         raise InputError(f"method: {where}phases is empty; expected at least one pass over a client's rows")
     if program.memory:
         _places(f"{where}memory", _call(f"{where}memory", program.memory, state), None)
     metrics = tuple(
-        _check_phase(f"{where}phases[{i}].", program, phase, ctx, local, fetch, data, key)
+        _check_phase(f"{where}phases[{i}].", program, phase, context, local, fetch, data, key)
         for i, phase in enumerate(program.phases)
     )
-    upload = _check_finish(where, program, ctx, local, state)
+    upload = _check_finish(where, program, context, local, state)
     if each.server:
-        _check_server(f"{where}server", each.server, turn, server, upload, key)
+        _check_server(f"{where}server", each.server, round_context, server, upload, key)
     return Shapes(local, upload, metrics, state)
 
 
 def _check_phase(
-    where: str, program: Program, phase: Phase, ctx: Ctx, local, fetch: Fetch, data, key
+    where: str, program: Program, phase: Phase, context: ClientContext, local, fetch: Fetch, data, key
 ) -> Metrics:
     """The shapes of a step's metrics."""
     name, recalls = f"{where}step", phase.view.recall
@@ -137,9 +151,9 @@ def _check_phase(
             f"other way round; here the view recalls {recalls}"
         )
     if phase.recall:
-        _places(f"{where}recall", _call(f"{where}recall", phase.recall, ctx, local, key), recalls)
+        _places(f"{where}recall", _call(f"{where}recall", phase.recall, context, local, key), recalls)
     batch = jax.eval_shape(lambda data: example_batch(fetch, phase, data), data)
-    result = _pair(name, _call(name, phase.step, ctx, local, batch, key), "(local, metrics)")
+    result = _pair(name, _call(name, phase.step, context, local, batch, key), "(local, metrics)")
     _alike(name, result[0], local)
     return _weighted(name, result[1])
 
@@ -151,9 +165,9 @@ def _places(name: str, got: PyTree, size: int | None) -> None:
         raise _wrong(name, got, f"whole numbers [{'M' if size is None else size}]")
 
 
-def _check_finish(where: str, program: Program, ctx: Ctx, local, state) -> Upload:
+def _check_finish(where: str, program: Program, context: ClientContext, local, state) -> Upload:
     name = f"{where}finish"
-    upload, new = _pair(name, _call(name, program.finish, ctx, local, state), "(Upload, client state)")
+    upload, new = _pair(name, _call(name, program.finish, context, local, state), "(Upload, client state)")
     if not isinstance(upload, Upload):
         raise _wrong(name, upload, "an Upload as the first of two")
     if getattr(upload.weight, "shape", ()):
@@ -163,7 +177,7 @@ def _check_finish(where: str, program: Program, ctx: Ctx, local, state) -> Uploa
     receive = program.receive
     if receive:
         weighed = lambda *args: _with_weight(receive(*args))
-        _alike(f"{where}receive", _call(f"{where}receive", weighed, ctx, upload), upload)
+        _alike(f"{where}receive", _call(f"{where}receive", weighed, context, upload), upload)
     return upload
 
 
@@ -174,9 +188,11 @@ def _with_weight(upload: PyTree) -> PyTree:
     return upload._replace(weight=jnp.asarray(upload.weight, jnp.float32))
 
 
-def _check_server(name: str, function: Callable, turn: Turn, server, upload: Upload, key) -> None:
+def _check_server(
+    name: str, function: Callable, round_context: RoundContext, server, upload: Upload, key
+) -> None:
     aggregate = jax.eval_shape(_of_one, upload)
-    result = _pair(name, _call(name, function, turn, server, aggregate, key), "(server, metrics)")
+    result = _pair(name, _call(name, function, round_context, server, aggregate, key), "(server, metrics)")
     _alike(name, result[0], server)
     _weighted(name, result[1])
 
@@ -187,7 +203,9 @@ def _of_one(upload: Upload) -> Aggregate:
     return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
 
 
-def _check_predictions(method: Method, turn: Turn, server, state, fetch: Fetch, example: Example) -> None:
+def _check_predictions(
+    method: Method, round_context: RoundContext, server, state, fetch: Fetch, example: Example
+) -> None:
 
     def one_row(data: PyTree) -> Batch:
         row = jnp.zeros(1, jnp.int32)
@@ -195,8 +213,11 @@ def _check_predictions(method: Method, turn: Turn, server, state, fetch: Fetch, 
         return Batch(image, row, row == 0, row, query)
 
     batch = jax.eval_shape(one_row, example.data)
-    expected = (1, *turn.task.current.shape)
-    results = {"predict": (turn, server, batch), "predict_client": (turn, server, state, batch)}
+    expected = (1, *round_context.task.current.shape)
+    results = {
+        "predict": (round_context, server, batch),
+        "predict_client": (round_context, server, state, batch),
+    }
     for name, args in results.items():
         if getattr(method, name) is None:
             continue

@@ -22,8 +22,8 @@ from fcljax.mesh import AXIS, add_over_devices
 from fcljax.types import (
     Batch,
     Broadcast,
+    ClientContext,
     ClientInfo,
-    Ctx,
     Metrics,
     Phase,
     Program,
@@ -189,7 +189,7 @@ def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
 
 
 def receive_sent(
-    program: Program, acc: Accumulator, ctx: Ctx, upload: Upload, position: Array
+    program: Program, acc: Accumulator, context: ClientContext, upload: Upload, position: Array
 ) -> tuple[Accumulator, Array]:
     """Add one upload that was made elsewhere, as those of lanes are added.
 
@@ -203,9 +203,9 @@ def receive_sent(
     Returns:
       What has been received now, and whether the upload is valid.
     """
-    upload = program.receive(ctx, upload) if program.receive else upload
+    upload = program.receive(context, upload) if program.receive else upload
     one = jnp.ones(1, bool)
-    acc, valid = _receive(acc, expand(upload), ctx.info.id[None], position[None], one, one[0])
+    acc, valid = _receive(acc, expand(upload), context.client.id[None], position[None], one, one[0])
     return acc, valid[0]
 
 
@@ -219,9 +219,11 @@ def part_of_chunk(
     per participant: the loop carries it, and what it carries is cleared and copied for every chunk."""
     by_slot = lambda tree: jax.tree.map(lambda x: jnp.zeros((len(chunk.id), *x.shape[1:]), x.dtype), tree)
     empty = jax.tree.map(jnp.zeros_like, accumulator)._replace(
-        gather=by_slot(accumulator.gather), weight=by_slot(accumulator.weight), id=by_slot(accumulator.id),
+        gather=by_slot(accumulator.gather),
+        weight=by_slot(accumulator.weight),
+        id=by_slot(accumulator.id),
         valid=by_slot(accumulator.valid),
-    )  # fmt: skip
+    )
     return empty, states_of_chunk(states, chunk, capacity)
 
 
@@ -280,9 +282,20 @@ def open_chunk(
 
 
 def sweep(
-    program: Program, index: int, call: Call, carry: Carry, data: PyTree, past: Past, locate: Callable,
-    ticks: tuple, *, fetch: Fetch, lanes: Lanes, widths: tuple[int, ...], waits: bool = True,
-) -> Carry:  # fmt: skip
+    program: Program,
+    index: int,
+    call: Call,
+    carry: Carry,
+    data: PyTree,
+    past: Past,
+    locate: Callable,
+    ticks: tuple,
+    *,
+    fetch: Fetch,
+    lanes: Lanes,
+    widths: tuple[int, ...],
+    waits: bool = True,
+) -> Carry:
     """Ticks [first, last) of one phase: at every tick each lane takes one step of the client that its table
     names, with as many rows as the least of the widths that holds its batch. `waits`: may a lane be idle
     while others work? Its client must then be kept as it is.
@@ -299,16 +312,16 @@ def sweep(
     def work(tick, lane, slot, step, active, local):
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, 1 + index), step)
         rows, mask, place = locate(tick, lane, slot, step)
-        ctx, step_key = ctx_of(call, slot), jax.random.fold_in(key, 1)
+        context, step_key = context_of(call, slot), jax.random.fold_in(key, 1)
         draw = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(call.key, _DRAWS), index), step)
 
         def step_of(width):
             mine = rows[:width], place[:width], mask[:width]
             batch = _read(fetch, phase.view.augment, data, *mine, jax.random.fold_in(key, 0), draw)
             if phase.recall:
-                past_rows = _recalled(fetch, phase.recall, ctx, past, slot, local, step_key, draw)
+                past_rows = _replayed(fetch, phase.recall, context, past, slot, local, step_key, draw)
                 batch = join(batch, past_rows)
-            return phase.step(ctx, local, batch, step_key)
+            return phase.step(context, local, batch, step_key)
 
         new, metrics = _at_width(step_of, widths, mask)
         kept = select(active, new, local) if waits else new
@@ -345,7 +358,9 @@ def _begin(program: Program, index: int, call: Call, each: Callable, slot, start
     """The lanes' clients at work, with those that start now in their places."""
 
     def one(s):
-        return program.start(ctx_of(call, s), _at(carry.states, s), _client_key(call.key, call.chunk, s, 0))
+        return program.start(
+            context_of(call, s), _at(carry.states, s), _client_key(call.key, call.chunk, s, 0)
+        )
 
     new = each(one)(slot) if index == 0 else _at(carry.waiting, slot)
     return select(start, new, carry.local)
@@ -360,9 +375,9 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
         return carry._replace(waiting=waiting)
 
     def one(s, local):
-        ctx = ctx_of(call, s)
-        upload, new = program.finish(ctx, local, _at(carry.states, s))
-        return program.receive(ctx, upload) if program.receive else upload, new
+        context = context_of(call, s)
+        upload, new = program.finish(context, local, _at(carry.states, s))
+        return program.receive(context, upload) if program.receive else upload, new
 
     upload, new = each(one)(slot, carry.local)
     id_ = call.chunk.id[slot]
@@ -431,10 +446,12 @@ def _batch_rows(phase: Phase, chunk: Chunk, order, slot, step) -> tuple[Int[Arra
     return chunk.rows[position], mask
 
 
-def _recalled(fetch: Fetch, recall: Callable, ctx: Ctx, past: Past, slot, local, key, draw) -> Batch:
+def _replayed(
+    fetch: Fetch, recall: Callable, context: ClientContext, past: Past, slot, local, key, draw
+) -> Batch:
     """The rows of its past that the client chooses for this step, under the clean view; places outside of
     its memory are padding."""
-    choice, size = recall(ctx, local, key), past.ids.shape[1]
+    choice, size = recall(context, local, key), past.ids.shape[1]
     ids, places = (rows[slot, jnp.clip(choice, 0, size - 1)] for rows in (past.ids, past.places))
     mask = (choice >= 0) & (choice < size) & (ids >= 0)
     return _read(fetch, False, past.data, ids, places, mask, key, draw)
@@ -444,7 +461,7 @@ def join(batch: Batch, other: Batch) -> Batch:
     """Both batches as one, with cached features and keys of draws if both have them."""
     both = lambda a, b: None if a is None or b is None else jnp.concatenate([a, b])
     rows = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
-    return Batch(*rows, query=both(batch.query, other.query), draw=both(batch.draw, other.draw))
+    return Batch(*rows, query=both(batch.query, other.query), keys=both(batch.keys, other.keys))
 
 
 def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key, draw) -> Batch:
@@ -466,12 +483,12 @@ def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
     return join(batch, _read(fetch, False, data, *empty(view.recall))) if phase.recall else batch
 
 
-def ctx_of(call: Call, slot) -> Ctx:
+def context_of(call: Call, slot) -> ClientContext:
     """What the client in a slot may read."""
     chunk = call.chunk
     task = call.task if chunk.task is None else _at(chunk.task, slot)
     info = ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_rows[slot], jnp.asarray(chunk.round))
-    return Ctx(call.frozen, call.broadcast.wire, call.broadcast.held, task, info)
+    return ClientContext(call.frozen, call.broadcast.payload, call.broadcast.cached, task, info)
 
 
 def _client_key(key: PRNGKeyArray, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:

@@ -46,7 +46,7 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
         adds 4 bytes. None: nothing is sent.
       broadcast: only `wire` is counted; `held` is storage, see `extra_storage`.
     """
-    down = scalars(broadcast.wire), num_bytes(broadcast.wire)
+    down = scalars(broadcast.payload), num_bytes(broadcast.payload)
     if upload is None:
         return Traffic(0, 0, *down)
     sent = (upload.mean, upload.sum, upload.gather)
@@ -56,7 +56,7 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
     """{scalars, bytes} that a client keeps from earlier rounds besides what a round sends it (FPPL's ESTG
     counts these)."""
-    return size(broadcast.held)
+    return size(broadcast.cached)
 
 
 def size(tree: PyTree) -> dict[str, int]:

@@ -43,12 +43,12 @@ from fcljax.federated.client_loop import (
     states_of_chunk,
     sweep,
 )
-from fcljax.federated.schedule import Capacity, Chunk, Roster, Table, plan_round
+from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, Table, plan_round
 from fcljax.federated.server_replay import (
-    Rehearsed,
-    Rehearser,
-    kept_rows,
-    make_rehearser,
+    Replayed,
+    Replayer,
+    current_buffer,
+    make_replayer,
     rehearse,
     spoiled,
 )
@@ -57,15 +57,15 @@ from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
     Broadcast,
-    Ctx,
-    Kept,
+    ClientContext,
     Method,
     Metrics,
     Phase,
     PyTree,
+    ReplayBuffer,
     Round,
+    RoundContext,
     Task,
-    Turn,
     Upload,
     Weighted,
     When,
@@ -133,7 +133,9 @@ class Played(NamedTuple):
 
 
 # (index of the method's round, turn, broadcast, states, roster, ids, the exchange's key) -> Played
-Clients = Callable[[int, Turn, Broadcast, PyTree, Roster, Int[np.ndarray, " n"], PRNGKeyArray], Played]
+Clients = Callable[
+    [int, RoundContext, Broadcast, PyTree, ClientPartition, Int[np.ndarray, " n"], PRNGKeyArray], Played
+]
 
 
 class Engine(NamedTuple):
@@ -151,7 +153,7 @@ class Engine(NamedTuple):
     place: Callable[[PyTree], PyTree]
     traces: dict[str, int]
     mesh: Mesh | None
-    rehearser: Rehearser | None = None
+    replayer: Replayer | None = None
 
 
 def make_engine(
@@ -197,14 +199,20 @@ def make_engine(
         place=lambda tree: put(tree, mesh) if mesh else tree,
         traces=traces,
         mesh=mesh,
-        rehearser=make_rehearser(method.rehearsal, jit) if method.rehearsal else None,
+        replayer=make_replayer(method.server_replay, jit) if method.server_replay else None,
     )
 
 
 def _player(
-    method: Method, index: int, shapes: Shapes, capacity: Capacity, fetch: Fetch, lanes: Lanes,
-    mesh: Mesh | None, jit: Callable,
-) -> Player:  # fmt: skip
+    method: Method,
+    index: int,
+    shapes: Shapes,
+    capacity: Capacity,
+    fetch: Fetch,
+    lanes: Lanes,
+    mesh: Mesh | None,
+    jit: Callable,
+) -> Player:
     each = method.rounds[index]
     program, name = each.program, f"{each.when} {index}"
 
@@ -252,13 +260,19 @@ def _player(
         for i in range(len(program.phases))
     ]
     return Player(
-        each, capacity, empty=jit(f"{name} empty", empty), rows=jit(f"{name} rows", rows),
+        each,
+        capacity,
+        empty=jit(f"{name} empty", empty),
+        rows=jit(f"{name} rows", rows),
         memory=jit(f"{name} memory", memory) if program.memory else None,
-        open=jit(f"{name} open", open_, split()), sweeps=tuple(sweeps), sound=jit(f"{name} sound", sound),
+        open=jit(f"{name} open", open_, split()),
+        sweeps=tuple(sweeps),
+        sound=jit(f"{name} sound", sound),
         close=jit(f"{name} close", close, donate_argnums=(0, 1)),
         receive=jit(f"{name} receive", functools.partial(receive_sent, program)),
-        server=jit(f"{name} server", serve) if serve else None, mesh=mesh,
-    )  # fmt: skip
+        server=jit(f"{name} server", serve) if serve else None,
+        mesh=mesh,
+    )
 
 
 def _by_lane(call: Call) -> PyTree:
@@ -291,7 +305,7 @@ def run_round(
     server: PyTree,
     states: PyTree,
     data: PyTree,
-    roster: Roster,
+    partition: ClientPartition,
     ids: Int[np.ndarray, " n"],
     task: Task,
     round_: int,
@@ -300,7 +314,7 @@ def run_round(
     *,
     when: When = "round",
     last: bool = False,
-    past: Sequence[Kept] = (),
+    past: Sequence[ReplayBuffer] = (),
     clients: Clients | None = None,
     guarded: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
@@ -336,33 +350,33 @@ def run_round(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
     server, states = _strong((server, states))
-    turn = Turn.on_host(frozen, task, round_, last)
+    round_context = RoundContext.on_host(frozen, task, round_, last)
     clients = clients or functools.partial(_play_here, engine, data, guarded)
-    reports, rehearsed = {}, None
+    reports, replayed = {}, None
     for stage in ("round", "refresh") if when == "round" else (when,):
         for index, own_key in _plays(engine.method, stage, key):
-            wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(roster.count)
+            wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(partition.count)
             server, states, reports[index] = _exchange(
-                engine, index, turn, server, states, roster, wanted, own_key, section, clients
+                engine, index, round_context, server, states, partition, wanted, own_key, section, clients
             )
-        if stage == "round" and engine.rehearser:
+        if stage == "round" and engine.replayer:
             with section("server"):
                 own_key = jax.random.fold_in(key, _REHEARSAL)
-                turn, server, own_key = engine.place((turn, server, own_key))
-                rehearsed = rehearse(engine.rehearser, turn, server, past, own_key, engine.place)
-                server = rehearsed.server
-    return server, states, _together(engine.method, reports, rehearsed)
+                round_context, server, own_key = engine.place((round_context, server, own_key))
+                replayed = rehearse(engine.replayer, round_context, server, past, own_key, engine.place)
+                server = replayed.server
+    return server, states, _together(engine.method, reports, replayed)
 
 
-def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> Kept | None:
+def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> ReplayBuffer | None:
     """What the server keeps of a task that is over, on the host; None if the method keeps nothing.
 
     It is given back in the rounds of later tasks, as `past` of `run_round`.
     """
-    if engine.rehearser is None:
+    if engine.replayer is None:
         return None
-    turn = Turn.on_host(frozen, task, round_, True)
-    return kept_rows(engine.rehearser, *engine.place((turn, _strong(server))))
+    round_context = RoundContext.on_host(frozen, task, round_, True)
+    return current_buffer(engine.replayer, *engine.place((round_context, _strong(server))))
 
 
 # What a stage's key is folded in from the round's; the stage "round" has the round's key itself. Of that key
@@ -392,47 +406,73 @@ class _Exchange(NamedTuple):
 
 
 def _exchange(
-    engine: Engine, index: int, turn: Turn, server: PyTree, states: PyTree, roster: Roster,
-    ids: Int[np.ndarray, " n"], key: PRNGKeyArray, section: Callable, clients: Clients,
-) -> tuple[PyTree, PyTree, _Exchange]:  # fmt: skip
+    engine: Engine,
+    index: int,
+    round_context: RoundContext,
+    server: PyTree,
+    states: PyTree,
+    partition: ClientPartition,
+    ids: Int[np.ndarray, " n"],
+    key: PRNGKeyArray,
+    section: Callable,
+    clients: Clients,
+) -> tuple[PyTree, PyTree, _Exchange]:
     """One of the method's rounds; `ids` take part."""
-    player, ids = engine.players[index], ids[roster.count[ids] > 0]
+    player, ids = engine.players[index], ids[partition.count[ids] > 0]
     if not len(ids):
         return server, states, _Exchange({}, 0, 0, 0, 0, 0, 0, 0)
     with section("client"):
-        turn, server, states, key = engine.place((turn, server, states, key))
-        broadcast = engine.broadcast(turn, server)
-        played = clients(index, turn, broadcast, states, roster, ids, key)
+        round_context, server, states, key = engine.place((round_context, server, states, key))
+        broadcast = engine.broadcast(round_context, server)
+        played = clients(index, round_context, broadcast, states, partition, ids, key)
         jax.block_until_ready(played.accumulator)
     metrics, refused = {}, False
     if player.server:
         with section("server"):
-            turn, accumulator = turn._replace(previous=broadcast), played.accumulator
-            server, metrics, refused = jax.block_until_ready(player.server(turn, server, accumulator, key))
-    return server, played.states, _reported(player.round, played, metrics, refused, roster)
+            round_context, accumulator = round_context._replace(previous=broadcast), played.accumulator
+            server, metrics, refused = jax.block_until_ready(
+                player.server(round_context, server, accumulator, key)
+            )
+    return server, played.states, _reported(player.round, played, metrics, refused, partition)
 
 
 def _play_here(
-    engine: Engine, data: PyTree, guarded: bool, index: int, turn: Turn, broadcast: Broadcast, states: PyTree,
-    roster: Roster, ids: Int[np.ndarray, " n"], key: PRNGKeyArray,
-) -> Played:  # fmt: skip
+    engine: Engine,
+    data: PyTree,
+    guarded: bool,
+    index: int,
+    round_context: RoundContext,
+    broadcast: Broadcast,
+    states: PyTree,
+    partition: ClientPartition,
+    ids: Int[np.ndarray, " n"],
+    key: PRNGKeyArray,
+) -> Played:
     """Clients of one of the method's rounds that this engine plays; `data` and `guarded` as in
     `run_round`."""
     player, lanes = engine.players[index], engine.lanes
     chunks, steps = plan_round(
-        player.round.program, roster, ids, int(turn.round), lanes.count, player.capacity
+        player.round.program, partition, ids, int(round_context.round), lanes.count, player.capacity
     )
     data = ready(data, engine.mesh)
     accumulator, states = play_chunks(
-        player, lanes, chunks, turn.frozen, broadcast, states, data, turn.task, key, guarded
+        player, lanes, chunks, round_context.frozen, broadcast, states, data, round_context.task, key, guarded
     )
     return Played(accumulator, states, ids, steps)
 
 
 def play_chunks(
-    player: Player, lanes: Lanes, chunks: list[Chunk], frozen: PyTree, broadcast: Broadcast, states: PyTree,
-    data: PyTree, task: Task, key: PRNGKeyArray, guarded: bool = False,
-) -> tuple[Accumulator, PyTree]:  # fmt: skip
+    player: Player,
+    lanes: Lanes,
+    chunks: list[Chunk],
+    frozen: PyTree,
+    broadcast: Broadcast,
+    states: PyTree,
+    data: PyTree,
+    task: Task,
+    key: PRNGKeyArray,
+    guarded: bool = False,
+) -> tuple[Accumulator, PyTree]:
     """The clients' part of a round: what was received, and the new client states. The arguments are as in
     `run_round`, placed, with the round's key; `states` are donated."""
     accumulator = player.empty()
@@ -471,8 +511,8 @@ def sending(method: Method) -> Method:
     them."""
 
     def alone(each: Round) -> Round:
-        def finish(ctx: Ctx, local: PyTree, state: PyTree) -> tuple[Upload, PyTree]:
-            upload, state = each.program.finish(ctx, local, state)
+        def finish(context: ClientContext, local: PyTree, state: PyTree) -> tuple[Upload, PyTree]:
+            upload, state = each.program.finish(context, local, state)
             return Upload(gather=(upload.mean, upload.sum, upload.gather), weight=upload.weight), state
 
         return each._replace(program=each.program._replace(finish=finish, receive=None), server=None)
@@ -491,9 +531,16 @@ class Work(NamedTuple):
 
 
 def work_alone(
-    engine: Engine, index: int, turn: Turn, broadcast: Broadcast, state: PyTree, data: PyTree, roster: Roster,
-    client: int, key: PRNGKeyArray,
-) -> Work:  # fmt: skip
+    engine: Engine,
+    index: int,
+    round_context: RoundContext,
+    broadcast: Broadcast,
+    state: PyTree,
+    data: PyTree,
+    partition: ClientPartition,
+    client: int,
+    key: PRNGKeyArray,
+) -> Work:
     """What one client does in one of the method's rounds, as it would be played among others.
 
     Args:
@@ -508,8 +555,10 @@ def work_alone(
       key: of the exchange, which all of its clients have.
     """
     player, ids = engine.players[index], np.array([client])
-    (chunk,), _ = plan_round(player.round.program, roster, ids, int(turn.round), 1, player.capacity)
-    call = Call(turn.frozen, broadcast, chunk, turn.task, key, np.bool_(True))
+    (chunk,), _ = plan_round(
+        player.round.program, partition, ids, int(round_context.round), 1, player.capacity
+    )
+    call = Call(round_context.frozen, broadcast, chunk, round_context.task, key, np.bool_(True))
     stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
     carry = _play_chunk(player, engine.lanes, call, player.empty(), stacked, data)
     received = carry.accumulator
@@ -530,7 +579,7 @@ def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Hos
     """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
     recall lies on the device as long as the chunk is played."""
     phases, chunk = player.round.program.phases, call.chunk
-    past, mesh = _recallable(data, ids, player.mesh), player.mesh
+    past, mesh = _replayable(data, ids, player.mesh), player.mesh
     sizes = [
         _window_ticks(data, phase, lanes, table, size(mesh))
         for phase, table in zip(phases, chunk.tables, strict=True)
@@ -556,7 +605,7 @@ def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Hos
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _recallable(data: Host, ids: np.ndarray, mesh: Mesh | None) -> Past:
+def _replayable(data: Host, ids: np.ndarray, mesh: Mesh | None) -> Past:
     """The rows that a chunk's clients may recall, on every device; one row where there are none, which keeps
     the arrays' shapes legal."""
     places = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
@@ -569,19 +618,19 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices:
     return int(np.clip(devices * data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
-def _reported(each: Round, played: Played, server_metrics, refused, roster: Roster) -> _Exchange:
+def _reported(each: Round, played: Played, server_metrics, refused, partition: ClientPartition) -> _Exchange:
     accumulator, _, ids, steps = played
     fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
     rejected, client_metrics, metrics, refused = fetched
-    rows = int(roster.count[ids].sum())
+    rows = int(partition.count[ids].sum())
     epochs = [phase.view.epochs for phase in each.program.phases]
     named = {name: _mean_value(value) for name, value in _added((*client_metrics, metrics)).items()}
-    participants = int((roster.count[ids] > 0).sum())
+    participants = int((partition.count[ids] > 0).sum())
     counts = (participants, int(rejected), int(refused), rows * sum(epochs), rows * max(epochs))
     return _Exchange(named, *counts, *steps)
 
 
-def _together(method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehearsed | None) -> RoundReport:
+def _together(method: Method, exchanges: dict[int, _Exchange], replayed: Replayed | None) -> RoundReport:
     """A round's report: participants and the rows of the longest phase are those of its first exchange, the
     rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
     its own in front, "refresh_1_loss"; those of the server's training have "rehearsal_" in front."""
@@ -590,17 +639,22 @@ def _together(method: Method, exchanges: dict[int, _Exchange], rehearsed: Rehear
     for index, each in exchanges.items():
         own = f"{method.rounds[index].when}_{index}_"
         metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
-    if rehearsed:
-        own = {name: _mean_value(value) for name, value in rehearsed.metrics.items()}
+    if replayed:
+        own = {name: _mean_value(value) for name, value in replayed.metrics.items()}
         metrics |= {f"rehearsal_{name}": value for name, value in own.items()}
-        metrics["rehearsal_rows"] = float(rehearsed.rows)
+        metrics["rehearsal_rows"] = float(replayed.rows)
     sent = (exchanges[i].participants if i in exchanges else 0 for i in range(len(method.rounds)))
     return RoundReport(
-        metrics=metrics, participants=found[0].participants, rejected=total("rejected"),
-        refused=total("refused") + int(rehearsed is not None and rehearsed.refused),
-        rows=total("rows"), training_rows=found[0].training_rows, useful_steps=total("useful_steps"),
-        paid_steps=total("paid_steps"), uploads=tuple(sent),
-    )  # fmt: skip
+        metrics=metrics,
+        participants=found[0].participants,
+        rejected=total("rejected"),
+        refused=total("refused") + int(replayed is not None and replayed.refused),
+        rows=total("rows"),
+        training_rows=found[0].training_rows,
+        useful_steps=total("useful_steps"),
+        paid_steps=total("paid_steps"),
+        uploads=tuple(sent),
+    )
 
 
 def _added(groups: tuple[Metrics, ...]) -> Metrics:
@@ -625,7 +679,12 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
 
 
 def _serve(
-    function: Callable, shapes: Shapes, turn: Turn, server: PyTree, acc: Accumulator, key: PRNGKeyArray
+    function: Callable,
+    shapes: Shapes,
+    round_context: RoundContext,
+    server: PyTree,
+    acc: Accumulator,
+    key: PRNGKeyArray,
 ) -> tuple[PyTree, Metrics, Array]:
     """Close the round: the aggregate, then the method's server part. With no valid upload, or with a result
     that is not finite, the server's state stays; the latter is told."""
@@ -633,7 +692,7 @@ def _serve(
     mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
     mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
     aggregate = Aggregate(mean, added, acc.gather, acc.weight, acc.id, acc.valid)
-    new, metrics = function(turn, server, aggregate, jax.random.fold_in(key, 0))
+    new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, 0))
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(acc.valid & (acc.weight > 0))
     refused = anyone & spoiled(new, server)

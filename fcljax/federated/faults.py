@@ -18,7 +18,18 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError, choose, nearest
 from fcljax.options import option
-from fcljax.types import Batch, ClientState, Ctx, Method, Phase, Program, PyTree, Round, Task, Upload
+from fcljax.types import (
+    Batch,
+    ClientContext,
+    ClientState,
+    Method,
+    Phase,
+    Program,
+    PyTree,
+    Round,
+    Task,
+    Upload,
+)
 
 HUGE = 1e6
 ATTACKS = {
@@ -57,7 +68,7 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
 class FaultOptions:
     """Which clients misbehave, and how."""
 
-    hostile: int = option(0, least=0)  # clients that misbehave: those with the lowest ids
+    malicious: int = option(0, least=0)  # clients that misbehave: those with the lowest ids
     # what they do; default: sign_flip
     attack: Literal["sign_flip", "scale", "label_flip", "nan"] | None = None
     # faults of clients drawn anew in every round, each with its share of the clients, such as
@@ -129,14 +140,14 @@ class _Fault(NamedTuple):
     """Names of faults, and which of them a client has: fault(ctx) -> its number, or -1."""
 
     names: tuple[str, ...]
-    fault: Callable[[Ctx], Int[Array, ""]]
+    fault: Callable[[ClientContext], Int[Array, ""]]
 
-    def has(self, ctx: Ctx, name: str) -> Bool[Array, ""]:
-        return self.fault(ctx) == self.names.index(name)
+    def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
+        return self.fault(context) == self.names.index(name)
 
 
-def corrupt(method: Method, attack: str, hostile: int) -> Method:
-    """The method with clients 0 .. hostile - 1 misbehaving in every round that it plays.
+def corrupt(method: Method, attack: str, malicious: int) -> Method:
+    """The method with clients 0 .. malicious - 1 misbehaving in every round that it plays.
 
     Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only; their weight stays. The client's
     own state and the metrics of its steps are what the honest program makes of its (mirrored) data.
@@ -144,17 +155,17 @@ def corrupt(method: Method, attack: str, hostile: int) -> Method:
     Args:
       method: any method.
       attack: a name in `ATTACKS`.
-      hostile: number of hostile clients; 0 returns the method itself.
+      malicious: number of malicious clients; 0 returns the method itself.
 
     Raises:
-      InputError: an unknown attack, or hostile < 0.
+      InputError: an unknown attack, or malicious < 0.
     """
     choose("attack", attack, ATTACKS)
-    if hostile < 0:
-        raise InputError(f"hostile: must be at least 0, got {hostile}; 0 is an honest run")
-    if hostile == 0:
+    if malicious < 0:
+        raise InputError(f"malicious: must be at least 0, got {malicious}; 0 is an honest run")
+    if malicious == 0:
         return method
-    fault = _Fault((attack,), lambda ctx: jnp.where(ctx.info.id < hostile, 0, -1))
+    fault = _Fault((attack,), lambda context: jnp.where(context.client.id < malicious, 0, -1))
     return method._replace(rounds=tuple(_faulty(each, fault) for each in method.rounds))
 
 
@@ -173,7 +184,9 @@ def with_faults(
     """
     if not shares:
         return method
-    draw = lambda ctx: drawn_fault(shares, seed, ctx.task.index, ctx.info.round, ctx.info.id)
+    draw = lambda context: drawn_fault(
+        shares, seed, context.task.index, context.client.round, context.client.id
+    )
     fault = _Fault(tuple(shares), draw)
     rounds = tuple(_faulty(each, fault) for each in method.rounds)
     method = method._replace(rounds=rounds)
@@ -190,19 +203,19 @@ def _faulty(each: Round, fault: _Fault) -> Round:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
     names = [name for name in fault.names if name in _ON_LEAF]
 
-    def finish(ctx: Ctx, local: PyTree, state: ClientState) -> tuple[Upload, ClientState]:
-        upload, state = program.finish(ctx, local, state)
+    def finish(context: ClientContext, local: PyTree, state: ClientState) -> tuple[Upload, ClientState]:
+        upload, state = program.finish(context, local, state)
         for name in names:
-            upload = _changed(upload, fault.has(ctx, name), _ON_LEAF[name], ctx)
+            upload = _changed(upload, fault.has(context, name), _ON_LEAF[name], context)
         return upload, state
 
     return each._replace(program=program._replace(finish=finish) if names else program)
 
 
-def _changed(upload: Upload, at_fault: Array, on_leaf: Callable, ctx: Ctx) -> Upload:
+def _changed(upload: Upload, at_fault: Array, on_leaf: Callable, context: ClientContext) -> Upload:
     """The upload with other floating numbers, if a client is at fault."""
     leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), ctx.info.id), ctx.info.round)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
 
     def tell(i: int, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
@@ -224,10 +237,10 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
 
 
 def _mirrored(honest: Phase, fault: _Fault) -> Phase:
-    def step(ctx: Ctx, local: PyTree, batch: Batch, key: PRNGKeyArray):
-        flips = fault.has(ctx, _LABELS) & batch.mask
-        label = jnp.where(flips, mirror_labels(batch.label, ctx.task), batch.label)
-        return honest.step(ctx, local, batch._replace(label=label), key)
+    def step(context: ClientContext, local: PyTree, batch: Batch, key: PRNGKeyArray):
+        flips = fault.has(context, _LABELS) & batch.mask
+        label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
+        return honest.step(context, local, batch._replace(label=label), key)
 
     return honest._replace(step=step)
 
@@ -252,22 +265,26 @@ def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Me
 
     def with_own(function: Callable | None) -> Callable | None:
         """Of a method's function of (turn, server, state, batch)."""
-        return function and (lambda turn, server, state, batch: function(turn, server, state.own, batch))
+        return function and (
+            lambda round_context, server, state, batch: function(round_context, server, state.own, batch)
+        )
 
     rounds = tuple(_repeated(each, i, fault) for i, each in enumerate(method.rounds))
     return method._replace(
-        init_client=init_client, rounds=rounds, predict_client=with_own(method.predict_client),
+        init_client=init_client,
+        rounds=rounds,
+        predict_client=with_own(method.predict_client),
         predict_drawn=with_own(method.predict_drawn),
-    )  # fmt: skip
+    )
 
 
 def _repeated(each: Round, index: int, fault: _Fault) -> Round:
     program = each.program
 
-    def finish(ctx: Ctx, local: PyTree, state: Sent) -> tuple[Upload, Sent]:
-        made, own = program.finish(ctx, local, state.own)
+    def finish(context: ClientContext, local: PyTree, state: Sent) -> tuple[Upload, Sent]:
+        made, own = program.finish(context, local, state.own)
         made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
-        again = fault.has(ctx, _STALE) & state.there[index]
+        again = fault.has(context, _STALE) & state.there[index]
         sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
         put = lambda all_, one: (*all_[:index], one, *all_[index + 1 :])
         return sent, Sent(own, put(state.last, made), put(state.there, jnp.bool_(True)))
@@ -275,7 +292,7 @@ def _repeated(each: Round, index: int, fault: _Fault) -> Round:
     memory = program.memory
     return each._replace(
         program=Program(
-            start=lambda ctx, state, key: program.start(ctx, state.own, key),
+            start=lambda context, state, key: program.start(context, state.own, key),
             phases=program.phases,
             finish=finish,
             receive=program.receive,

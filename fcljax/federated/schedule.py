@@ -23,7 +23,7 @@ WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must 
 WORTH_ROWS = 1000.0  # the same in rows: as long as compiling takes, of a ViT-Ti's step on one core of a CPU
 
 
-class Roster(NamedTuple):
+class ClientPartition(NamedTuple):
     """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i +
     1]]."""
 
@@ -165,12 +165,16 @@ def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table,
 
 
 def capacity(
-    program: Program, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0,
+    program: Program,
+    partitions: list[ClientPartition],
+    lanes: int,
+    slots: int,
+    participation: float = 1.0,
     worth: float = WORTH_ROWS,
-) -> Capacity:  # fmt: skip
+) -> Capacity:
     """Shapes that hold every round of a run: a roster for each, any subset of clients. `slots` bounds the
     clients per chunk and with them the memory between phases; `worth` is that of `step_widths`."""
-    counts = [np.sort(roster.count)[::-1] for roster in rosters]
+    counts = [np.sort(partition.count)[::-1] for partition in partitions]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most))
     head = [count[:slots] for count in counts]
@@ -180,16 +184,20 @@ def capacity(
     everybody = np.concatenate(counts)
     widths = tuple(step_widths(phase.view, everybody, worth) for phase in program.phases)
     rows = max(1, max(int(c.sum()) for c in head))
-    return Capacity(len(rosters[0].count), max(1, most), slots, rows, ticks, widths)
+    return Capacity(len(partitions[0].count), max(1, most), slots, rows, ticks, widths)
 
 
 def capacities(
-    method: Method, rosters: list[Roster], lanes: int, slots: int, participation: float = 1.0,
+    method: Method,
+    partitions: list[ClientPartition],
+    lanes: int,
+    slots: int,
+    participation: float = 1.0,
     worth: float = WORTH_ROWS,
-) -> tuple[Capacity, ...]:  # fmt: skip
+) -> tuple[Capacity, ...]:
     """The capacity of each of the method's rounds; arguments as in `capacity`."""
     share = {"sampled": participation, "everyone": 1.0}
-    fit = lambda each: capacity(each.program, rosters, lanes, slots, share[each.who], worth)
+    fit = lambda each: capacity(each.program, partitions, lanes, slots, share[each.who], worth)
     return tuple(map(fit, method.rounds))
 
 
@@ -204,7 +212,12 @@ def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
 
 
 def plan_round(
-    program: Program, roster: Roster, ids: Int[np.ndarray, " n"], round_: int, lanes: int, capacity: Capacity
+    program: Program,
+    partition: ClientPartition,
+    ids: Int[np.ndarray, " n"],
+    round_: int,
+    lanes: int,
+    capacity: Capacity,
 ) -> tuple[list[Chunk], tuple[int, int]]:
     """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their
     ratio is the slot efficiency.
@@ -215,7 +228,7 @@ def plan_round(
     Raises:
       InputError: more participants than the capacity was made for; their uploads would have no row to go to.
     """
-    held = roster.count
+    held = partition.count
     ids = ids[held[ids] > 0]
     if len(ids) > capacity.participants:
         raise InputError(
@@ -225,14 +238,14 @@ def plan_round(
     by_size = np.argsort(-held[ids], kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
     planned = [
-        _plan_chunk(program, roster, held, ids[group], group, round_, lanes, capacity) for group in groups
+        _plan_chunk(program, partition, held, ids[group], group, round_, lanes, capacity) for group in groups
     ]
     useful = sum(int(phase_steps(held[ids], phase.view).sum()) for phase in program.phases)
     paid = lanes * sum(int(tick) for chunk in planned for tick in chunk.ticks)
     return planned, (useful, paid)
 
 
-def _plan_chunk(program, roster, held, chosen, group, round_, lanes, capacity) -> Chunk:
+def _plan_chunk(program, partition, held, chosen, group, round_, lanes, capacity) -> Chunk:
     """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its lane.
     `held` are the rows of all clients, `group` the places of `chosen` among the participants."""
     n, count = len(group), held[chosen]
@@ -242,7 +255,7 @@ def _plan_chunk(program, roster, held, chosen, group, round_, lanes, capacity) -
     tables, ticks = zip(
         *(tabulate(plays, s, cap) for s, cap in zip(steps, capacity.ticks, strict=True)), strict=True
     )
-    rows = np.concatenate([roster.rows[roster.offset[i] : roster.offset[i + 1]] for i in chosen])
+    rows = np.concatenate([partition.rows[partition.offset[i] : partition.offset[i + 1]] for i in chosen])
     spare = capacity.rows - len(rows)
     return Chunk(
         id=_pad(chosen, pad, capacity.clients),
@@ -250,14 +263,14 @@ def _plan_chunk(program, roster, held, chosen, group, round_, lanes, capacity) -
         count=_pad(count, pad, 0),
         offset=_pad(np.cumsum(count) - count, pad, 0),
         class_rows=np.concatenate(
-            [roster.class_rows[chosen], np.zeros((pad, roster.class_rows.shape[1]))]
+            [partition.class_rows[chosen], np.zeros((pad, partition.class_rows.shape[1]))]
         ).astype(np.int32),
         rows=_pad(rows, spare, 0),
         slot_of_row=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
         tables=tables,
         ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
         round=np.asarray(round_, np.int32),
-        task=_tasks_of(roster, chosen, pad),
+        task=_tasks_of(partition, chosen, pad),
     )
 
 
@@ -265,9 +278,9 @@ def _pad(values: Ints, amount: int, fill: int) -> Int[np.ndarray, " n"]:
     return np.pad(values, (0, amount), constant_values=fill).astype(np.int32)
 
 
-def _tasks_of(roster: Roster, chosen: Ints, pad: int) -> Task | None:
+def _tasks_of(partition: ClientPartition, chosen: Ints, pad: int) -> Task | None:
     """The tasks of these clients, and of `pad` slots that nobody plays the first one's."""
-    if roster.task is None:
+    if partition.task is None:
         return None
     slots = np.concatenate([chosen, np.repeat(chosen[:1], pad)])
-    return Task.of_numpy(*(np.asarray(leaf)[slots] for leaf in roster.task))
+    return Task.of_numpy(*(np.asarray(leaf)[slots] for leaf in partition.task))

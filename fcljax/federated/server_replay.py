@@ -14,21 +14,21 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.federated.client_loop import select
-from fcljax.types import Kept, KeptBatch, Metrics, PyTree, Rehearsal, Turn, Weighted
+from fcljax.types import Metrics, PyTree, ReplayBatch, ReplayBuffer, RoundContext, ServerReplay, Weighted
 
 
-class Rehearser(NamedTuple):
+class Replayer(NamedTuple):
     """The compiled functions of a rehearsal. `finish` keeps the server's state if what comes out is not
     finite, and says so."""
 
-    rehearsal: Rehearsal
-    kept: Callable[..., Kept]
+    server_replay: ServerReplay
+    kept: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
     finish: Callable[..., tuple[PyTree, Array]]
 
 
-class Rehearsed(NamedTuple):
+class Replayed(NamedTuple):
     """What came of it: the server's state, sums of metrics, the rows read, and was the result refused?"""
 
     server: PyTree
@@ -37,18 +37,21 @@ class Rehearsed(NamedTuple):
     refused: bool
 
 
-def make_rehearser(rehearsal: Rehearsal, jit: Callable) -> Rehearser:
+def make_replayer(server_replay: ServerReplay, jit: Callable) -> Replayer:
     """Compile-once functions; `jit(name, function, **options)` is the engine's."""
 
-    def finish(turn: Turn, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
-        new = jax.tree.map(jnp.asarray, rehearsal.finish(turn, server, local))
+    def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
+        new = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
         refused = spoiled(new, server)
         return select(~refused, new, server), refused
 
-    return Rehearser(
-        rehearsal, jit("rehearsal kept", rehearsal.kept), jit("rehearsal start", rehearsal.start),
-        jit("rehearsal step", rehearsal.step, donate_argnums=2), jit("rehearsal finish", finish),
-    )  # fmt: skip
+    return Replayer(
+        server_replay,
+        jit("rehearsal kept", server_replay.kept),
+        jit("rehearsal start", server_replay.start),
+        jit("rehearsal step", server_replay.step, donate_argnums=2),
+        jit("rehearsal finish", finish),
+    )
 
 
 def spoiled(new: PyTree, old: PyTree) -> Array:
@@ -60,16 +63,20 @@ def spoiled(new: PyTree, old: PyTree) -> Array:
     return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)
 
 
-def kept_rows(rehearser: Rehearser, turn: Turn, server: PyTree) -> Kept:
+def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
     """The rows of the current task on the host, numpy, without the places that are not taken."""
-    kept = jax.device_get(rehearser.kept(turn._replace(previous=()), server))
+    kept = jax.device_get(replayer.kept(round_context._replace(previous=()), server))
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(kept.used)], kept)
 
 
 def rehearse(
-    rehearser: Rehearser, turn: Turn, server: PyTree, past: Sequence[Kept], key: PRNGKeyArray,
+    replayer: Replayer,
+    round_context: RoundContext,
+    server: PyTree,
+    past: Sequence[ReplayBuffer],
+    key: PRNGKeyArray,
     place: Callable[[PyTree], PyTree],
-) -> Rehearsed:  # fmt: skip
+) -> Replayed:
     """All epochs of a round.
 
     Args:
@@ -80,24 +87,27 @@ def rehearse(
       key: of this rehearsal.
       place: puts arrays where the engine works.
     """
-    turn = turn._replace(previous=())
-    stores = (*(jax.tree.map(np.asarray, kept) for kept in past), kept_rows(rehearser, turn, server))
-    pairs = rehearser.rehearsal.plan(int(turn.task.index), bool(turn.last))
+    round_context = round_context._replace(previous=())
+    stores = (
+        *(jax.tree.map(np.asarray, kept) for kept in past),
+        current_buffer(replayer, round_context, server),
+    )
+    pairs = replayer.server_replay.plan(int(round_context.task.index), bool(round_context.last))
     chosen = _chosen(stores, pairs)
     if not len(chosen.row):
-        return Rehearsed(server, {}, 0, False)
-    classes = np.isin(np.arange(len(turn.task.current)), _labels(stores, chosen))
-    local, found, rows = rehearser.start(turn, server), [], 0
-    for epoch in range(rehearser.rehearsal.epochs):
+        return Replayed(server, {}, 0, False)
+    classes = np.isin(np.arange(len(round_context.task.current)), _labels(stores, chosen))
+    local, found, rows = replayer.start(round_context, server), [], 0
+    for epoch in range(replayer.server_replay.epochs):
         own = jax.random.fold_in(key, epoch)
-        for i, batch in enumerate(_batches(stores, chosen, classes, rehearser.rehearsal.batch_size, own)):
+        for i, batch in enumerate(_batches(stores, chosen, classes, replayer.server_replay.batch_size, own)):
             step_key = jax.random.fold_in(own, i)
-            local, metrics = rehearser.step(turn, server, local, place(batch), step_key)
+            local, metrics = replayer.step(round_context, server, local, place(batch), step_key)
             found.append(metrics)
             rows += int(np.sum(batch.mask))
-    server, refused = rehearser.finish(turn, server, local)
+    server, refused = replayer.finish(round_context, server, local)
     total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), jax.device_get(found))
-    return Rehearsed(server, {name: Weighted(*value) for name, value in total.items()}, rows, bool(refused))
+    return Replayed(server, {name: Weighted(*value) for name, value in total.items()}, rows, bool(refused))
 
 
 class _Chosen(NamedTuple):
@@ -108,7 +118,7 @@ class _Chosen(NamedTuple):
     task: Int[np.ndarray, " n"]
 
 
-def _chosen(stores: Sequence[Kept], pairs: Sequence[tuple[int, int]]) -> _Chosen:
+def _chosen(stores: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]) -> _Chosen:
     """All rows of each pair's task, in the order of the pairs."""
     found = []
     for source, as_task in pairs:
@@ -117,14 +127,14 @@ def _chosen(stores: Sequence[Kept], pairs: Sequence[tuple[int, int]]) -> _Chosen
     return _Chosen(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
 
-def _labels(stores: Sequence[Kept], chosen: _Chosen) -> Int[np.ndarray, " labels"]:
+def _labels(stores: Sequence[ReplayBuffer], chosen: _Chosen) -> Int[np.ndarray, " labels"]:
     found = [np.asarray(stores[store].label) for store in np.unique(chosen.store)]
     return np.unique(np.concatenate(found))
 
 
 def _batches(
-    stores: Sequence[Kept], chosen: _Chosen, classes: np.ndarray, size: int, key: PRNGKeyArray
-) -> Iterator[KeptBatch]:
+    stores: Sequence[ReplayBuffer], chosen: _Chosen, classes: np.ndarray, size: int, key: PRNGKeyArray
+) -> Iterator[ReplayBatch]:
     """An epoch, shuffled; the last batch is padded with rows that do not count."""
     order = np.random.default_rng(np.asarray(jax.random.key_data(key))).permutation(len(chosen.row))
     for first in range(0, len(order), size):
@@ -134,7 +144,7 @@ def _batches(
         some = _Chosen(*(each[np.resize(mine, size)] for each in chosen))
         rows, label = _taken([(kept.rows, kept.label) for kept in stores], some)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
-        yield KeptBatch(rows, label, some.task.astype(np.int32), mask, classes)
+        yield ReplayBatch(rows, label, some.task.astype(np.int32), mask, classes)
 
 
 def _taken(trees: list, chosen: _Chosen) -> tuple:

@@ -33,7 +33,7 @@ from fcljax.methods.glfc import glfc, lga
 from fcljax.methods.hepco import hepco
 from fcljax.methods.target import target
 from fcljax.methods.vfcl import vfcl
-from fcljax.parts.federate import Kit
+from fcljax.parts.federate import Run
 from fcljax.types import Method
 
 Loaded = TypeVar("Loaded")
@@ -56,7 +56,7 @@ class MethodEntry(NamedTuple):
 
     summary: str
     options: type
-    build: Callable[[Any, Kit], Method]
+    build: Callable[[Any, Run], Method]
     adapter: str
     fidelity: Mapping[str, Mapping[str, object]] = {}
     defaults: Mapping[str, object] = {}
@@ -88,11 +88,17 @@ _COMPENSATED = _ONE_PAIR | {"aggregator": "uniform", "full_lr": 3e-4, "lr": 1e-3
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
         "fused task prompts, unified representation, prototype debias (FPPL)",
-        fppl.FPPLOptions, fppl.fppl, "prompts", fppl.FIDELITY,
+        fppl.FPPLOptions,
+        fppl.fppl,
+        "prompts",
+        fppl.FIDELITY,
     ),
     "fedavg": MethodEntry(
         "FPPL's adapter with its three parts off: plain FedAvg",
-        fedavg.FedAvgOptions, fedavg.fedavg, "prompts", fedavg.FIDELITY,
+        fedavg.FedAvgOptions,
+        fedavg.fedavg,
+        "prompts",
+        fedavg.FIDELITY,
         {"wo_fusion": True, "gate_scale": "fixed", "prompt_upload": "current"},
     ),
     "linear": MethodEntry(
@@ -100,12 +106,19 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "pilora": MethodEntry(
         "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
-        pilora.PiloraOptions, pilora.pilora, "lora", pilora.FIDELITY, {"lr": 0.1, "weight_decay": 1e-5},
+        pilora.PiloraOptions,
+        pilora.pilora,
+        "lora",
+        pilora.FIDELITY,
+        {"lr": 0.1, "weight_decay": 1e-5},
         {"lora": pilora.PiloraLoraOptions},
         merges="prototypes are weighted by PILoRA's own rule; with --wo-reweight any rule merges them",
     ),
     "fedncm": MethodEntry(
-        "class means of frozen features, no training (FedNCM)", fedncm.FedNCMOptions, fedncm.fedncm, "linear",
+        "class means of frozen features, no training (FedNCM)",
+        fedncm.FedNCMOptions,
+        fedncm.fedncm,
+        "linear",
         excludes=dict.fromkeys(
             ("lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda", "full"),
             "nothing trains in FedNCM: an adapter would stay at its first values",
@@ -114,7 +127,9 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "fedrecon": MethodEntry(
         "merged class prototypes of an embedding that is frozen, or trained in the first task (FedRecon)",
-        fedrecon.FedReconOptions, fedrecon.fedrecon, "linear",
+        fedrecon.FedReconOptions,
+        fedrecon.fedrecon,
+        "linear",
         excludes=dict.fromkeys(
             ("lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda"),
             "its embedding is a whole network",
@@ -123,53 +138,99 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "fedclm": MethodEntry(
         "FedAvg of LoRA and a classifier, class means at inference",
-        fedclm.FedCLMOptions, fedclm.fedclm, "lora", defaults=_ONE_PAIR,
+        fedclm.FedCLMOptions,
+        fedclm.fedclm,
+        "lora",
+        defaults=_ONE_PAIR,
         merges="its class means are sums over rows, which are added up",
     ),
     "ewc": MethodEntry(
-        "FedAvg of LoRA and a classifier with elastic weights", ewc.EWCOptions, ewc.ewc, "lora", _MOMENTUM,
+        "FedAvg of LoRA and a classifier with elastic weights",
+        ewc.EWCOptions,
+        ewc.ewc,
+        "lora",
+        _MOMENTUM,
         _SGD,
     ),
     "lwf": MethodEntry(
-        "FedAvg of LoRA and a classifier with distillation", lwf.LwFOptions, lwf.lwf, "lora", _MOMENTUM,
+        "FedAvg of LoRA and a classifier with distillation",
+        lwf.LwFOptions,
+        lwf.lwf,
+        "lora",
+        _MOMENTUM,
         _DECAY,
     ),
     "icarl": MethodEntry(
-        "FedAvg of LoRA and a classifier with rehearsal", icarl.ICaRLOptions, icarl.icarl, "lora", _MOMENTUM,
+        "FedAvg of LoRA and a classifier with rehearsal",
+        icarl.ICaRLOptions,
+        icarl.icarl,
+        "lora",
+        _MOMENTUM,
         _DECAY,
     ),
     "hepco": MethodEntry(
         "a weighted prompt pool, latent generation and distillation on the server (HePCo)",
-        hepco.HepcoOptions, hepco.hepco, "pool", hepco.FIDELITY, _SAMPLED,
+        hepco.HepcoOptions,
+        hepco.hepco,
+        "pool",
+        hepco.FIDELITY,
+        _SAMPLED,
         merges="its server learns from the clients' models one by one; `uniform` works too",
     ),
     "fedavg-prompt": MethodEntry(
-        "HePCo's clients, and a server that only averages", hepco.PromptedOptions,
-        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT, _SAMPLED,
+        "HePCo's clients, and a server that only averages",
+        hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt,
+        "pool",
+        hepco.CLIENT,
+        _SAMPLED,
     ),
     "fedprox": MethodEntry(
-        "FedAvg-Prompt whose clients are kept near what they were sent (FedProx)", hepco.PromptedOptions,
-        fedavg_prompt.fedavg_prompt, "pool", hepco.CLIENT, _SAMPLED | {"prox_weight": 0.01},
+        "FedAvg-Prompt whose clients are kept near what they were sent (FedProx)",
+        hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt,
+        "pool",
+        hepco.CLIENT,
+        _SAMPLED | {"prox_weight": 0.01},
     ),
     "fed-cprompt": MethodEntry(
         "prompts near the newest global model and far from the last task's (Fed-CPrompt)",
-        fed_cprompt.CPromptOptions, fed_cprompt.fed_cprompt, "pool", hepco.CLIENT, _SAMPLED,
+        fed_cprompt.CPromptOptions,
+        fed_cprompt.fed_cprompt,
+        "pool",
+        hepco.CLIENT,
+        _SAMPLED,
     ),
     "fedavg-ft": MethodEntry(
-        "FedAvg of the whole network", hepco.PromptedOptions, fedavg_prompt.fedavg_prompt, "full",
-        hepco.CLIENT, _SAMPLED | _WHOLE,
+        "FedAvg of the whole network",
+        hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt,
+        "full",
+        hepco.CLIENT,
+        _SAMPLED | _WHOLE,
     ),
     "fedlwf-mc": MethodEntry(
-        "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)", hepco.PromptedOptions,
-        fedlwf_mc.fedlwf_mc, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+        "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)",
+        hepco.PromptedOptions,
+        fedlwf_mc.fedlwf_mc,
+        "full",
+        hepco.CLIENT,
+        _SAMPLED | _WHOLE,
     ),
     "cfed": MethodEntry(
         "FedAvg of the whole network, some clients distil on images of another data set (CFeD)",
-        cfed.CFeDOptions, cfed.cfed, "full", hepco.CLIENT, _SAMPLED | _WHOLE,
+        cfed.CFeDOptions,
+        cfed.cfed,
+        "full",
+        hepco.CLIENT,
+        _SAMPLED | _WHOLE,
     ),
     "fedweit": MethodEntry(
         "a base that travels, and for each task a mask and sparse parameters of a client's own (FedWeIT)",
-        fedweit.FedWeITOptions, fedweit.fedweit, "full", fedweit.FIDELITY,
+        fedweit.FedWeITOptions,
+        fedweit.fedweit,
+        "full",
+        fedweit.FIDELITY,
         _ONE_PAIR | {"aggregator": "uniform", "lr": 0.01, "full_lr": 1e-3 / 3, "lora_lr": 1e-3},
         excludes=dict.fromkeys(
             ("linear", "prompts", "pool", "vpt", "l2p", "dualprompt", "coda"),
@@ -179,24 +240,37 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
-        target.TargetOptions, target.target, "full", target.FIDELITY, _SAMPLED | _WHOLE,
+        target.TargetOptions,
+        target.target,
+        "full",
+        target.FIDELITY,
+        _SAMPLED | _WHOLE,
     ),
     "glfc": MethodEntry(
         "clients find task changes, weigh rows and rehearse; a proxy chooses what they distil (GLFC)",
-        glfc.GLFCOptions, glfc.glfc, "full", glfc.FIDELITY, _COMPENSATED,
+        glfc.GLFCOptions,
+        glfc.glfc,
+        "full",
+        glfc.FIDELITY,
+        _COMPENSATED,
     ),
     "lga": MethodEntry(
         "GLFC with weights balanced over all tasks and a proxy that looks around its images (LGA)",
-        lga.LGAOptions, lga.lga, "full", lga.FIDELITY, _COMPENSATED,
+        lga.LGAOptions,
+        lga.lga,
+        "full",
+        lga.FIDELITY,
+        _COMPENSATED,
     ),
     "centralized-prompt": MethodEntry(
-        "one client that has everything: HePCo's upper bound", hepco.PromptedOptions,
-        fedavg_prompt.fedavg_prompt, "pool", _ALONE,
+        "one client that has everything: HePCo's upper bound",
+        hepco.PromptedOptions,
+        fedavg_prompt.fedavg_prompt,
+        "pool",
+        _ALONE,
         {"partition": "iid", "clients": 1, "rounds": 1, "epochs": 20},
     ),
-    "l2p": MethodEntry(
-        "FedAvg of L2P's pool of prompts (FedL2P)", fedavg.NoOptions, fedavg.plain, "l2p"
-    ),
+    "l2p": MethodEntry("FedAvg of L2P's pool of prompts (FedL2P)", fedavg.NoOptions, fedavg.plain, "l2p"),
     "dualprompt": MethodEntry(
         "FedAvg of DualPrompt's prefixes (FedDualP)", fedavg.NoOptions, fedavg.plain, "dualprompt"
     ),
@@ -205,30 +279,46 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "pmae": MethodEntry(
         "the server trains on images that a masked autoencoder rebuilds (pMAE)",
-        pmae.PmaeOptions, pmae.pmae, "vpt", pmae.FIDELITY,
+        pmae.PmaeOptions,
+        pmae.pmae,
+        "vpt",
+        pmae.FIDELITY,
     ),
     "l2p-pmae": MethodEntry(
         "pMAE with L2P's prompts (FedL2P+pMAE)", pmae.PmaeOptions, pmae.pmae, "l2p", pmae.FIDELITY
     ),
     "dualprompt-pmae": MethodEntry(
-        "pMAE with DualPrompt's prefixes (FedDualP+pMAE)", pmae.PmaeOptions, pmae.pmae, "dualprompt",
+        "pMAE with DualPrompt's prefixes (FedDualP+pMAE)",
+        pmae.PmaeOptions,
+        pmae.pmae,
+        "dualprompt",
         pmae.FIDELITY,
     ),
     "coda-prompt-pmae": MethodEntry(
-        "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)", pmae.PmaeOptions, pmae.pmae, "coda",
+        "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)",
+        pmae.PmaeOptions,
+        pmae.pmae,
+        "coda",
         pmae.FIDELITY,
     ),
     "vfcl": MethodEntry(
         "a Bayesian network, two priors, conflation; clients keep their classifiers (VFCL)",
-        vfcl.VFCLOptions, vfcl.vfcl, "full", vfcl.FIDELITY,
+        vfcl.VFCLOptions,
+        vfcl.vfcl,
+        "full",
+        vfcl.FIDELITY,
         {"full_lr": 0.01, "lr": 0.01, "optimiser": "sgd", "rounds": 10},
         merges="Gaussians are multiplied; with --merge average any rule merges means and rhos",
     ),
     "joint": MethodEntry(
-        "FedAvg of LoRA and a classifier, all classes at once", fedavg.NoOptions, fedavg.plain, "lora",
-        defaults=_ONE_PAIR | {"rounds": 15}, joint=True,
+        "FedAvg of LoRA and a classifier, all classes at once",
+        fedavg.NoOptions,
+        fedavg.plain,
+        "lora",
+        defaults=_ONE_PAIR | {"rounds": 15},
+        joint=True,
     ),
-}  # fmt: skip
+}
 
 OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
 

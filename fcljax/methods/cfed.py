@@ -24,7 +24,7 @@ from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
-from fcljax.parts.federate import Kit, Seen, ServerStep, Term
+from fcljax.parts.federate import Run, Seen, ServerStep, Term
 from fcljax.parts.learner import Learner, Model, Objective, objective_loss
 from fcljax.parts.task_start import (
     Start,
@@ -35,7 +35,7 @@ from fcljax.parts.task_start import (
     start_of_task,
     unlabelled,
 )
-from fcljax.types import Aggregate, Frozen, Method, Turn, Weighted
+from fcljax.types import Aggregate, Frozen, Method, RoundContext, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,13 @@ class CFeDOptions(SurrogateOptions, PromptedOptions):
     server_lr: float = option(5e-5, positive=True)  # its learning rate, of Adam
 
 
-def cfed(options: CFeDOptions, kit: Kit) -> Method:
+def cfed(options: CFeDOptions, run: Run) -> Method:
     """CFeD as a method, on any adapter."""
-    term = learn_or_review(options, kit.setting.clients)
-    steps = (start_of_task(), roles(options.reviewer_share, kit.setting.clients))
+    term = learn_or_review(options, run.sizes.clients)
+    steps = (start_of_task(), roles(options.reviewer_share, run.sizes.clients))
     if options.server_steps:
         steps += (server_distillation(options),)
-    return averaging(scheduled(kit, options), Objective(weight=0.0), terms=(term,), steps=steps)
+    return averaging(scheduled(run, options), Objective(weight=0.0), terms=(term,), steps=steps)
 
 
 # ---- who reviews -------------------------------------------------------------------------------------------
@@ -71,14 +71,23 @@ def roles(share: float, clients: int) -> ServerStep:
     the first task."""
     count = round(share * clients)
 
-    def step(turn: Turn, learner: Learner, params: Model, drawn: Array, aggregate: Aggregate, key: Array):
-        del turn, learner, drawn, aggregate
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        drawn: Array,
+        aggregate: Aggregate,
+        key: Array,
+    ):
+        del round_context, learner, drawn, aggregate
         return params, jax.random.permutation(key, clients) < count, {}
 
     return ServerStep(
-        "roles", step, init=lambda params, part: jnp.zeros(clients, bool),
+        "roles",
+        step,
+        init=lambda params, part: jnp.zeros(clients, bool),
         sends=lambda task, drawn: drawn & (task.index > 0),
-    )  # fmt: skip
+    )
 
 
 # ---- client ------------------------------------------------------------------------------------------------
@@ -90,12 +99,12 @@ def learn_or_review(options: CFeDOptions, clients: int) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del memory
-        ctx = seen.ctx
+        context = seen.context
         # only one of them is computed where clients train one by one
         return jax.lax.cond(
-            ctx.wire.sent["roles"][ctx.info.id],
+            context.payload.sent["roles"][context.client.id],
             lambda: options.distill_weight * review(learner, seen, clients, options.distill_temperature),
-            lambda: objective_loss(objective, seen.output, seen.batch, ctx.task),
+            lambda: objective_loss(objective, seen.output, seen.batch, context.task),
         )
 
     return Term("cfed", loss, reads=("start", "roles"))
@@ -104,9 +113,9 @@ def learn_or_review(options: CFeDOptions, clients: int) -> Term:
 def review(learner: Learner, seen: Seen, clients: int, temperature: float) -> Float[Array, ""]:
     """Distillation from the model that the task began with, on as many of the client's surrogate images as
     the batch has rows."""
-    ctx = seen.ctx
-    image = surrogate(ctx.frozen)
-    first, last = shard(ctx.info.id, clients, len(image))
+    context = seen.context
+    image = surrogate(context.frozen)
+    first, last = shard(context.client.id, clients, len(image))
     chosen = jax.random.randint(seen.key, seen.batch.mask.shape, first, last)
     return distil_start(learner, seen, image[chosen] / 255, temperature)
 
@@ -136,32 +145,48 @@ def server_distillation(options: CFeDOptions) -> ServerStep:
     """The averaged model distils the clients' models, and from the second task on also the one that the task
     began with: each teacher on surrogate images of its own."""
 
-    def step(turn: Turn, learner: Learner, params: Model, start: Start, aggregate: Aggregate, key: Array):
-        task, start = turn.task, began_with(turn, start)
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        start: Start,
+        aggregate: Aggregate,
+        key: Array,
+    ):
+        task, start = round_context.task, began_with(round_context, start)
         part = learner.part(params, task)
         clients = sound_parts(part, aggregate)
         stack = lambda many, one: jnp.concatenate([many, one[None]])
         teachers = jax.tree.map(stack, clients, start.part._replace(extra={}))
         alive = jnp.append(aggregate.valid, task.index > 0)
         steps = jnp.where(jnp.any(aggregate.valid), options.server_steps, 0)
-        part, found = _distil(options, learner, turn, params, part, teachers, alive, steps, key)
+        part, found = _distil(options, learner, round_context, params, part, teachers, alive, steps, key)
         return learner.put(params, task, part), start, {"loss": found}
 
     return ServerStep("distillation", step, init=no_start, sees_parts=True, changes=True)
 
 
 def _distil(
-    options: CFeDOptions, learner: Learner, turn: Turn, params: Model, part: Model, teachers: Model,
-    alive: Bool[Array, " J"], steps: Int[Array, ""], key: PRNGKeyArray,
-) -> tuple[Model, Weighted]:  # fmt: skip
+    options: CFeDOptions,
+    learner: Learner,
+    round_context: RoundContext,
+    params: Model,
+    part: Model,
+    teachers: Model,
+    alive: Bool[Array, " J"],
+    steps: Int[Array, ""],
+    key: PRNGKeyArray,
+) -> tuple[Model, Weighted]:
     """So many steps of Adam on a part, and the mean loss."""
-    image, adam = surrogate(turn.frozen), optax.adam(options.server_lr)
+    image, adam = surrogate(round_context.frozen), optax.adam(options.server_lr)
     shape = (len(alive), -(-options.server_batch // len(alive)))
 
     def step(i: Array, carry: tuple) -> tuple:
         part, optimiser, total = carry
         chosen = image[jax.random.randint(jax.random.fold_in(key, i), shape, 0, len(image))]
-        loss = functools.partial(teachers_loss, options, learner, turn, params, teachers, alive, chosen)
+        loss = functools.partial(
+            teachers_loss, options, learner, round_context, params, teachers, alive, chosen
+        )
         value, gradient = jax.value_and_grad(loss)(part)
         update, optimiser = adam.update(gradient, optimiser)
         return optax.apply_updates(part, update), optimiser, total + value
@@ -171,16 +196,22 @@ def _distil(
 
 
 def teachers_loss(
-    options: CFeDOptions, learner: Learner, turn: Turn, params: Model, teachers: Model,
-    alive: Bool[Array, " J"], image: UInt8[Array, "J rows *shape"], part: Model,
-) -> Float[Array, ""]:  # fmt: skip
+    options: CFeDOptions,
+    learner: Learner,
+    round_context: RoundContext,
+    params: Model,
+    teachers: Model,
+    alive: Bool[Array, " J"],
+    image: UInt8[Array, "J rows *shape"],
+    part: Model,
+) -> Float[Array, ""]:
     """Distillation of the seen classes from each teacher on its own images; the mean over the images of
     teachers that are alive."""
-    task = turn.task
+    task = round_context.task
 
     def logits(part: Model, image: Array) -> Float[Array, "rows C"]:
         batch = unlabelled(learner, image / 255)
-        return learner.forward(turn.frozen, params, part, batch, task, False).logits
+        return learner.forward(round_context.frozen, params, part, batch, task, False).logits
 
     # one teacher after the other: their activations are not needed together
     target = jax.lax.map(lambda one: logits(*one), (teachers, image))

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import cross_entropy
 from fcljax.options import option
-from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner, Model
-from fcljax.types import Ctx, Method, View
+from fcljax.types import ClientContext, Method, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Memory(NamedTuple):
     batches: Float[Array, ""]
 
 
-def ewc(options: EWCOptions, kit: Kit) -> Method:
+def ewc(options: EWCOptions, run: Run) -> Method:
     """EWC+FL as a method."""
-    return averaging(kit, terms=(elastic(options.ewc_weight, options.fisher_limit, kit.train.batch_size),))
+    return averaging(run, terms=(elastic(options.ewc_weight, options.fisher_limit, run.train.batch_size),))
 
 
 def elastic(weight: float, limit: float, batch_size: int) -> Term:
@@ -70,35 +70,35 @@ def elastic(weight: float, limit: float, batch_size: int) -> Term:
 
     def look(learner: Learner, seen: Seen, memory: Memory) -> Memory:
         """Add the squared gradient of a batch, at the weights that were trained."""
-        ctx, batch = seen.ctx, seen.batch
+        context, batch = seen.context, seen.batch
 
         def loss_of(part: Model) -> Float[Array, ""]:
-            output = learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True)
-            return cross_entropy(output.logits, batch.label, ctx.task.current, batch.mask)
+            output = learner.forward(context.frozen, context.cached, part, batch, context.task, True)
+            return cross_entropy(output.logits, batch.label, context.task.current, batch.mask)
 
         gradient = jax.grad(loss_of)(seen.part)
         squares = jax.tree.map(lambda total, g: total + g**2, memory.squares, gradient)
         return memory._replace(squares=squares, batches=memory.batches + 1)
 
-    def keep(ctx: Ctx, memory: Memory, part: Model, state: Anchor) -> Anchor:
+    def keep(context: ClientContext, memory: Memory, part: Model, state: Anchor) -> Anchor:
         del state
         mean = lambda s: jnp.minimum(s / jnp.maximum(memory.batches, 1), limit)
-        return consolidate(ctx, memory.anchor, part, jax.tree.map(mean, memory.squares))
+        return consolidate(context, memory.anchor, part, jax.tree.map(mean, memory.squares))
 
     view = View(1, batch_size, shuffle=False, augment=False)
     return Term("ewc", loss, _new, _begin, look, keep, view=view, at_end=True)
 
 
-def consolidate(ctx: Ctx, anchor: Anchor, part: Model, fisher: Model) -> Anchor:
+def consolidate(context: ClientContext, anchor: Anchor, part: Model, fisher: Model) -> Anchor:
     """When a task is over: w* <- w, and F <- a F + (1 - a) F_new with a the share of classes that were old in
     it. A client whose first task it is has nothing old to keep, so a is 0 then."""
-    share = jnp.where(anchor.known, jnp.sum(ctx.task.old) / jnp.sum(ctx.task.seen), 0.0)
+    share = jnp.where(anchor.known, jnp.sum(context.task.old) / jnp.sum(context.task.seen), 0.0)
     merge = lambda old, new: share * old + (1 - share) * new
     return Anchor(part, jax.tree.map(merge, anchor.fisher, fisher), jnp.bool_(True))
 
 
-def _begin(ctx: Ctx, state: Anchor, key: PRNGKeyArray) -> Memory:
-    del ctx, key
+def _begin(context: ClientContext, state: Anchor, key: PRNGKeyArray) -> Memory:
+    del context, key
     return Memory(state, jax.tree.map(jnp.zeros_like, state.fisher), jnp.zeros(()))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import masked_sum
-from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner
 from fcljax.parts.task_start import start_of_task, teacher
 from fcljax.types import Method
@@ -28,10 +28,10 @@ class CPromptOptions(PromptedOptions):
     contrast_margin: float = 1.0  # by how much the second is to be larger
 
 
-def fed_cprompt(options: CPromptOptions, kit: Kit) -> Method:
+def fed_cprompt(options: CPromptOptions, run: Run) -> Method:
     """Fed-CPrompt as a method."""
     terms = (contrast(options.contrast_near, options.contrast_far, options.contrast_margin),)
-    return averaging(scheduled(kit, options), terms=terms, steps=(start_of_task(),))
+    return averaging(scheduled(run, options), terms=terms, steps=(start_of_task(),))
 
 
 def contrast(near: float, far: float, margin: float) -> Term:
@@ -39,19 +39,26 @@ def contrast(near: float, far: float, margin: float) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del memory
-        ctx, batch = seen.ctx, seen.batch
-        of = lambda part: learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True).logits
-        own, newest, last = seen.output.logits, of(ctx.wire.part), of(teacher(ctx))
+        context, batch = seen.context, seen.batch
+        of = lambda part: (
+            learner.forward(context.frozen, context.cached, part, batch, context.task, True).logits
+        )
+        own, newest, last = seen.output.logits, of(context.payload.part), of(teacher(context))
         value = contrastive_loss(own, newest, last, batch.mask, near, far, margin)
-        return jnp.where(jnp.any(ctx.task.old), value, 0.0)
+        return jnp.where(jnp.any(context.task.old), value, 0.0)
 
     return Term("contrast", loss, reads=("start",))
 
 
 def contrastive_loss(
-    logits: Float[Array, "batch C"], newest: Float[Array, "batch C"], last: Float[Array, "batch C"],
-    mask: Bool[Array, " batch"], near: float, far: float, margin: float,
-) -> Float[Array, ""]:  # fmt: skip
+    logits: Float[Array, "batch C"],
+    newest: Float[Array, "batch C"],
+    last: Float[Array, "batch C"],
+    mask: Bool[Array, " batch"],
+    near: float,
+    far: float,
+    margin: float,
+) -> Float[Array, ""]:
     """max(sum over the rows of near ||z - z_newest||^2 - far ||z - z_last||^2, plus the margin, 0), over the
     logits of all classes."""
     distance = lambda other: jnp.sum((logits - other) ** 2, axis=-1)

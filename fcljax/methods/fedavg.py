@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray
 from fcljax.methods import fppl
 from fcljax.options import resolved
 from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import CROSS_ENTROPY, Kit, Rehearse, ServerStep, Term, federate
+from fcljax.parts.federate import CROSS_ENTROPY, Rehearse, Run, ServerStep, Term, federate
 from fcljax.parts.learner import Keys, Objective, learner, two_keys
 from fcljax.types import Method
 
@@ -40,31 +40,43 @@ FIDELITY = {
 }
 
 
-def fedavg(options: FedAvgOptions, kit: Kit) -> Method:
+def fedavg(options: FedAvgOptions, run: Run) -> Method:
     """FedAvg with the losses of FPPL's release."""
     objective = Objective(resolved(options.local_classes), resolved(options.reduction))
-    return averaging(kit, objective, fppl.three_keys)
+    return averaging(run, objective, fppl.three_keys)
 
 
-def plain(options: NoOptions, kit: Kit) -> Method:
+def plain(options: NoOptions, run: Run) -> Method:
     """FedAvg with cross-entropy over the classes of the current task: the baselines `linear`, `joint`, `l2p`,
     `dualprompt` and `coda-prompt`."""
     del options
-    return averaging(kit, keys=one_key if kit.adapter.plain else two_keys)
+    return averaging(run, keys=one_key if run.adapter.plain else two_keys)
 
 
 def averaging(
-    kit: Kit, objective: Objective = CROSS_ENTROPY, keys: Keys = two_keys, terms: tuple[Term, ...] = (),
-    steps: tuple[ServerStep, ...] = (), rehearse: Rehearse | None = None, restores: Callable | None = None,
-) -> Method:  # fmt: skip
+    run: Run,
+    objective: Objective = CROSS_ENTROPY,
+    keys: Keys = two_keys,
+    terms: tuple[Term, ...] = (),
+    steps: tuple[ServerStep, ...] = (),
+    rehearse: Rehearse | None = None,
+    restores: Callable | None = None,
+) -> Method:
     """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, what they read, and what
     the server does besides."""
-    head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
-    model = learner(kit.network, kit.adapter, head, keys)
+    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    model = learner(run.network, run.adapter, head, keys)
     return federate(
-        model, kit.setting, kit.train, terms + kit.terms, steps, objective=objective,
-        aggregation=kit.aggregation, rehearse=rehearse, restores=restores,
-    )  # fmt: skip
+        model,
+        run.sizes,
+        run.train,
+        terms + run.terms,
+        steps,
+        objective=objective,
+        aggregation=run.aggregation,
+        rehearse=rehearse,
+        restores=restores,
+    )
 
 
 def one_key(key: PRNGKeyArray) -> tuple[jax.Array, jax.Array]:

@@ -6,10 +6,10 @@ is FedProx on prompts.
 
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
-from fcljax.parts.federate import Kit
+from fcljax.parts.federate import Run
 from fcljax.types import Method
 
 
-def fedavg_prompt(options: PromptedOptions, kit: Kit) -> Method:
+def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:
     """FedAvg-Prompt as a method."""
-    return averaging(scheduled(kit, options))
+    return averaging(scheduled(run, options))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from fcljax.methods.fedncm import class_mean_step
 from fcljax.parts.classifiers import linear, nearest_mean
-from fcljax.parts.federate import Kit, Survey, federate
+from fcljax.parts.federate import Run, Survey, federate
 from fcljax.parts.learner import learner
 from fcljax.types import Method
 
@@ -25,12 +25,16 @@ class FedCLMOptions:
     classifier: Literal["nearest", "linear"] = "nearest"
 
 
-def fedclm(options: FedCLMOptions, kit: Kit) -> Method:
+def fedclm(options: FedCLMOptions, run: Run) -> Method:
     """FedCLM as a method."""
-    width, setting = kit.network.width, kit.setting
-    means = nearest_mean(width, setting.classes, options.classifier, inner=linear(width, setting.classes))
-    survey = Survey(class_mean_step(setting.task_classes, width), "closing", kit.train.batch_size)
+    width, sizes = run.network.width, run.sizes
+    means = nearest_mean(width, sizes.classes, options.classifier, inner=linear(width, sizes.classes))
+    survey = Survey(class_mean_step(sizes.task_classes, width), "closing", run.train.batch_size)
     return federate(
-        learner(kit.network, kit.adapter, means), setting, kit.train, kit.terms, surveys=(survey,),
-        aggregation=kit.aggregation,
-    )  # fmt: skip
+        learner(run.network, run.adapter, means),
+        sizes,
+        run.train,
+        run.terms,
+        surveys=(survey,),
+        aggregation=run.aggregation,
+    )

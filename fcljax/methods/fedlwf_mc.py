@@ -13,16 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
 from fcljax.models.heads import reduce_rows
-from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner, Objective
 from fcljax.parts.task_start import start_of_task, teacher
 from fcljax.types import Method
 
 
-def fedlwf_mc(options: PromptedOptions, kit: Kit) -> Method:
+def fedlwf_mc(options: PromptedOptions, run: Run) -> Method:
     """FedLwF.MC as a method."""
     objective, steps = Objective("seen", weight=0.0), (start_of_task(),)
-    return averaging(scheduled(kit, options), objective, terms=(binary(),), steps=steps)
+    return averaging(scheduled(run, options), objective, terms=(binary(),), steps=steps)
 
 
 def binary() -> Term:
@@ -30,17 +30,21 @@ def binary() -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del memory
-        ctx, batch, task = seen.ctx, seen.batch, seen.ctx.task
-        old = learner.forward(ctx.frozen, ctx.held, teacher(ctx), batch, task, True).logits
+        context, batch, task = seen.context, seen.batch, seen.context.task
+        old = learner.forward(context.frozen, context.cached, teacher(context), batch, task, True).logits
         return binary_loss(seen.output.logits, old, batch.label, task.old, task.seen, batch.mask)
 
     return Term("lwf_mc", loss, reads=("start",))
 
 
 def binary_loss(
-    logits: Float[Array, "batch C"], teacher: Float[Array, "batch C"], label: Int[Array, " batch"],
-    old: Bool[Array, " C"], seen: Bool[Array, " C"], mask: Bool[Array, " batch"],
-) -> Float[Array, ""]:  # fmt: skip
+    logits: Float[Array, "batch C"],
+    teacher: Float[Array, "batch C"],
+    label: Int[Array, " batch"],
+    old: Bool[Array, " C"],
+    seen: Bool[Array, " C"],
+    mask: Bool[Array, " batch"],
+) -> Float[Array, ""]:
     """The mean over the rows in the mask and the seen classes."""
     known = jax.nn.one_hot(label, logits.shape[-1])
     target = jnp.where(old, jax.nn.sigmoid(jax.lax.stop_gradient(teacher)), known)

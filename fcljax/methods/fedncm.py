@@ -10,10 +10,10 @@ from typing import Literal
 from jaxtyping import Array
 
 from fcljax.parts.classifiers import add_classes, nearest_mean
-from fcljax.parts.federate import Kit, ServerStep, Survey, federate
+from fcljax.parts.federate import Run, ServerStep, Survey, federate
 from fcljax.parts.learner import Learner, Model, learner
 from fcljax.parts.reports import class_sums
-from fcljax.types import Aggregate, Method, Turn
+from fcljax.types import Aggregate, Method, RoundContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +24,28 @@ class FedNCMOptions:
     classifier: Literal["linear", "nearest"] = "linear"
 
 
-def fedncm(options: FedNCMOptions, kit: Kit) -> Method:
+def fedncm(options: FedNCMOptions, run: Run) -> Method:
     """FedNCM as a method; nothing trains."""
-    width, setting = kit.network.width, kit.setting
-    model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes, options.classifier))
-    survey = Survey(class_mean_step(setting.task_classes, width), "opening", kit.train.batch_size)
-    return federate(model, setting, None, kit.terms, surveys=(survey,), aggregation=kit.aggregation)
+    width, sizes = run.network.width, run.sizes
+    model = learner(run.network, run.adapter, nearest_mean(width, sizes.classes, options.classifier))
+    survey = Survey(class_mean_step(sizes.task_classes, width), "opening", run.train.batch_size)
+    return federate(model, sizes, None, run.terms, surveys=(survey,), aggregation=run.aggregation)
 
 
 def class_mean_step(classes: int, width: int) -> ServerStep:
     """Sums of the task's classes [Ct] go up and are added to a `nearest_mean` classifier's; each class is of
     one task, which is surveyed once."""
 
-    def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        state: tuple,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner, key
-        sums = add_classes(params.classifier.sums, aggregate.sum["class_sums"], turn.task)
+        sums = add_classes(params.classifier.sums, aggregate.sum["class_sums"], round_context.task)
         return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
 
     return ServerStep("class_means", step, collects=(class_sums(classes, width),))

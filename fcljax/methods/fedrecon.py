@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 from fcljax.models.heads import class_sums
 from fcljax.models.prototypes import class_means, dce_loss, distances
 from fcljax.parts.classifiers import Sums, empty_sums, nearest_mean
-from fcljax.parts.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
+from fcljax.parts.federate import Collect, Run, Seen, ServerStep, Survey, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
-from fcljax.types import Aggregate, Ctx, Method, Setting, Turn
+from fcljax.types import Aggregate, ClientContext, Method, RoundContext, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +37,32 @@ class FedReconOptions:
     evaluated: Literal["server", "clients"] = "server"
 
 
-def fedrecon(options: FedReconOptions, kit: Kit) -> Method:
+def fedrecon(options: FedReconOptions, run: Run) -> Method:
     """FedRecon as a method; with an adapter that trains, it does so in the first task."""
-    width, setting, trains = kit.network.width, kit.setting, not kit.adapter.plain
-    model = learner(kit.network, kit.adapter, nearest_mean(width, setting.classes))
+    width, sizes, trains = run.network.width, run.sizes, not run.adapter.plain
+    model = learner(run.network, run.adapter, nearest_mean(width, sizes.classes))
     # the first task's prototypes are those of the embedding that it ends with
-    survey = Survey(merging(setting, width), "closing" if trains else "opening", kit.train.batch_size)
+    survey = Survey(merging(sizes, width), "closing" if trains else "opening", run.train.batch_size)
     terms = (episodes(),) if trains else ()
     method = federate(
-        model, setting, kit.train if trains else None, (*terms, *kit.terms), surveys=(survey,),
-        objective=Objective(weight=0.0), aggregation=kit.aggregation,
-    )  # fmt: skip
+        model,
+        sizes,
+        run.train if trains else None,
+        (*terms, *run.terms),
+        surveys=(survey,),
+        objective=Objective(weight=0.0),
+        aggregation=run.aggregation,
+    )
     if options.evaluated == "server":
         return method
-    everybodys = lambda turn, server, state, batch: method.predict(turn, server, batch)
+    everybodys = lambda round_context, server, state, batch: method.predict(round_context, server, batch)
     return method._replace(predict_client=everybodys, personal=True)
 
 
 # ---- prototypes --------------------------------------------------------------------------------------------
 
 
-def merging(setting: Setting, width: int) -> ServerStep:
+def merging(sizes: Sizes, width: int) -> ServerStep:
     """Sums of embeddings of all classes go up, since clients' tasks may have different ones, and are added to
     those of all tasks before: the running means of what anybody ever sent.
 
@@ -65,17 +70,24 @@ def merging(setting: Setting, width: int) -> ServerStep:
     """
 
     def look(model: Learner, seen: Seen, total: Sums) -> Sums:
-        ctx, batch, classes = seen.ctx, seen.batch, jnp.arange(setting.classes)
-        output = model.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, False)
+        context, batch, classes = seen.context, seen.batch, jnp.arange(sizes.classes)
+        output = model.forward(context.frozen, context.cached, seen.part, batch, context.task, False)
         more, rows = class_sums(output.feature, batch.label, classes, batch.mask)
         return Sums(total.feature + more, total.rows + rows)
 
-    def step(turn: Turn, model: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
-        del turn, model, key
+    def step(
+        round_context: RoundContext,
+        model: Learner,
+        params: Model,
+        state: tuple,
+        aggregate: Aggregate,
+        key: Array,
+    ):
+        del round_context, model, key
         sums = jax.tree.map(jnp.add, params.classifier.sums, aggregate.sum["embeddings"])
         return params._replace(classifier=params.classifier._replace(sums=sums)), state, {}
 
-    empty = lambda ctx: empty_sums(setting.classes, width)
+    empty = lambda context: empty_sums(sizes.classes, width)
     return ServerStep("prototypes", step, collects=(Collect("embeddings", empty, look, channel="sum"),))
 
 
@@ -87,14 +99,14 @@ def episodes() -> Term:
 
     def loss(model: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del model, memory
-        batch, task = seen.batch, seen.ctx.task
+        batch, task = seen.batch, seen.context.task
         value = episode_loss(seen.output.feature, batch.label, task.classes, batch.mask)
         return jnp.where(task.index == 0, value, 0.0)
 
-    def limit(ctx: Ctx, part: Model) -> Model:
+    def limit(context: ClientContext, part: Model) -> Model:
         """Weight decay and running statistics stop too."""
-        first = ctx.task.index == 0
-        frozen = ctx.wire.part
+        first = context.task.index == 0
+        frozen = context.payload.part
         pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(first, a, b), new, old)
         return part._replace(adapter=pick(part.adapter, frozen.adapter), stats=pick(part.stats, frozen.stats))
 
@@ -115,7 +127,7 @@ def episode_loss(
     rows of each are those of the batch, where the paper draws a fixed number of both.
     """
     support = jnp.arange(len(label)) % 2 == 0
-    prototypes, held = class_means(*class_sums(feature, label, classes, mask & support))
+    prototypes, present = class_means(*class_sums(feature, label, classes, mask & support))
     place = jnp.argmax(label[:, None] == classes, axis=1)
-    queries = mask & ~support & held[place]
-    return dce_loss(distances(feature, prototypes, "squared"), place, held, queries)
+    queries = mask & ~support & present[place]
+    return dce_loss(distances(feature, prototypes, "squared"), place, present, queries)

@@ -20,10 +20,10 @@ from fcljax.federated.aggregation import per_class, screen_prototypes
 from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
 from fcljax.options import option, resolved
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Kit, Seen, ServerStep, Term, federate
+from fcljax.parts.federate import Run, Seen, ServerStep, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.parts.reports import Prototypes, class_prototypes
-from fcljax.types import Aggregate, Method, Task, Turn, View, Weighted
+from fcljax.types import Aggregate, Method, RoundContext, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
 
@@ -48,21 +48,30 @@ class FPPLOptions:
 
 
 _INTENDED = dict(
-    local_classes="current", reduction="mean", unified_average="holders", prototype_view="augmented",
+    local_classes="current",
+    reduction="mean",
+    unified_average="holders",
+    prototype_view="augmented",
     prototype_download="current",
-)  # fmt: skip
+)
 FIDELITY: dict[str, dict[str, str]] = {
     "intended": _INTENDED,
     "improved": _INTENDED | dict(prototype_view="clean"),
     "paper": dict(
-        local_classes="all", reduction="sum", unified_average="batch", prototype_view="augmented",
+        local_classes="all",
+        reduction="sum",
+        unified_average="batch",
+        prototype_view="augmented",
         prototype_download="current",
     ),
     "released": dict(
-        local_classes="current", reduction="mean", unified_average="holders", prototype_view="augmented",
+        local_classes="current",
+        reduction="mean",
+        unified_average="holders",
+        prototype_view="augmented",
         prototype_download="seen",
     ),
-}  # fmt: skip
+}
 
 
 def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
@@ -70,18 +79,22 @@ def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return key, jax.random.split(key, 3)[2]
 
 
-def fppl(options: FPPLOptions, kit: Kit) -> Method:
+def fppl(options: FPPLOptions, run: Run) -> Method:
     """FPPL as a method, on any adapter. `options` must be resolved."""
-    setting, width = kit.setting, kit.network.width
-    model = learner(kit.network, kit.adapter, linear(width, setting.classes), three_keys)
+    sizes, width = run.sizes, run.network.width
+    model = learner(run.network, run.adapter, linear(width, sizes.classes), three_keys)
     terms = () if options.wo_unified else (unified_term(options),)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
     objective = Objective(resolved(options.local_classes), resolved(options.reduction))
     return federate(
-        model, setting, kit.train, terms + kit.terms,
-        steps=(prototype_step(options, kit),) if reads_prototypes else (),
-        objective=objective, aggregation=kit.aggregation,
-    )  # fmt: skip
+        model,
+        sizes,
+        run.train,
+        terms + run.terms,
+        steps=(prototype_step(options, run),) if reads_prototypes else (),
+        objective=objective,
+        aggregation=run.aggregation,
+    )
 
 
 # ---- client ------------------------------------------------------------------------------------------------
@@ -93,12 +106,18 @@ def unified_term(options: FPPLOptions) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del learner, memory
-        task, batch = seen.ctx.task, seen.batch
-        prototypes, classes = _of_task(seen.ctx.wire.sent["debias"], task, options)
+        task, batch = seen.context.task, seen.batch
+        prototypes, classes = _of_task(seen.context.payload.sent["debias"], task, options)
         pull = unified_representation_loss(
-            seen.output.feature, batch.label, batch.mask, prototypes, classes, options.temperature, average,
+            seen.output.feature,
+            batch.label,
+            batch.mask,
+            prototypes,
+            classes,
+            options.temperature,
+            average,
             reduction,
-        )  # fmt: skip
+        )
         return options.unified_weight * pull
 
     return Term("unified", loss, reads=("debias",))
@@ -108,7 +127,7 @@ def _of_task(received: Prototypes, task: Task, options: FPPLOptions) -> tuple[Pr
     """G of the current task as the client reads it, with the class of each row."""
     if options.prototype_download == "current":
         return received, task.classes
-    return received._replace(held=received.held & task.current), jnp.arange(task.current.shape[0])
+    return received._replace(present=received.present & task.current), jnp.arange(task.current.shape[0])
 
 
 def unified_representation_loss(
@@ -127,9 +146,9 @@ def unified_representation_loss(
     of the average too unless `average` is "batch"; 0 if no row is left.
     """
     similarity = cosine(feature, jax.lax.stop_gradient(prototypes.vector)) / temperature
-    positive = (label[:, None] == classes) & prototypes.held
+    positive = (label[:, None] == classes) & prototypes.present
     has_prototype = mask & jnp.any(positive, axis=-1)
-    others = jax.nn.logsumexp(mask_logits(similarity, prototypes.held), axis=-1)
+    others = jax.nn.logsumexp(mask_logits(similarity, prototypes.present), axis=-1)
     loss = others - jnp.sum(similarity * positive, axis=-1)
     return reduce_rows(
         loss, has_prototype, jnp.sum(has_prototype if average == "holders" else mask), reduction
@@ -139,24 +158,24 @@ def unified_representation_loss(
 # ---- server ------------------------------------------------------------------------------------------------
 
 
-def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
+def prototype_step(options: FPPLOptions, run: Run) -> ServerStep:
     """Put what clients sent into the pool, send its means G down (eq. 5), debias the classifier (eq. 4).
 
     Under a robust aggregation rule G is merged by that rule, class by class, and the debias leaves out the
     prototypes that lie far from it.
     """
-    setting, width, batch_size = kit.setting, kit.network.width, kit.train.batch_size
-    merge, robust = per_class(kit.aggregation), kit.aggregation.reduce is not None
+    sizes, width, batch_size = run.sizes, run.network.width, run.train.batch_size
+    merge, robust = per_class(run.aggregation), run.aggregation.reduce is not None
     reduction = resolved(options.reduction)
-    everyone, equal = jnp.ones(setting.clients, bool), jnp.ones(setting.clients)
+    everyone, equal = jnp.ones(sizes.clients, bool), jnp.ones(sizes.clients)
 
     def init(params: Model, part: Model) -> Prototypes:
         del params, part
-        shape = (setting.clients, setting.classes)
+        shape = (sizes.clients, sizes.classes)
         return Prototypes(jnp.zeros((*shape, width)), jnp.zeros(shape, bool))
 
     def merged(pool: Prototypes) -> Prototypes:
-        return Prototypes(*merge(pool.vector, pool.held, equal, everyone, jax.random.key(0)))
+        return Prototypes(*merge(pool.vector, pool.present, equal, everyone, jax.random.key(0)))
 
     def sends(task: Task, pool: Prototypes) -> Prototypes | tuple[()]:
         if options.wo_unified:
@@ -164,25 +183,37 @@ def prototype_step(options: FPPLOptions, kit: Kit) -> ServerStep:
         means = merged(pool)
         return _rows(means, task.classes) if options.prototype_download == "current" else means
 
-    def step(turn: Turn, learner: Learner, params: Model, pool: Prototypes, aggregate: Aggregate, key):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        pool: Prototypes,
+        aggregate: Aggregate,
+        key,
+    ):
         del learner
-        task, sent = turn.task, aggregate.gather["prototypes"]
+        task, sent = round_context.task, aggregate.gather["prototypes"]
         pool = store_prototypes(pool, sent, aggregate.id, aggregate.valid, task.classes)
         if options.wo_debias:
             return params, pool, {}
-        held = pool.held & (task.current if options.wo_pool else task.seen)
+        present = pool.present & (task.current if options.wo_pool else task.seen)
         if robust:
-            held = screen_prototypes(pool.vector, held, merged(pool).vector, everyone)
+            present = screen_prototypes(pool.vector, present, merged(pool).vector, everyone)
         head, metrics = debias(
-            params.classifier, pool._replace(held=held), key, options.server_epochs,
-            options.server_batch_size or batch_size, options.server_lr or kit.train.lr, reduction,
-        )  # fmt: skip
+            params.classifier,
+            pool._replace(present=present),
+            key,
+            options.server_epochs,
+            options.server_batch_size or batch_size,
+            options.server_lr or run.train.lr,
+            reduction,
+        )
         return params._replace(classifier=head), pool, metrics
 
     view = View(1, batch_size, augment=options.prototype_view == "augmented")
     # local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model that it
     # has just trained
-    collects = (class_prototypes("prototypes", setting.task_classes, width, view),)
+    collects = (class_prototypes("prototypes", sizes.task_classes, width, view),)
     return ServerStep("debias", step, init, sends, collects, follows_rule=True)
 
 
@@ -195,7 +226,7 @@ def store_prototypes(
 ) -> Prototypes:
     """The pool [K, C, ...] with the rows [P, Ct, ...] that the valid clients sent for the current task in
     place of their older ones; entries of other tasks and of absent clients stay."""
-    clients, total = pool.held.shape
+    clients, total = pool.present.shape
     row = jnp.where(valid, id_, clients)[:, None]
     column = jnp.where(classes >= 0, classes, total)[None, :]
     put = lambda buffer, x: buffer.at[row, column].set(x, mode="drop")
@@ -203,23 +234,28 @@ def store_prototypes(
 
 
 def debias(
-    head: Head, pool: Prototypes, key: PRNGKeyArray, epochs: int, batch_size: int, lr: float,
+    head: Head,
+    pool: Prototypes,
+    key: PRNGKeyArray,
+    epochs: int,
+    batch_size: int,
+    lr: float,
     reduction: Reduction = "mean",
-) -> tuple[Head, dict[str, Weighted]]:  # fmt: skip
+) -> tuple[Head, dict[str, Weighted]]:
     """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes
     without a prototype masked. pool: vectors [K, C, width] and held [K, C], a training row per held entry."""
-    feature, held = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.held.reshape(-1)
-    label = jnp.broadcast_to(jnp.arange(pool.held.shape[1]), pool.held.shape).reshape(-1)
-    allowed, count, adam = jnp.any(pool.held, axis=0), jnp.sum(held), optax.adam(lr)
+    feature, present = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.present.reshape(-1)
+    label = jnp.broadcast_to(jnp.arange(pool.present.shape[1]), pool.present.shape).reshape(-1)
+    allowed, count, adam = jnp.any(pool.present, axis=0), jnp.sum(present), optax.adam(lr)
     batches = -(-count // batch_size)
     # Held rows first, in a fresh random order every epoch.
-    uniform = lambda epoch: jax.random.uniform(jax.random.fold_in(key, epoch), held.shape)
-    order = jnp.argsort(jnp.where(held, jax.vmap(uniform)(jnp.arange(epochs)), 2.0), axis=-1)
+    uniform = lambda epoch: jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
+    order = jnp.argsort(jnp.where(present, jax.vmap(uniform)(jnp.arange(epochs)), 2.0), axis=-1)
 
     def step(i, carry):
         head, optimiser, total = carry
         within = (i % batches) * batch_size + jnp.arange(batch_size)
-        rows, mask = order[i // batches, jnp.minimum(within, held.shape[0] - 1)], within < count
+        rows, mask = order[i // batches, jnp.minimum(within, present.shape[0] - 1)], within < count
 
         def loss_of(head):
             return cross_entropy(apply_head(head, feature[rows]), label[rows], allowed, mask, reduction)
@@ -236,4 +272,4 @@ def debias(
 def _rows(prototypes: Prototypes, classes: Int[Array | np.ndarray, " Ct"]) -> Prototypes:
     """The prototypes of `classes`; padding (-1) holds none."""
     index = jnp.maximum(classes, 0)
-    return Prototypes(prototypes.vector[index], prototypes.held[index] & (classes >= 0))
+    return Prototypes(prototypes.vector[index], prototypes.present[index] & (classes >= 0))

@@ -14,7 +14,7 @@ import dataclasses
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.lwf import distil
 from fcljax.options import option
-from fcljax.parts.federate import Kit
+from fcljax.parts.federate import Run
 from fcljax.parts.learner import Objective
 from fcljax.parts.replay import replay
 from fcljax.types import Method
@@ -29,10 +29,10 @@ class ICaRLOptions:
     distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
 
 
-def icarl(options: ICaRLOptions, kit: Kit) -> Method:
+def icarl(options: ICaRLOptions, run: Run) -> Method:
     """iCaRL+FL as a method."""
     terms = (
-        replay(options.memory_size, kit.train.batch_size),
+        replay(options.memory_size, run.train.batch_size),
         distil(options.distill_weight, options.distill_temperature),
     )
-    return averaging(kit, Objective("seen"), terms=terms)
+    return averaging(run, Objective("seen"), terms=terms)

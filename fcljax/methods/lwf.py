@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import distillation
 from fcljax.options import option
-from fcljax.parts.federate import Kit, Seen, Term
+from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner, Model
-from fcljax.types import Ctx, Method
+from fcljax.types import ClientContext, Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Teacher(NamedTuple):
     task: Int[Array, ""]
 
 
-def lwf(options: LwFOptions, kit: Kit) -> Method:
+def lwf(options: LwFOptions, run: Run) -> Method:
     """LwF+FL as a method."""
-    return averaging(kit, terms=(distil(options.distill_weight, options.distill_temperature),))
+    return averaging(run, terms=(distil(options.distill_weight, options.distill_temperature),))
 
 
 def distil(weight: float, temperature: float) -> Term:
@@ -49,19 +49,24 @@ def distil(weight: float, temperature: float) -> Term:
     """
 
     def loss(learner: Learner, seen: Seen, teacher: Teacher) -> Float[Array, ""]:
-        ctx, batch = seen.ctx, seen.batch
-        target = learner.forward(ctx.frozen, ctx.held, teacher.part, batch, ctx.task, True).logits
-        return weight * distillation(seen.output.logits, target, ctx.task.old, batch.mask, temperature)
+        context, batch = seen.context, seen.batch
+        target = learner.forward(
+            context.frozen, context.cached, teacher.part, batch, context.task, True
+        ).logits
+        return weight * distillation(seen.output.logits, target, context.task.old, batch.mask, temperature)
 
     return Term(
-        "lwf", loss, init=lambda key, part: Teacher(part, jnp.int32(-1)), open=first_model_of_task,
-        keep=lambda ctx, teacher, part, state: teacher,
-    )  # fmt: skip
+        "lwf",
+        loss,
+        init=lambda key, part: Teacher(part, jnp.int32(-1)),
+        open=first_model_of_task,
+        keep=lambda context, teacher, part, state: teacher,
+    )
 
 
-def first_model_of_task(ctx: Ctx, state: Teacher, key: PRNGKeyArray) -> Teacher:
+def first_model_of_task(context: ClientContext, state: Teacher, key: PRNGKeyArray) -> Teacher:
     """The teacher of the current task: a new one if the client's is of an earlier task."""
     del key
-    stale = state.task != ctx.task.index
+    stale = state.task != context.task.index
     pick = lambda new, old: jnp.where(stale, new, old)
-    return Teacher(jax.tree.map(pick, ctx.wire.part, state.part), ctx.task.index)
+    return Teacher(jax.tree.map(pick, context.payload.part, state.part), context.task.index)

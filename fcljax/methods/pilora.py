@@ -21,10 +21,10 @@ from fcljax.models.prototypes import Distance, class_means, pl_loss
 from fcljax.models.vit import Lora
 from fcljax.options import option, resolved
 from fcljax.parts.classifiers import Sums, current_rows, prototypes, put_current
-from fcljax.parts.federate import Collect, Kit, Seen, ServerStep, Survey, Term, federate
+from fcljax.parts.federate import Collect, Run, Seen, ServerStep, Survey, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
-from fcljax.types import Aggregate, Method, Turn, View
+from fcljax.types import Aggregate, Method, RoundContext, View
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 
@@ -61,43 +61,72 @@ class PiloraLoraOptions(PiloraOptions):
 # the release's images and deals, on which the paper is silent but for fixed local data
 RELEASE = dict(preprocess="pilora", class_order="natural", population="independent")
 _INTENDED = dict(
-    distance="sqrt_scaled", negatives="all", predict_classes="seen", l1_weight=0.0, local_lora="sum",
-    global_lora="sum", lora_init="kaiming_uniform", schedule="cosine", mean_features="trajectory",
-    reweight_distance="l2", reweight_mode="divide", train_share=0.8,
-)  # fmt: skip
+    distance="sqrt_scaled",
+    negatives="all",
+    predict_classes="seen",
+    l1_weight=0.0,
+    local_lora="sum",
+    global_lora="sum",
+    lora_init="kaiming_uniform",
+    schedule="cosine",
+    mean_features="trajectory",
+    reweight_distance="l2",
+    reweight_mode="divide",
+    train_share=0.8,
+)
 FIDELITY: dict[str, dict[str, str | float]] = {
     "intended": _INTENDED,
     "improved": _INTENDED | dict(train_share=1.0),
     "paper": dict(
-        distance="squared", negatives="all", predict_classes="seen", l1_weight=0.0, local_lora="sum",
-        global_lora="sum", lora_init="gaussian", schedule="cosine", mean_features="clean",
-        reweight_distance="l2sq", reweight_mode="multiply", train_share=0.8,
+        distance="squared",
+        negatives="all",
+        predict_classes="seen",
+        l1_weight=0.0,
+        local_lora="sum",
+        global_lora="sum",
+        lora_init="gaussian",
+        schedule="cosine",
+        mean_features="clean",
+        reweight_distance="l2sq",
+        reweight_mode="multiply",
+        train_share=0.8,
     ),
     "released": dict(
-        distance="sqrt_scaled", negatives="all", predict_classes="all", l1_weight=0.01, local_lora="current",
-        global_lora="first", lora_init="kaiming_uniform", schedule="cosine_lag", mean_features="trajectory",
-        reweight_distance="l2", reweight_mode="divide", train_share=0.8, **RELEASE,
+        distance="sqrt_scaled",
+        negatives="all",
+        predict_classes="all",
+        l1_weight=0.01,
+        local_lora="current",
+        global_lora="first",
+        lora_init="kaiming_uniform",
+        schedule="cosine_lag",
+        mean_features="trajectory",
+        reweight_distance="l2",
+        reweight_mode="divide",
+        train_share=0.8,
+        **RELEASE,
     ),
-}  # fmt: skip
+}
 
 
-def pilora(options: PiloraOptions, kit: Kit) -> Method:
+def pilora(options: PiloraOptions, run: Run) -> Method:
     """PILoRA as a method, on any adapter. `options` must be resolved."""
-    setting, width = kit.setting, kit.network.width
-    classifier = prototypes(width, setting.classes, resolved(options.distance), options.prototype_init)
+    sizes, width = run.sizes, run.network.width
+    classifier = prototypes(width, sizes.classes, resolved(options.distance), options.prototype_init)
     factor = functools.partial(learning_rate_factor, resolved(options.schedule))
-    step = average_step(kit) if options.wo_reweight else reweight_step(options, kit)
+    step = average_step(run) if options.wo_reweight else reweight_step(options, run)
     on_lora = (lora_term(options),) if isinstance(options, PiloraLoraOptions) else ()
     return federate(
-        learner(kit.network, kit.adapter, classifier, _classifier_first), setting,
-        kit.train._replace(factor=factor),
-        terms=(prototype_term(options.pl_weight), *on_lora, *kit.terms),
+        learner(run.network, run.adapter, classifier, _classifier_first),
+        sizes,
+        run.train._replace(factor=factor),
+        terms=(prototype_term(options.pl_weight), *on_lora, *run.terms),
         steps=(step,),
-        surveys=(headtune(kit),) if options.headtune else (),
+        surveys=(headtune(run),) if options.headtune else (),
         objective=Objective(resolved(options.negatives), hardness=options.hardness),
-        aggregation=kit.aggregation,
+        aggregation=run.aggregation,
         predicts=resolved(options.predict_classes),
-    )  # fmt: skip
+    )
 
 
 def _classifier_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
@@ -140,69 +169,103 @@ def lora_term(options: PiloraLoraOptions) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""] | float:
         del learner, memory
-        part, pairs = seen.part.adapter, seen.ctx.held.adapter
+        part, pairs = seen.part.adapter, seen.context.cached.adapter
         keep_apart = isinstance(pairs, Lora) and not options.wo_orthogonality
-        overlap = orthogonality(pairs, part, seen.ctx.task.index) if keep_apart else 0.0
+        overlap = orthogonality(pairs, part, seen.context.task.index) if keep_apart else 0.0
         penalty = options.orthogonality_weight * overlap
         return penalty + options.l1_weight * l1(part) if options.l1_weight else penalty
 
     return Term("lora", loss)
 
 
-def feature_collect(options: PiloraOptions, kit: Kit) -> Collect:
+def feature_collect(options: PiloraOptions, run: Run) -> Collect:
     """Mean features of the client's classes: of all epochs' training views, each before its step (release),
     or of one clean pass with the trained model."""
-    clean = View(1, kit.train.batch_size, augment=False)
+    clean = View(1, run.train.batch_size, augment=False)
     view = clean if options.mean_features == "clean" else None
-    return class_prototypes("features", kit.setting.task_classes, kit.network.width, view)
+    return class_prototypes("features", run.sizes.task_classes, run.network.width, view)
 
 
 # ---- server ------------------------------------------------------------------------------------------------
 
 
-def reweight_step(options: PiloraOptions, kit: Kit) -> ServerStep:
+def reweight_step(options: PiloraOptions, run: Run) -> ServerStep:
     """Prototypes by their weights (eq. 11-14). LoRA is averaged by rows, A and B apart."""
     distance, mode = resolved(options.reweight_distance), resolved(options.reweight_mode)
 
-    def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        state: tuple,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner, key
         features: Prototypes = aggregate.gather["features"]
         merged = prototype_reweight(
-            aggregate.gather["classifier"], features.vector, features.held, aggregate.valid,
-            distance=distance, temperature=options.reweight_temperature, temperature_mode=mode,
-        )  # fmt: skip
-        return params._replace(classifier=put_current(params.classifier, turn.task, merged)), state, {}
+            aggregate.gather["classifier"],
+            features.vector,
+            features.present,
+            aggregate.valid,
+            distance=distance,
+            temperature=options.reweight_temperature,
+            temperature_mode=mode,
+        )
+        return (
+            params._replace(classifier=put_current(params.classifier, round_context.task, merged)),
+            state,
+            {},
+        )
 
-    collects = (feature_collect(options, kit),)
+    collects = (feature_collect(options, run),)
     return ServerStep("reweight", step, collects=collects, takes=("classifier",))
 
 
-def average_step(kit: Kit) -> ServerStep:
+def average_step(run: Run) -> ServerStep:
     """Ablation: the plain mean of the clients' prototypes, or what the run's rule makes of them."""
-    rule = kit.aggregation.reduce
+    rule = run.aggregation.reduce
 
-    def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        state: tuple,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner
         sent, weight, valid = aggregate.gather["classifier"], aggregate.weight, aggregate.valid
-        before = turn.previous.wire.part.classifier
+        before = round_context.previous.payload.part.classifier
         merged = rule(sent, before, weight, valid, key) if rule else uniform_mean(sent, weight, valid)
-        return params._replace(classifier=put_current(params.classifier, turn.task, merged)), state, {}
+        return (
+            params._replace(classifier=put_current(params.classifier, round_context.task, merged)),
+            state,
+            {},
+        )
 
     return ServerStep("average", step, takes=("classifier",), follows_rule=True)
 
 
-def headtune(kit: Kit) -> Survey:
+def headtune(run: Run) -> Survey:
     """+HeadTune: before a task's first round clients sum the features of their rows by class, and the server
     starts the prototypes at the means (FedNCM)."""
-    view = View(1, kit.train.batch_size, augment=False)
-    collect = class_sums(kit.setting.task_classes, kit.network.width, view)
+    view = View(1, run.train.batch_size, augment=False)
+    collect = class_sums(run.sizes.task_classes, run.network.width, view)
 
-    def step(turn: Turn, learner: Learner, params: Model, state: tuple, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        state: tuple,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner, key
         sums: Sums = aggregate.sum["class_sums"]
         means, present = class_means(sums.feature, sums.rows)
-        kept = current_rows(params.classifier, turn.task)
-        started = put_current(params.classifier, turn.task, jnp.where(present[:, None], means, kept))
+        kept = current_rows(params.classifier, round_context.task)
+        started = put_current(params.classifier, round_context.task, jnp.where(present[:, None], means, kept))
         return params._replace(classifier=started), state, {}
 
-    return Survey(ServerStep("headtune", step, collects=(collect,)), "opening", kit.train.batch_size)
+    return Survey(ServerStep("headtune", step, collects=(collect,)), "opening", run.train.batch_size)

@@ -23,23 +23,23 @@ from fcljax.errors import InputError
 from fcljax.methods.fedavg import averaging
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option, resolved
-from fcljax.parts.federate import Collect, Kit, Rehearse, Seen, ServerStep, Slots, Term, Train
+from fcljax.parts.federate import Collect, Rehearse, Run, Seen, ServerStep, Slots, Term, Train
 from fcljax.parts.learner import Learner, Model
 from fcljax.pixels import between, to_unit
 from fcljax.types import (
     Aggregate,
     Autoencoder,
     Batch,
-    Ctx,
+    ClientContext,
     Frozen,
-    Kept,
-    KeptBatch,
     Method,
     Network,
+    ReplayBatch,
+    ReplayBuffer,
     Restored,
-    Setting,
+    RoundContext,
+    Sizes,
     Task,
-    Turn,
     View,
     Weighted,
 )
@@ -74,22 +74,25 @@ FIDELITY = {
 }
 
 
-def pmae(options: PmaeOptions, kit: Kit) -> Method:
+def pmae(options: PmaeOptions, run: Run) -> Method:
     """pMAE as a method, on any adapter. `options` must be resolved.
 
     Raises:
       InputError: for a network without a decoder.
     """
-    pair = autoencoder_of(kit.network)
+    pair = autoencoder_of(run.network)
     tune = Train(options.tune_epochs, options.tune_batch, options.tune_lr)
     rehearse = Rehearse(
         RESTORE, kept_now, functools.partial(plan, options), functools.partial(restored_batch, options), tune
     )
     terms = () if options.wo_recon_prompt else (reconstruction(options, pair),)
     return averaging(
-        kit, terms=terms, steps=(restore(options, kit, pair),), rehearse=rehearse,
-        restores=functools.partial(give_away, options, kit.network),
-    )  # fmt: skip
+        run,
+        terms=terms,
+        steps=(restore(options, run, pair),),
+        rehearse=rehearse,
+        restores=functools.partial(give_away, options, run.network),
+    )
 
 
 def autoencoder_of(network: Network) -> Autoencoder:
@@ -117,7 +120,7 @@ def reconstruction(options: PmaeOptions, pair: Autoencoder) -> Term:
         del memory
         image = between(learner.network, pair, seen.batch.image)
         masking = random_mask(row_keys(seen, 0), len(image), pair.patches, options.mask_ratio)
-        patches = rebuilt(pair, seen.ctx.frozen, image, masking, seen.part.extra[RECONSTRUCTION])
+        patches = rebuilt(pair, seen.context.frozen, image, masking, seen.part.extra[RECONSTRUCTION])
         return options.recon_weight * reconstruction_loss(patches, image, masking.masked, seen.batch.mask)
 
     def init(key: PRNGKeyArray) -> Float[Array, "length width"]:
@@ -128,13 +131,16 @@ def reconstruction(options: PmaeOptions, pair: Autoencoder) -> Term:
 
 def row_keys(seen: Seen, purpose: int) -> Key[Array, " batch"]:
     """A key for every row of the batch: what is drawn belongs to the row, not to the client that has it."""
-    return jax.vmap(jax.random.fold_in, (0, None))(resolved(seen.batch.draw), purpose)
+    return jax.vmap(jax.random.fold_in, (0, None))(resolved(seen.batch.keys), purpose)
 
 
 def rebuilt(
-    pair: Autoencoder, frozen: Frozen, image: Float[Array, "batch h w 3"], masking: Masking,
+    pair: Autoencoder,
+    frozen: Frozen,
+    image: Float[Array, "batch h w 3"],
+    masking: Masking,
     prompt: Float[Array, "..."] | None,
-) -> Float[Array, "batch patches pixels"]:  # fmt: skip
+) -> Float[Array, "batch patches pixels"]:
     """All patches of images of which the encoder sees some, in the pair's own range of pixels; visible
     patches are not pasted back."""
     latent = pair.encode(frozen.network, image, masking.keep)
@@ -150,7 +156,7 @@ class Restore(NamedTuple):
 
     latent: Float[Array, "*clients Ct u tokens width"]
     order: Int[Array, "*clients Ct u patches"]
-    held: Bool[Array, "*clients Ct u"]
+    present: Bool[Array, "*clients Ct u"]
 
 
 class Drawn(NamedTuple):
@@ -161,66 +167,73 @@ class Drawn(NamedTuple):
     row: Int[Array, "Ct u"]
 
 
-def restore_information(options: PmaeOptions, kit: Kit, pair: Autoencoder) -> Collect:
+def restore_information(options: PmaeOptions, run: Run, pair: Autoencoder) -> Collect:
     """u rows of each class at random, all if there are fewer, encoded without prompts under a random mask, in
     a pass over the client's rows under the clean view (specification 3.4)."""
     wanted = options.restore_images
-    view = View(1, kit.train.batch_size, shuffle=False, augment=False)
+    view = View(1, run.train.batch_size, shuffle=False, augment=False)
 
-    def init(ctx: Ctx) -> Drawn:
-        del ctx
-        restore = no_restore(options, kit.setting, kit.network, pair)
-        return Drawn(restore, jnp.full(restore.held.shape, -1.0), jnp.zeros(restore.held.shape, jnp.int32))
+    def init(context: ClientContext) -> Drawn:
+        del context
+        restore = no_restore(options, run.sizes, run.network, pair)
+        return Drawn(
+            restore, jnp.full(restore.present.shape, -1.0), jnp.zeros(restore.present.shape, jnp.int32)
+        )
 
     def look(learner: Learner, seen: Seen, drawn: Drawn) -> Drawn:
         batch = seen.batch
         image = between(learner.network, pair, batch.image)
         masking = random_mask(row_keys(seen, 0), len(image), pair.patches, options.mask_ratio)
-        latent = pair.encode(seen.ctx.frozen.network, image, masking.keep)
+        latent = pair.encode(seen.context.frozen.network, image, masking.keep)
         lot = jax.vmap(jax.random.uniform)(row_keys(seen, 1))
         more = Restore(latent, masking.restore, batch.mask)
-        return draw_lots(drawn, seen.ctx.task, more, lot, batch.label, batch.row, wanted)
+        return draw_lots(drawn, seen.context.task, more, lot, batch.label, batch.index, wanted)
 
-    def close(ctx: Ctx, drawn: Drawn) -> Restore:
-        del ctx
+    def close(context: ClientContext, drawn: Drawn) -> Restore:
+        del context
         return in_order(drawn)
 
     return Collect(RESTORE, init, look, close, view)
 
 
-def no_restore(options: PmaeOptions, setting: Setting, network: Network, pair: Autoencoder) -> Restore:
+def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, pair: Autoencoder) -> Restore:
     """Places for u images of each of a task's classes, none of them taken."""
     kept = int(pair.patches * (1 - options.mask_ratio))
-    place = (setting.task_classes, options.restore_images)
+    place = (sizes.task_classes, options.restore_images)
     latent = jnp.zeros((*place, 1 + kept, network.width))
     return Restore(latent, jnp.zeros((*place, pair.patches), jnp.int32), jnp.zeros(place, bool))
 
 
 def draw_lots(
-    drawn: Drawn, task: Task, more: Restore, lot: Float[Array, " batch"], label: Int[Array, " batch"],
-    row: Int[Array, " batch"], wanted: int,
-) -> Drawn:  # fmt: skip
+    drawn: Drawn,
+    task: Task,
+    more: Restore,
+    lot: Float[Array, " batch"],
+    label: Int[Array, " batch"],
+    row: Int[Array, " batch"],
+    wanted: int,
+) -> Drawn:
     """The rows with the highest lots of each class, of those so far and a batch [batch, ...]."""
     classes, u = drawn.lot.shape
-    mine = (task.classes[:, None] == label) & more.held
+    mine = (task.classes[:, None] == label) & more.present
     own = jnp.where(jnp.eye(classes, dtype=bool)[:, :, None], drawn.lot, -1.0).reshape(classes, classes * u)
     every = jnp.concatenate([own, jnp.where(mine, lot, -1.0)], axis=1)  # [Ct, Ct * u + batch]
     best, place = jax.lax.top_k(every, wanted)
     flat = lambda old, new: jnp.concatenate([old.reshape(classes * u, *old.shape[2:]), new])
     pick = lambda old, new: flat(old, new)[place]
     restore = Restore(*map(pick, drawn.restore, more))
-    return Drawn(restore._replace(held=best >= 0), best, pick(drawn.row, row))
+    return Drawn(restore._replace(present=best >= 0), best, pick(drawn.row, row))
 
 
 def in_order(drawn: Drawn) -> Restore:
     """What was drawn; where there are no more rows than wanted, in the order of the data set. Places that are
     not taken hold zeros."""
-    held = drawn.restore.held
-    full = jnp.all(held, axis=1, keepdims=True)
+    present = drawn.restore.present
+    full = jnp.all(present, axis=1, keepdims=True)
     last = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(full, 0, jnp.where(held, drawn.row, last)), axis=1, stable=True)
+    order = jnp.argsort(jnp.where(full, 0, jnp.where(present, drawn.row, last)), axis=1, stable=True)
     sort = lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
-    taken = sort(held)
+    taken = sort(present)
     keep = lambda x: jnp.where(taken.reshape(*taken.shape, *[1] * (x.ndim - 2)), sort(x), 0)
     return Restore(keep(drawn.restore.latent), keep(drawn.restore.order), taken)
 
@@ -237,33 +250,38 @@ class RestorePool(NamedTuple):
     prompt: Float[Array, "T length width"] | None
 
 
-def restore(options: PmaeOptions, kit: Kit, pair: Autoencoder) -> ServerStep:
+def restore(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerStep:
     """The server's part of the pool, with the averaged reconstructive prompt as the task's."""
-    setting = kit.setting
+    sizes = run.sizes
 
     def init(params: Model, part: Model) -> RestorePool:
         del part
-        none = no_restore(options, setting, kit.network, pair)
-        every = jax.tree.map(lambda x: jnp.zeros((setting.clients, *x.shape), x.dtype), none)
+        none = no_restore(options, sizes, run.network, pair)
+        every = jax.tree.map(lambda x: jnp.zeros((sizes.clients, *x.shape), x.dtype), none)
         prompt = params.extra.get(RECONSTRUCTION)
-        prompts = None if prompt is None else jnp.zeros((setting.tasks, *prompt.shape))
+        prompts = None if prompt is None else jnp.zeros((sizes.tasks, *prompt.shape))
         return RestorePool(every, jnp.int32(-1), prompts)
 
     def step(
-        turn: Turn, learner: Learner, params: Model, pool: RestorePool, aggregate: Aggregate, key: Array
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        pool: RestorePool,
+        aggregate: Aggregate,
+        key: Array,
     ):
         del learner, key
-        index, arrived = turn.task.index, aggregate.gather[RESTORE]
-        kept = pool.restore._replace(held=pool.restore.held & (pool.task == index))
-        place = jnp.where(aggregate.valid, aggregate.id, setting.clients)
+        index, arrived = round_context.task.index, aggregate.gather[RESTORE]
+        kept = pool.restore._replace(present=pool.restore.present & (pool.task == index))
+        place = jnp.where(aggregate.valid, aggregate.id, sizes.clients)
         kept = jax.tree.map(lambda old, new: old.at[place].set(new, mode="drop"), kept, arrived)
         own, prompts = params.extra.get(RECONSTRUCTION), pool.prompt
         prompts = None if own is None or prompts is None else prompts.at[index].set(own)
-        sent = jnp.sum(arrived.held & aggregate.valid[:, None, None])
+        sent = jnp.sum(arrived.present & aggregate.valid[:, None, None])
         images = Weighted(sent.astype(jnp.float32), jnp.ones(()))
         return params, RestorePool(kept, jnp.asarray(index, jnp.int32), prompts), {"images": images}
 
-    collect = restore_information(options, kit, pair)
+    collect = restore_information(options, run, pair)
     # it merges nothing that any rule would merge
     return ServerStep(RESTORE, step, init, collects=(collect,), follows_rule=True)
 
@@ -275,12 +293,14 @@ class Stored(NamedTuple):
     order: Int[Array, "N patches"]
 
 
-def kept_now(turn: Turn, pool: RestorePool) -> Kept:
+def kept_now(round_context: RoundContext, pool: RestorePool) -> ReplayBuffer:
     """The current task's part of the pool, image by image."""
     flat = lambda x: x.reshape(-1, *x.shape[3:])
-    held = pool.restore.held & (pool.task == turn.task.index)
-    label = jnp.broadcast_to(turn.task.classes[None, :, None], held.shape)
-    return Kept(Stored(flat(pool.restore.latent), flat(pool.restore.order)), flat(label), flat(held))
+    present = pool.restore.present & (pool.task == round_context.task.index)
+    label = jnp.broadcast_to(round_context.task.classes[None, :, None], present.shape)
+    return ReplayBuffer(
+        Stored(flat(pool.restore.latent), flat(pool.restore.order)), flat(label), flat(present)
+    )
 
 
 def plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
@@ -297,12 +317,12 @@ def plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], 
 
 
 def restored_batch(
-    options: PmaeOptions, turn: Turn, learner: Learner, pool: RestorePool, rows: KeptBatch
+    options: PmaeOptions, round_context: RoundContext, learner: Learner, pool: RestorePool, rows: ReplayBatch
 ) -> Batch:
     """Images rebuilt with the prompts of their tasks, as the classifier's input."""
     pair = autoencoder_of(learner.network)
     prompt = None if pool.prompt is None else pool.prompt[rows.task]
-    image = restored(pair, turn.frozen, rows.rows, prompt)
+    image = restored(pair, round_context.frozen, rows.rows, prompt)
     if options.recon_denorm:
         image = between(pair, learner.network, image)
     return Batch(image, rows.label, rows.mask, jnp.zeros_like(rows.label) - 1)
@@ -316,11 +336,15 @@ def restored(
 
 
 def give_away(
-    options: PmaeOptions, network: Network, turn: Turn, params: Model, image: Float[Array, "batch h w 3"],
+    options: PmaeOptions,
+    network: Network,
+    round_context: RoundContext,
+    params: Model,
+    image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
-) -> Restored:  # fmt: skip
+) -> Restored:
     """What the server could rebuild of images, given as the network's input, if a client sent theirs."""
-    pair, frozen = autoencoder_of(network), turn.frozen
+    pair, frozen = autoencoder_of(network), round_context.frozen
     own = between(network, pair, image)
     masking = random_mask(key, len(image), pair.patches, options.mask_ratio)
     pixels = lambda prompt: to_unit(pair, unpatchify(rebuilt(pair, frozen, own, masking, prompt), pair.patch))

@@ -27,9 +27,15 @@ Colour = tuple[float, float, float]
 def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -> nn.Conv:
     """A square convolution without bias, padded so that stride 1 keeps the size."""
     return nn.Conv(
-        features, (size, size), stride, size // 2, use_bias=False, dtype=jnp.dtype(dtype),
-        conv_general_dilated=conv_general_dilated, name=name,
-    )  # fmt: skip
+        features,
+        (size, size),
+        stride,
+        size // 2,
+        use_bias=False,
+        dtype=jnp.dtype(dtype),
+        conv_general_dilated=conv_general_dilated,
+        name=name,
+    )
 
 
 class Norm(nn.Module):
@@ -114,9 +120,12 @@ def convnet_network(
     """
 
     def apply(
-        params: Variables, image: Float[Array, "batch height width_px 3"], injection: PyTree, train: bool,
+        params: Variables,
+        image: Float[Array, "batch height width_px 3"],
+        injection: PyTree,
+        train: bool,
         mask: Bool[Array, " batch"] | None = None,
-    ) -> tuple[Features, Variables]:  # fmt: skip
+    ) -> tuple[Features, Variables]:
         if injection is not None:
             raise InputError("injection: a convolutional network has no attention to put anything into")
         variables = {"params": params.weights, "batch_stats": params.stats}

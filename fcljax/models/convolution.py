@@ -47,9 +47,14 @@ def conv(
       kernel: those of all groups, side by side along the outputs.
     """
     return lax.conv_general_dilated(
-        x, kernel, window.stride, window.pads, rhs_dilation=window.dilation, dimension_numbers=_LAYOUT,
+        x,
+        kernel,
+        window.stride,
+        window.pads,
+        rhs_dilation=window.dilation,
+        dimension_numbers=_LAYOUT,
         feature_group_count=window.groups,
-    )  # fmt: skip
+    )
 
 
 def _forward(window: Window, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -80,9 +85,15 @@ def image_gradient(
         before = reach - window.pads[axis][0]
         pads.append((before, size[axis] + reach - before - spread))
     return lax.conv_general_dilated(
-        gradient, turned, (1, 1), pads, lhs_dilation=window.stride, rhs_dilation=window.dilation,
-        dimension_numbers=_LAYOUT, feature_group_count=groups,
-    )  # fmt: skip
+        gradient,
+        turned,
+        (1, 1),
+        pads,
+        lhs_dilation=window.stride,
+        rhs_dilation=window.dilation,
+        dimension_numbers=_LAYOUT,
+        feature_group_count=groups,
+    )
 
 
 def kernel_gradient(
@@ -97,17 +108,28 @@ def kernel_gradient(
         before = window.pads[axis][0]
         pads.append((before, places + spread - 1 - x.shape[1 + axis] - before))
     out = lax.conv_general_dilated(
-        x.transpose(3, 1, 2, 0), gradient.transpose(1, 2, 0, 3), window.dilation, pads,
-        rhs_dilation=window.stride, dimension_numbers=_LAYOUT, batch_group_count=window.groups,
-    )  # fmt: skip
+        x.transpose(3, 1, 2, 0),
+        gradient.transpose(1, 2, 0, 3),
+        window.dilation,
+        pads,
+        rhs_dilation=window.stride,
+        dimension_numbers=_LAYOUT,
+        batch_group_count=window.groups,
+    )
     return out.transpose(1, 2, 0, 3)
 
 
 def conv_general_dilated(
-    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: str | Sequence[Pair],
-    lhs_dilation: Sequence[int] | None = None, rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None, feature_group_count: int = 1, precision: Any = None,
-) -> Array:  # fmt: skip
+    lhs: Array,
+    rhs: Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[Pair],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    precision: Any = None,
+) -> Array:
     """`conv` with the arguments of jax's function, for `flax.linen.Conv(conv_general_dilated=...)`.
 
     What `conv` is not for (other than two spatial axes, dilated images, a precision) jax's function does.
@@ -117,9 +139,16 @@ def conv_general_dilated(
     usual = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
     if stretched or precision is not None or not usual:
         return lax.conv_general_dilated(
-            lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-            feature_group_count, precision=precision,
-        )  # fmt: skip
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            precision=precision,
+        )
     down, across = rhs_dilation or (1, 1)
     if isinstance(padding, str):
         reach = (down * (rhs.shape[0] - 1) + 1, across * (rhs.shape[1] - 1) + 1)

@@ -17,8 +17,8 @@ def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> 
     """A linear classifier over all classes of the stream, all of which trains and travels. `first` draws its
     first values, as `init_head` does."""
 
-    def logits(held: PyTree, part: PyTree, feature: Array, task: Task) -> Array:
-        del held, task
+    def logits(cached: PyTree, part: PyTree, feature: Array, task: Task) -> Array:
+        del cached, task
         return apply_head(part, feature)
 
     return Classifier(init=lambda key: first(key, width, classes), logits=logits)
@@ -46,10 +46,10 @@ def prototypes(
     def init(key: PRNGKeyArray) -> Float[Array, "C width"]:
         return deviation * jax.random.normal(key, (classes, width))
 
-    def logits(held: Array, part: Array, feature: Array, task: Task) -> Array:
-        return -distances(feature, put_current(held, task, part), form)
+    def logits(cached: Array, part: Array, feature: Array, task: Task) -> Array:
+        return -distances(feature, put_current(cached, task, part), form)
 
-    return Classifier(init, logits, part=current_rows, put=put_current, held=lambda params: params)
+    return Classifier(init, logits, part=current_rows, put=put_current, cached=lambda params: params)
 
 
 def current_rows(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
@@ -104,14 +104,14 @@ def nearest_mean(
         return mean_logits(feature, params.sums, task.seen, kind)
 
     if inner is None:  # nothing trains, so nothing needs the logits of training
-        logits = lambda held, part, feature, task: jnp.zeros((feature.shape[0], classes))
+        logits = lambda cached, part, feature, task: jnp.zeros((feature.shape[0], classes))
         return Classifier(init, logits, part=lambda params, task: (), put=_as_it_is, predict=predict)
     return Classifier(
         init,
         logits=inner.logits,
         part=lambda params, task: inner.part(params.inner, task),
         put=lambda params, task, part: params._replace(inner=inner.put(params.inner, task, part)),
-        held=lambda params: inner.held(params.inner),
+        cached=lambda params: inner.cached(params.inner),
         predict=predict,
     )
 
@@ -142,8 +142,8 @@ def mean_logits(
     feature: Float[Array, "batch width"], sums: Sums, seen: Array, kind: str
 ) -> Float[Array, "batch classes"]:
     """Logits of a classifier of class means; classes that are not seen, or that nobody had, never win."""
-    mean, held = class_means(sums.feature, sums.rows)
+    mean, cached = class_means(sums.feature, sums.rows)
     if kind == "nearest":
-        return distance_logits(distances(feature, mean, "squared"), seen & held)
+        return distance_logits(distances(feature, mean, "squared"), seen & cached)
     length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(feature @ (mean / length).T, seen & held)
+    return mask_logits(feature @ (mean / length).T, seen & cached)

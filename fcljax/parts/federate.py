@@ -23,20 +23,20 @@ from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
-    Ctx,
-    Kept,
-    KeptBatch,
+    ClientContext,
     Method,
     Metrics,
     Network,
     Phase,
     Program,
-    Rehearsal,
+    ReplayBatch,
+    ReplayBuffer,
     Restored,
     Round,
-    Setting,
+    RoundContext,
+    ServerReplay,
+    Sizes,
     Task,
-    Turn,
     Upload,
     View,
     Weighted,
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
     """A step as terms and collects see it. `part` is what trains; `drawn` is what the output was computed
     with: the part itself, or parameters drawn from it where it is Bayesian."""
 
-    ctx: Ctx
+    context: ClientContext
     part: Model
     output: Output
     batch: Batch
@@ -109,11 +109,13 @@ class Term(NamedTuple):
     name: str
     loss: Callable[[Learner, Seen, PyTree], Array | float] | None = None
     init: Callable[[PRNGKeyArray, Model], PyTree] = lambda key, part: ()
-    open: Callable[[Ctx, PyTree, PRNGKeyArray], PyTree] = lambda ctx, state, key: ()
+    open: Callable[[ClientContext, PyTree, PRNGKeyArray], PyTree] = lambda context, state, key: ()
     look: Look | None = None
-    keep: Callable[[Ctx, PyTree, Model, PyTree], PyTree] = lambda ctx, memory, part, state: state
-    limit: Callable[[Ctx, Model], Model] | None = None
-    recall: Callable[[Ctx, PyTree, PRNGKeyArray], Int[Array, " recalls"]] | None = None
+    keep: Callable[[ClientContext, PyTree, Model, PyTree], PyTree] = lambda context, memory, part, state: (
+        state
+    )
+    limit: Callable[[ClientContext, Model], Model] | None = None
+    recall: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " recalls"]] | None = None
     rows: Callable[[PyTree], Int[Array, " M"]] | None = None
     recalls: int = 0
     view: View | None = None
@@ -122,7 +124,7 @@ class Term(NamedTuple):
     reads: tuple[str, ...] = ()
     first: Look | None = None
     again: Look | None = None
-    report: Callable[[Ctx, PyTree, Model], PyTree] | None = None
+    report: Callable[[ClientContext, PyTree, Model], PyTree] | None = None
     closing: "Term | None" = None
 
 
@@ -137,9 +139,9 @@ class Collect(NamedTuple):
     """
 
     name: str
-    init: Callable[[Ctx], PyTree]
+    init: Callable[[ClientContext], PyTree]
     look: Look
-    close: Callable[[Ctx, PyTree], PyTree] = lambda ctx, total: total
+    close: Callable[[ClientContext, PyTree], PyTree] = lambda context, total: total
     view: View | None = None
     channel: str = "gather"
 
@@ -196,13 +198,13 @@ class Rehearse(NamedTuple):
     """
 
     step: str
-    kept: Callable[[Turn, PyTree], Kept]
+    kept: Callable[[RoundContext, PyTree], ReplayBuffer]
     plan: Callable[[int, bool], tuple[tuple[int, int], ...]]
-    batch: Callable[[Turn, Learner, PyTree, KeptBatch], Batch]
+    batch: Callable[[RoundContext, Learner, PyTree, ReplayBatch], Batch]
     train: Train
 
 
-class Wire(NamedTuple):
+class Payload(NamedTuple):
     """Down, every round: the part that trains, and what server steps send, by their names."""
 
     part: Model
@@ -240,11 +242,11 @@ MEAN = make_aggregation(AggregationOptions())
 CROSS_ENTROPY = Objective()
 
 
-class Kit(NamedTuple):
+class Run(NamedTuple):
     """What a run gives to a method besides the method's own options: sizes, the chosen adapter, how clients
     train and how uploads are merged, and terms that any method may carry."""
 
-    setting: Setting
+    sizes: Sizes
     network: Network
     adapter: Adapter
     train: Train
@@ -257,7 +259,7 @@ class Kit(NamedTuple):
 
 def federate(
     learner: Learner,
-    setting: Setting,
+    sizes: Sizes,
     train: Train | None,
     terms: tuple[Term, ...] = (),
     steps: tuple[ServerStep, ...] = (),
@@ -266,7 +268,7 @@ def federate(
     aggregation: Aggregation = MEAN,
     predicts: str = "seen",
     rehearse: Rehearse | None = None,
-    restores: Callable[[Turn, Model, Array, PRNGKeyArray], Restored] | None = None,
+    restores: Callable[[RoundContext, Model, Array, PRNGKeyArray], Restored] | None = None,
     personal: tuple[Personal, ...] = (),
     draws: int = 0,
 ) -> Method:
@@ -297,29 +299,31 @@ def federate(
     _check_personal(personal, steps)
     if terms and train is None:
         raise InputError(f"terms: {terms[0].name} acts on training, and nothing trains here; leave it out")
-    parts = _Parts(learner, setting, train, terms, steps, surveys, objective, aggregation, rehearse, personal)
+    parts = _Parts(learner, sizes, train, terms, steps, surveys, objective, aggregation, rehearse, personal)
 
     main = (Round(_program(parts, train), _server(parts)),) if train else ()
     return Method(
         init=lambda key, frozen: _init(parts, key, frozen),
-        broadcast=lambda turn, server: _broadcast(parts, turn, server),
+        broadcast=lambda round_context, server: _broadcast(parts, round_context, server),
         rounds=main + _end_round(parts) + tuple(_survey_round(parts, i) for i in range(len(surveys))),
         init_client=lambda key, server: _init_client(parts, key, server),
-        begin_task=lambda turn, server, key: _begin_task(parts, turn, server),
+        begin_task=lambda round_context, server, key: _begin_task(parts, round_context, server),
         queries=learner.queries,
         personal=bool(personal),
-        trainable=lambda turn, server: _trainable(parts, turn, server),
-        handover=lambda turn, server: _handover(parts, turn, server),
+        trainable=lambda round_context, server: _trainable(parts, round_context, server),
+        handover=lambda round_context, server: _handover(parts, round_context, server),
         aggregation=aggregation.name,
-        rehearsal=_rehearsal(parts, rehearse) if rehearse else None,
+        server_replay=_rehearsal(parts, rehearse) if rehearse else None,
         restores=_restores(restores) if restores else None,
         **_predictions(parts, predicts, draws),
     )
 
 
 def _restores(restores: Callable[..., Restored]) -> Callable[..., Restored]:
-    def of_server(turn: Turn, server: ServerState, image: Array, key: PRNGKeyArray) -> Restored:
-        return restores(turn, server.params, image, key)
+    def of_server(
+        round_context: RoundContext, server: ServerState, image: Array, key: PRNGKeyArray
+    ) -> Restored:
+        return restores(round_context, server.params, image, key)
 
     return of_server
 
@@ -328,7 +332,7 @@ class _Parts(NamedTuple):
     """Everything static that the functions below close over."""
 
     learner: Learner
-    setting: Setting
+    sizes: Sizes
     train: Train | None
     terms: tuple[Term, ...]
     steps: tuple[ServerStep, ...]
@@ -368,25 +372,29 @@ def _predictions(parts: _Parts, predicts: str, draws: int) -> dict[str, Any]:
     """The functions of a Method that predict, by name; arguments as of `federate`."""
     learner = parts.learner
 
-    def predict(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
-        logits = learner.predict(turn.frozen, server.params, batch, turn.task)
+    def predict(
+        round_context: RoundContext, server: ServerState, batch: Batch
+    ) -> Float[Array, "batch classes"]:
+        logits = learner.predict(round_context.frozen, server.params, batch, round_context.task)
         lowest = jnp.finfo(logits.dtype).min
-        return logits if predicts == "all" else jnp.where(turn.task.seen, logits, lowest)
+        return logits if predicts == "all" else jnp.where(round_context.task.seen, logits, lowest)
 
-    def predict_provisional(turn: Turn, server: ServerState, batch: Batch) -> Float[Array, "batch classes"]:
-        merged = _put(parts, server.params, turn.task, server.provisional)
-        return predict(turn, server._replace(params=merged), batch)
+    def predict_provisional(
+        round_context: RoundContext, server: ServerState, batch: Batch
+    ) -> Float[Array, "batch classes"]:
+        merged = _put(parts, server.params, round_context.task, server.provisional)
+        return predict(round_context, server._replace(params=merged), batch)
 
-    def predict_client(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+    def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
         mine = server.params._replace(**_stays(parts, state))
-        return predict(turn, server._replace(params=mine), batch)
+        return predict(round_context, server._replace(params=mine), batch)
 
-    def predict_drawn(turn: Turn, server: ServerState, state: tuple, batch: Batch) -> Array:
+    def predict_drawn(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
         mine, sample = server.params._replace(**_stays(parts, state)), resolved(learner.sample)
 
         def probabilities(key: PRNGKeyArray) -> Array:
             drawn = server._replace(params=sample(key, mine))
-            return jax.nn.softmax(predict(turn, drawn, batch))
+            return jax.nn.softmax(predict(round_context, drawn, batch))
 
         keys = jax.random.split(jax.random.key(_DRAWN), draws)  # the same for all batches
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
@@ -400,9 +408,11 @@ def _predictions(parts: _Parts, predicts: str, draws: int) -> dict[str, Any]:
 
 
 def check_parts(
-    terms: tuple[Term, ...], steps: tuple[ServerStep, ...], surveys: tuple[Survey, ...],
+    terms: tuple[Term, ...],
+    steps: tuple[ServerStep, ...],
+    surveys: tuple[Survey, ...],
     aggregation: Aggregation,
-) -> None:  # fmt: skip
+) -> None:
     """Check that the parts fit together.
 
     Raises:
@@ -437,11 +447,11 @@ def check_parts(
             )
 
 
-def _first_task(setting: Setting) -> Task:
+def _first_task(sizes: Sizes) -> Task:
     """The stream's first task, from which client states get their shapes."""
-    ids = np.arange(setting.classes, dtype=np.int32)
-    mine = ids < setting.task_classes
-    return Task.of_numpy(np.int32(0), ids[: setting.task_classes], mine, mine)
+    ids = np.arange(sizes.classes, dtype=np.int32)
+    mine = ids < sizes.task_classes
+    return Task.of_numpy(np.int32(0), ids[: sizes.task_classes], mine, mine)
 
 
 def _part(parts: _Parts, params: Model, task: Task) -> Model:
@@ -499,7 +509,7 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     params = parts.learner.init(key, frozen)
     keys = {term.name: jax.random.fold_in(key, 1000 + i) for i, term in enumerate(parts.terms)}
     params = params._replace(extra={name: slots.init(keys[name]) for name, slots in parts.slots.items()})
-    part = _part(parts, params, _first_task(parts.setting))
+    part = _part(parts, params, _first_task(parts.sizes))
     steps = (*parts.steps, *(survey.step for survey in parts.surveys))
     own = tuple(step.init(params, part) for step in steps)
     provisional = part if parts.replaces else ()
@@ -507,39 +517,42 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
 
 
 def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
-    part = _part(parts, server.params, _first_task(parts.setting))
+    part = _part(parts, server.params, _first_task(parts.sizes))
     kept = {name: getattr(server.params, name) for name in parts.personal}
     return (*(term.init(key, part) for term in parts.terms), *([kept] if kept else ()))
 
 
-def _begin_task(parts: _Parts, turn: Turn, server: ServerState) -> ServerState:
+def _begin_task(parts: _Parts, round_context: RoundContext, server: ServerState) -> ServerState:
     """Adapters open a task; a server optimiser starts anew, since other parameters train now."""
-    params = parts.learner.open_task(server.params, turn.task)
-    part = _part(parts, params, turn.task)
+    params = parts.learner.open_task(server.params, round_context.task)
+    part = _part(parts, params, round_context.task)
     return server._replace(params=params, merging=parts.aggregation.init(_averaged(parts, part)))
 
 
-def _broadcast(parts: _Parts, turn: Turn, server: ServerState) -> Broadcast:
+def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
     """Down: the part of the task and what steps send. Clients hold what came before."""
     kept = zip(parts.steps, server.steps[: len(parts.steps)], strict=True)
-    sent = {step.name: step.sends(turn.task, state) for step, state in kept if step.sends}
-    part = _sent(parts, _part(parts, server.params, turn.task))
-    return Broadcast(Wire(part, sent), parts.learner.held(server.params))
+    sent = {step.name: step.sends(round_context.task, state) for step, state in kept if step.sends}
+    part = _sent(parts, _part(parts, server.params, round_context.task))
+    return Broadcast(Payload(part, sent), parts.learner.cached(server.params))
 
 
-def _trainable(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
+def _trainable(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
     if parts.train is None:
         return {}
-    part = _part(parts, server.params, turn.task)
-    adapter = parts.learner.adapter.trained(part.adapter, turn.task)
+    part = _part(parts, server.params, round_context.task)
+    adapter = parts.learner.adapter.trained(part.adapter, round_context.task)
     return {"adapter": adapter, "classifier": part.classifier, **part.extra}
 
 
-def _handover(parts: _Parts, turn: Turn, server: ServerState) -> dict[str, PyTree]:
+def _handover(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
     """Of a task's part what clients go on to hold: the leaves by whose names they hold something."""
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
-    held, part = parts.learner.held(server.params), _sent(parts, _part(parts, server.params, turn.task))
-    return {name: leaf for name, leaf in named(part).items() if name in named(held)}
+    cached, part = (
+        parts.learner.cached(server.params),
+        _sent(parts, _part(parts, server.params, round_context.task)),
+    )
+    return {name: leaf for name, leaf in named(part).items() if name in named(cached)}
 
 
 # ---- the client --------------------------------------------------------------------------------------------
@@ -549,18 +562,21 @@ def _program(parts: _Parts, train: Train) -> Program:
     """What participants do in a round: train, look again, send."""
     terms, learner = parts.terms, parts.learner
 
-    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        part, collected = _whole_part(parts, ctx, state), {c.name: c.init(ctx) for c in parts.collects}
-        memory = _open(terms, ctx, state, key)
+    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
+        part, collected = (
+            _whole_part(parts, context, state),
+            {c.name: c.init(context) for c in parts.collects},
+        )
+        memory = _open(terms, context, state, key)
         return Local(part, train.optimiser.init(part), memory, collected, jnp.int32(0))
 
-    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        sent = {c.name: c.close(ctx, local.collected[c.name]) for c in parts.collects}
-        kept = _keep(terms, ctx, local, state, at_end=False)
+    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        sent = {c.name: c.close(context, local.collected[c.name]) for c in parts.collects}
+        kept = _keep(terms, context, local, state, at_end=False)
         pairs = zip(terms, local.memory, strict=True)
-        sent |= {own.name: own.report(ctx, memory, local.part) for own, memory in pairs if own.report}
-        up = learner.sends(local.part, ctx.task) if learner.sends else local.part
-        return _upload(parts, ctx, up, sent), (*kept, *_kept(parts, ctx.task, local.part, state))
+        sent |= {own.name: own.report(context, memory, local.part) for own, memory in pairs if own.report}
+        up = learner.sends(local.part, context.task) if learner.sends else local.part
+        return _upload(parts, context, up, sent), (*kept, *_kept(parts, context.task, local.part, state))
 
     recall, memory, recalls = _recall(terms)
     view = View(train.epochs, train.batch_size, recall=recalls)
@@ -570,24 +586,30 @@ def _program(parts: _Parts, train: Train) -> Program:
     return Program(start, passes, finish, _receive(parts), memory)
 
 
-def _whole_part(parts: _Parts, ctx: Ctx, state: tuple) -> Model:
+def _whole_part(parts: _Parts, context: ClientContext, state: tuple) -> Model:
     """What was broadcast, with what trains now of what the client keeps to itself."""
     stays = dict(_stays(parts, state))
     if "classifier" in stays:
-        stays["classifier"] = parts.learner.classifier.part(stays["classifier"], ctx.task)
-    return ctx.wire.part._replace(**stays)
+        stays["classifier"] = parts.learner.classifier.part(stays["classifier"], context.task)
+    return context.payload.part._replace(**stays)
 
 
-def _open(terms: tuple[Term, ...], ctx: Ctx, state: tuple, key: PRNGKeyArray) -> tuple[PyTree, ...]:
+def _open(
+    terms: tuple[Term, ...], context: ClientContext, state: tuple, key: PRNGKeyArray
+) -> tuple[PyTree, ...]:
     """The terms' memories, when a client starts; their states are the first of `state`."""
     keys = [key if i == 0 else jax.random.fold_in(key, i) for i in range(len(terms))]
     own = state[: len(terms)]
-    return tuple(term.open(ctx, each, key) for term, each, key in zip(terms, own, keys, strict=True))
+    return tuple(term.open(context, each, key) for term, each, key in zip(terms, own, keys, strict=True))
 
 
-def _keep(terms: tuple[Term, ...], ctx: Ctx, local: Local, state: tuple, at_end: bool) -> tuple[PyTree, ...]:
+def _keep(
+    terms: tuple[Term, ...], context: ClientContext, local: Local, state: tuple, at_end: bool
+) -> tuple[PyTree, ...]:
     """What a client keeps of terms that keep something now; the others' state stays."""
-    keep = lambda term, memory, own: term.keep(ctx, memory, local.part, own) if term.at_end == at_end else own
+    keep = lambda term, memory, own: (
+        term.keep(context, memory, local.part, own) if term.at_end == at_end else own
+    )
     return tuple(map(keep, terms, local.memory, state[: len(terms)]))
 
 
@@ -599,13 +621,13 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
         return ()
     parts = parts._replace(terms=terms)
 
-    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
-        memory = _open(terms, ctx, state, key)
-        return Local(_whole_part(parts, ctx, state), (), memory, {}, jnp.int32(0))
+    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
+        memory = _open(terms, context, state, key)
+        return Local(_whole_part(parts, context, state), (), memory, {}, jnp.int32(0))
 
-    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        kept = _keep(terms, ctx, local, state, at_end=True)
-        return Upload(weight=ctx.info.rows), (*kept, *_kept(parts, ctx.task, local.part, state))
+    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        kept = _keep(terms, context, local, state, at_end=True)
+        return Upload(weight=context.client.examples), (*kept, *_kept(parts, context.task, local.part, state))
 
     program = Program(start, _look_phases(parts, (), at_end=True), finish)
     return (Round(program, None, "everyone", "closing"),)
@@ -617,49 +639,54 @@ def _recall(terms: tuple[Term, ...]) -> tuple[Callable | None, Callable | None, 
     if not found:
         return None, None, 0
     place, recall, rows, recalls = found[0]
-    choose = lambda ctx, local, key: recall(ctx, local.memory[place], key)
+    choose = lambda context, local, key: recall(context, local.memory[place], key)
     return choose, lambda state: rows(state[place]), recalls
 
 
 def train_step(
-    parts: _Parts, train: Train, ctx: Ctx, local: Local, batch: Batch, key: PRNGKeyArray
+    parts: _Parts, train: Train, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Local, Metrics]:
     """The one training step: the objective, the adapter's own loss and all terms; a step of the optimiser."""
     learner, objective = parts.learner, parts.objective
-    loss_of = functools.partial(_loss, parts, train, ctx, local.memory, batch, key)
+    loss_of = functools.partial(_loss, parts, train, context, local.memory, batch, key)
     (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.part)
     direction, optimiser = train.optimiser.update(gradient, local.optimiser, local.part)
-    part = _descend(parts, train, ctx, local.part, direction, local.steps)._replace(stats=output.stats)
-    seen = Seen(ctx, local.part, output, batch, key, local.part)
+    part = _descend(parts, train, context, local.part, direction, local.steps)._replace(stats=output.stats)
+    seen = Seen(context, local.part, output, batch, key, local.part)
     during = {c.name: c.look(learner, seen, local.collected[c.name]) for c in parts.collects if not c.view}
     rows = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if objective.reduction == "sum" else loss * rows
-    right = hits(objective, output, batch, ctx.task)
+    right = hits(objective, output, batch, context.task)
     metrics = {"loss": Weighted(total, rows), "train_accuracy": Weighted(right, rows)}
     return Local(part, optimiser, local.memory, local.collected | during, local.steps + 1), metrics
 
 
 def _loss(
-    parts: _Parts, train: Train, ctx: Ctx, memory: tuple[PyTree, ...], batch: Batch, key: PRNGKeyArray,
+    parts: _Parts,
+    train: Train,
+    context: ClientContext,
+    memory: tuple[PyTree, ...],
+    batch: Batch,
+    key: PRNGKeyArray,
     part: Model,
-) -> tuple[Array, Output]:  # fmt: skip
+) -> tuple[Array, Output]:
     """The loss of a part on a batch, and the output; the means over draws if the learner is Bayesian."""
     learner, own = parts.learner, parts.learner.adapter.loss
 
     def of(drawn: Model) -> tuple[Array, Output]:
-        output = learner.forward(ctx.frozen, ctx.held, drawn, batch, ctx.task, True)
-        loss = objective_loss(parts.objective, output, batch, ctx.task)
+        output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
+        loss = objective_loss(parts.objective, output, batch, context.task)
         if own is not None:
-            loss = loss + own(drawn.adapter, output.query, ctx.task, batch.mask)
+            loss = loss + own(drawn.adapter, output.query, context.task, batch.mask)
         for term, mine in zip(parts.terms, memory, strict=True):
             if term.loss:
-                loss = loss + term.loss(learner, Seen(ctx, part, output, batch, key, drawn), mine)
+                loss = loss + term.loss(learner, Seen(context, part, output, batch, key, drawn), mine)
         return loss, output
 
     if learner.sample is None:
         return of(part)
     # a draw of the step's first row, where rows have some: whoever holds the rows gets the same parameters
-    own_draw = key if batch.draw is None else batch.draw[0]
+    own_draw = key if batch.keys is None else batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(own_draw, _DRAWN), train.samples)
     if train.samples == 1:
         return of(learner.sample(keys[0], part))
@@ -669,17 +696,17 @@ def _loss(
 
 
 def _descend(
-    parts: _Parts, train: Train, ctx: Ctx, part: Model, direction: PyTree, steps: Int[Array, ""]
+    parts: _Parts, train: Train, context: ClientContext, part: Model, direction: PyTree, steps: Int[Array, ""]
 ) -> Model:
     """part - rate * direction, with the adapter's own rate if it has one, under the terms' limits."""
     rate = parts.learner.adapter.rate
-    epoch = steps // jnp.maximum(-(-ctx.info.rows // train.batch_size), 1)
-    factor = train.factor(ctx.info.round, parts.setting.rounds, epoch) if train.factor else 1.0
+    epoch = steps // jnp.maximum(-(-context.client.examples // train.batch_size), 1)
+    factor = train.factor(context.client.round, parts.sizes.rounds, epoch) if train.factor else 1.0
     rates = (train.lr if rate is None else rate, train.lr, train.lr)
     move = lambda own, by, rate: jax.tree.map(lambda x, u: x - rate * factor * u, own, by)
     part = Model(*map(move, part[:3], direction[:3], rates), stats=part.stats)
     for term in parts.terms:
-        part = term.limit(ctx, part) if term.limit else part
+        part = term.limit(context, part) if term.limit else part
     return part
 
 
@@ -710,23 +737,28 @@ def _passes(parts: _Parts, looks: list, collects: tuple[Collect, ...]) -> tuple[
 
 
 def _look(
-    parts: _Parts, terms: dict[int, Look], collects: list[Collect], ctx: Ctx, local: Local, batch: Batch,
+    parts: _Parts,
+    terms: dict[int, Look],
+    collects: list[Collect],
+    context: ClientContext,
+    local: Local,
+    batch: Batch,
     key: PRNGKeyArray,
-) -> tuple[Local, Metrics]:  # fmt: skip
+) -> tuple[Local, Metrics]:
     """One step of a pass after training: what these terms, by place, and these collects make of a batch."""
     learner = parts.learner
-    output = learner.forward(ctx.frozen, ctx.held, local.part, batch, ctx.task, True)
-    seen = Seen(ctx, local.part, output, batch, key, local.part)
+    output = learner.forward(context.frozen, context.cached, local.part, batch, context.task, True)
+    seen = Seen(context, local.part, output, batch, key, local.part)
     memory = tuple(terms[i](learner, seen, own) if i in terms else own for i, own in enumerate(local.memory))
     more = {c.name: c.look(learner, seen, local.collected[c.name]) for c in collects}
     return local._replace(memory=memory, collected=local.collected | more), {}
 
 
-def _upload(parts: _Parts, ctx: Ctx, part: Model, sent: dict[str, PyTree]) -> Upload:
+def _upload(parts: _Parts, context: ClientContext, part: Model, sent: dict[str, PyTree]) -> Upload:
     """Up: the part, as a whole or divided into what is averaged and what is gathered, and the reports."""
     channel = lambda name: {c.name: sent[c.name] for c in parts.collects if c.channel == name}
     reports = {term.name: sent[term.name] for term in parts.terms if term.report}
-    gather, rows = channel("gather") | reports, ctx.info.rows
+    gather, rows = channel("gather") | reports, context.client.examples
     if parts.whole:
         return Upload((), channel("sum"), gather | {"part": part}, rows)
     mean = _averaged(parts, part)
@@ -736,14 +768,14 @@ def _upload(parts: _Parts, ctx: Ctx, part: Model, sent: dict[str, PyTree]) -> Up
     return Upload(mean, channel("sum"), gather, rows)
 
 
-def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload] | None:
+def _receive(parts: _Parts) -> Callable[[ClientContext, Upload], Upload] | None:
     """What the aggregation does to one upload as it arrives; None: nothing."""
     pre = parts.aggregation.pre
     if pre is None:
         return None
 
-    def receive(ctx: Ctx, upload: Upload) -> Upload:
-        reference, weight = _averaged(parts, ctx.wire.part), jnp.asarray(upload.weight, jnp.float32)
+    def receive(context: ClientContext, upload: Upload) -> Upload:
+        reference, weight = _averaged(parts, context.payload.part), jnp.asarray(upload.weight, jnp.float32)
         if parts.whole:
             mine = upload.gather["part"]
             merged, weight = pre(_averaged(parts, mine), reference, weight)
@@ -765,14 +797,16 @@ def _receive(parts: _Parts) -> Callable[[Ctx, Upload], Upload] | None:
 def _server(parts: _Parts) -> Callable[..., tuple[ServerState, Metrics]]:
     """Merge, put the part in its place, then the steps in their order."""
 
-    def server(turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
         aggregate = _unpacked(parts, aggregate)
-        mean, merging = _merge(parts, turn, state, aggregate, key)
-        params, own, metrics = _put(parts, state.params, turn.task, mean), list(state.steps), {}
-        provisional = _part(parts, params, turn.task) if parts.replaces else ()
+        mean, merging = _merge(parts, round_context, state, aggregate, key)
+        params, own, metrics = _put(parts, state.params, round_context.task, mean), list(state.steps), {}
+        provisional = _part(parts, params, round_context.task) if parts.replaces else ()
         for i, step in enumerate(parts.steps):
             step_key = key if i == 0 else jax.random.fold_in(key, i)
-            params, own[i], more = step.step(turn, parts.learner, params, own[i], aggregate, step_key)
+            params, own[i], more = step.step(
+                round_context, parts.learner, params, own[i], aggregate, step_key
+            )
             metrics |= {f"{step.name}_{name}": value for name, value in more.items()}
         return ServerState(params, tuple(own), merging, provisional), metrics
 
@@ -789,11 +823,11 @@ def _unpacked(parts: _Parts, aggregate: Aggregate) -> Aggregate:
 
 
 def _merge(
-    parts: _Parts, turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray
+    parts: _Parts, round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray
 ) -> tuple[Model, PyTree]:
     """The clients' parts as one, under the aggregation rule."""
     rule, valid = parts.aggregation, aggregate.valid
-    reference, mean = _averaged(parts, turn.previous.wire.part), aggregate.mean
+    reference, mean = _averaged(parts, round_context.previous.payload.part), aggregate.mean
     if rule.reduce:
         stacked = aggregate.gather["mean"]
         mean = rule.reduce(stacked, reference, aggregate.weight, valid, jax.random.fold_in(key, 1000))
@@ -804,22 +838,26 @@ def _merge(
     return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, 1001))
 
 
-def _rehearsal(parts: _Parts, rehearse: Rehearse) -> Rehearsal:
+def _rehearsal(parts: _Parts, rehearse: Rehearse) -> ServerReplay:
     """Steps of the server's own optimiser on the part that travels; what terms train stays."""
     learner, train, optimiser = parts.learner, rehearse.train, rehearse.train.optimiser
     place = [step.name for step in parts.steps].index(rehearse.step)
 
-    def start(turn: Turn, server: ServerState) -> tuple[Model, PyTree]:
-        part = learner.part(server.params, turn.task)
+    def start(round_context: RoundContext, server: ServerState) -> tuple[Model, PyTree]:
+        part = learner.part(server.params, round_context.task)
         return part, optimiser.init(part)
 
-    def step(turn: Turn, server: ServerState, local: tuple, rows: KeptBatch, key: PRNGKeyArray):
+    def step(
+        round_context: RoundContext, server: ServerState, local: tuple, rows: ReplayBatch, key: PRNGKeyArray
+    ):
         del key
         part, state = local
-        batch = rehearse.batch(turn, learner, server.steps[place], rows)
+        batch = rehearse.batch(round_context, learner, server.steps[place], rows)
 
         def loss_of(part: Model):  # a server has all parameters, of which clients hold some
-            logits = learner.forward(turn.frozen, server.params, part, batch, turn.task, False).logits
+            logits = learner.forward(
+                round_context.frozen, server.params, part, batch, round_context.task, False
+            ).logits
             return cross_entropy(logits, batch.label, rows.classes, batch.mask), logits
 
         (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(part)
@@ -829,11 +867,11 @@ def _rehearsal(parts: _Parts, rehearse: Rehearse) -> Rehearsal:
         right = correct(logits, batch.label, rows.classes, batch.mask)
         return (part, state), {"loss": Weighted(loss * count, count), "accuracy": Weighted(right, count)}
 
-    def finish(turn: Turn, server: ServerState, local: tuple) -> ServerState:
-        return server._replace(params=learner.put(server.params, turn.task, local[0]))
+    def finish(round_context: RoundContext, server: ServerState, local: tuple) -> ServerState:
+        return server._replace(params=learner.put(server.params, round_context.task, local[0]))
 
-    kept = lambda turn, server: rehearse.kept(turn, server.steps[place])
-    return Rehearsal(kept, rehearse.plan, train.epochs, train.batch_size, start, step, finish)
+    kept = lambda round_context, server: rehearse.kept(round_context, server.steps[place])
+    return ServerReplay(kept, rehearse.plan, train.epochs, train.batch_size, start, step, finish)
 
 
 def _survey_round(parts: _Parts, index: int) -> Round:
@@ -842,24 +880,26 @@ def _survey_round(parts: _Parts, index: int) -> Round:
     collects, place = survey.step.collects, len(parts.steps) + index
     views = dict.fromkeys(c.view or View(1, survey.batch_size, False, False) for c in collects)
 
-    def start(ctx: Ctx, state: tuple, key: PRNGKeyArray) -> Local:
+    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         del key
-        collected = {c.name: c.init(ctx) for c in collects}
+        collected = {c.name: c.init(context) for c in collects}
         memory = ((),) * len(parts.terms)
-        return Local(_whole_part(parts, ctx, state), (), memory, collected, jnp.int32(0))
+        return Local(_whole_part(parts, context, state), (), memory, collected, jnp.int32(0))
 
     def phase(view: View) -> Phase:
         mine = [c for c in collects if (c.view or View(1, survey.batch_size, False, False)) == view]
         return Phase(view, functools.partial(_look, parts, {}, mine))
 
-    def finish(ctx: Ctx, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        sent = {c.name: c.close(ctx, local.collected[c.name]) for c in collects}
+    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        sent = {c.name: c.close(context, local.collected[c.name]) for c in collects}
         channel = lambda name: {c.name: sent[c.name] for c in collects if c.channel == name}
-        return Upload(sum=channel("sum"), gather=channel("gather"), weight=ctx.info.rows), state
+        return Upload(sum=channel("sum"), gather=channel("gather"), weight=context.client.examples), state
 
-    def server(turn: Turn, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
         own = state.steps[place]
-        params, own, metrics = survey.step.step(turn, parts.learner, state.params, own, aggregate, key)
+        params, own, metrics = survey.step.step(
+            round_context, parts.learner, state.params, own, aggregate, key
+        )
         steps = (*state.steps[:place], own, *state.steps[place + 1 :])
         named = {f"{survey.step.name}_{name}": value for name, value in metrics.items()}
         return state._replace(params=params, steps=steps), named

@@ -71,7 +71,7 @@ class Adapter(NamedTuple):
     open_task: Callable[[PyTree, Task], PyTree] = _same
     part: Callable[[PyTree, Task], PyTree] = _same
     put: Callable[[PyTree, Task, PyTree], PyTree] = _new
-    held: Callable[[PyTree], PyTree] = _nothing
+    cached: Callable[[PyTree], PyTree] = _nothing
     inject: Callable[..., PyTree] | None = None
     network: Callable[[PyTree], PyTree] | None = None
     feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
@@ -102,7 +102,7 @@ class Classifier(NamedTuple):
     logits: Callable[[PyTree, PyTree, Array, Task], Float[Array, "batch classes"]]
     part: Callable[[PyTree, Task], PyTree] = _same
     put: Callable[[PyTree, Task, PyTree], PyTree] = _new
-    held: Callable[[PyTree], PyTree] = _nothing
+    cached: Callable[[PyTree], PyTree] = _nothing
     predict: Callable[[PyTree, PyTree, Array, Task], Float[Array, "batch classes"]] | None = None
 
 
@@ -144,7 +144,7 @@ class Learner(NamedTuple):
     open_task: Callable[[Model, Task], Model]
     part: Callable[[Model, Task], Model]
     put: Callable[[Model, Task, Model], Model]
-    held: Callable[[Model], Model]
+    cached: Callable[[Model], Model]
     forward: Callable[..., Output]
     predict: Callable[..., Float[Array, "batch classes"]]
     queries: bool
@@ -182,12 +182,12 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         head = classifier.put(params.classifier, task, part.classifier)
         return params._replace(adapter=new, classifier=head, stats=part.stats)
 
-    def features(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool):
-        return _features(network, adapter, frozen, held.adapter, part, batch, task, train)
+    def features(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool):
+        return _features(network, adapter, frozen, cached.adapter, part, batch, task, train)
 
-    def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        feature, query, stats = features(frozen, held, part, batch, task, train)
-        logits = classifier.logits(held.classifier, part.classifier, feature, task)
+    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
+        feature, query, stats = features(frozen, cached, part, batch, task, train)
+        logits = classifier.logits(cached.classifier, part.classifier, feature, task)
         return Output(logits, feature, query, stats)
 
     def part_of(params: Model, task: Task) -> Model:
@@ -201,21 +201,30 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         return rule(params.classifier, part.classifier, feature, task)
 
     return Learner(
-        network, adapter, classifier, init,
+        network,
+        adapter,
+        classifier,
+        init,
         open_task=lambda params, task: params._replace(adapter=adapter.open_task(params.adapter, task)),
         part=part_of,
         put=put,
-        held=lambda params: Model(adapter.held(params.adapter), classifier.held(params.classifier)),
+        cached=lambda params: Model(adapter.cached(params.adapter), classifier.cached(params.classifier)),
         forward=forward,
         predict=predict,
         queries=adapter.queries or adapter.plain,
-    )  # fmt: skip
+    )
 
 
 def _features(
-    network: Network, adapter: Adapter, frozen: Frozen, held: PyTree, part: Model, batch: Batch, task: Task,
+    network: Network,
+    adapter: Adapter,
+    frozen: Frozen,
+    cached: PyTree,
+    part: Model,
+    batch: Batch,
+    task: Task,
     train: bool,
-) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None, PyTree]:  # fmt: skip
+) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None, PyTree]:
     """The features that the classifier reads, the query, which is taken from the cache where the batch has
     it, and the running statistics after it."""
     query = batch.query
@@ -226,7 +235,7 @@ def _features(
     params, own = frozen.network, part.adapter
     if adapter.network:
         params = network.join(adapter.network(own), part.stats) if network.join else adapter.network(own)
-    injection = adapter.inject(held, own, query, task, train, batch.mask) if adapter.inject else None
+    injection = adapter.inject(cached, own, query, task, train, batch.mask) if adapter.inject else None
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
     return adapter.feature(seen), query, stats

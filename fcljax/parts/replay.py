@@ -17,7 +17,7 @@ from fcljax.errors import InputError
 from fcljax.models.heads import unit
 from fcljax.parts.federate import Seen, Term
 from fcljax.parts.learner import Learner, Model
-from fcljax.types import Batch, Ctx, Setting, Task, View
+from fcljax.types import Batch, ClientContext, Sizes, Task, View
 
 
 class Exemplars(NamedTuple):
@@ -71,15 +71,21 @@ def replay(size: int, batch_size: int) -> Term:
         del learner
         return memory._replace(exemplars=keep_highest(memory.exemplars, seen.batch, memory.key))
 
-    def recall(ctx: Ctx, memory: Memory, key: PRNGKeyArray) -> Int[Array, " recalls"]:
-        return draw(memory.exemplars, ctx.task.old, batch_size, key)
+    def recall(context: ClientContext, memory: Memory, key: PRNGKeyArray) -> Int[Array, " recalls"]:
+        return draw(memory.exemplars, context.task.old, batch_size, key)
 
     return Term(
-        "replay", init=init, open=lambda ctx, state, key: state, look=look,
-        keep=lambda ctx, memory, part, state: memory, recall=recall,
-        rows=lambda state: state.exemplars.row, recalls=batch_size,
-        view=View(1, batch_size, shuffle=False, augment=False), at_end=True,
-    )  # fmt: skip
+        "replay",
+        init=init,
+        open=lambda context, state, key: state,
+        look=look,
+        keep=lambda context, memory, part, state: memory,
+        recall=recall,
+        rows=lambda state: state.exemplars.row,
+        recalls=batch_size,
+        view=View(1, batch_size, shuffle=False, augment=False),
+        at_end=True,
+    )
 
 
 def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exemplars:
@@ -88,9 +94,9 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
     this is a uniform sample, whatever the order."""
     key = jax.random.wrap_key_data(key_data)
     uniform = lambda row: jax.random.uniform(jax.random.fold_in(key, row))
-    priority = jax.vmap(uniform)(jnp.maximum(batch.row, 0))
-    known = jnp.any(batch.row[:, None] == exemplars.row, axis=1)
-    offered = Exemplars(batch.label, batch.row, jnp.where(batch.mask & ~known, priority, -2.0))
+    priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
+    known = jnp.any(batch.index[:, None] == exemplars.row, axis=1)
+    offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~known, priority, -2.0))
     both = _beside(exemplars, offered)
     best = jnp.argsort(-both.priority, stable=True)[: exemplars.row.shape[0]]
     return jax.tree.map(lambda leaf: leaf[best], both)
@@ -133,20 +139,20 @@ class Budget(NamedTuple):
     per: Literal["class", "client"] = "class"
     repeats: bool = False
 
-    def size(self, setting: Setting) -> int:
+    def size(self, sizes: Sizes) -> int:
         """Places of a memory."""
-        return self.rows * (setting.classes if self.per == "class" else 1)
+        return self.rows * (sizes.classes if self.per == "class" else 1)
 
-    def most(self, setting: Setting) -> int:
+    def most(self, sizes: Sizes) -> int:
         """Rows of one class at the most."""
-        return self.rows if self.repeats else min(self.rows, setting.rows)
+        return self.rows if self.repeats else min(self.rows, sizes.examples)
 
     def share(self, learned: Bool[Array, " C"]) -> Int[Array, ""]:
         """Rows of each learned class."""
         return jnp.int32(self.rows) // (jnp.maximum(jnp.sum(learned), 1) if self.per == "client" else 1)
 
 
-def herded(budget: Budget, setting: Setting, width: int, batch_size: int) -> Term:
+def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> Term:
     """Rows of earlier tasks, chosen by herding under the model that their task ended with, join batches as
     often as if they and the client's rows were one data set, and at most as many as a batch has itself.
 
@@ -160,41 +166,44 @@ def herded(budget: Budget, setting: Setting, width: int, batch_size: int) -> Ter
       InputError: for a setting without `rows`.
     """
 
-    def keep(ctx: Ctx, gathered: Gathered, part: Model, state: Herded) -> Herded:
+    def keep(context: ClientContext, gathered: Gathered, part: Model, state: Herded) -> Herded:
         del part
-        return renew(state, gathered, ctx.task, budget, setting)
+        return renew(state, gathered, context.task, budget, sizes)
 
-    def recall(ctx: Ctx, memory: Herded, key: PRNGKeyArray) -> Int[Array, " recalls"]:
-        return draw_union(memory.exemplars, ctx.task.old, batch_size, ctx.info.rows, key)
+    def recall(context: ClientContext, memory: Herded, key: PRNGKeyArray) -> Int[Array, " recalls"]:
+        return draw_union(memory.exemplars, context.task.old, batch_size, context.client.examples, key)
 
-    init = lambda key, part: no_memory(budget, setting)
+    init = lambda key, part: no_memory(budget, sizes)
     view = View(1, batch_size, shuffle=False, augment=False)
-    choosing = Term(
-        "herded", open=gathering(setting, width), look=gather, keep=keep, view=view, at_end=True
-    )  # fmt: skip
+    choosing = Term("herded", open=gathering(sizes, width), look=gather, keep=keep, view=view, at_end=True)
     return Term(
-        "herded", init=init, open=lambda ctx, state, key: state, recall=recall,
-        rows=lambda state: state.exemplars.row, recalls=batch_size, closing=choosing,
-    )  # fmt: skip
+        "herded",
+        init=init,
+        open=lambda context, state, key: state,
+        recall=recall,
+        rows=lambda state: state.exemplars.row,
+        recalls=batch_size,
+        closing=choosing,
+    )
 
 
-def no_memory(budget: Budget, setting: Setting) -> Herded:
+def no_memory(budget: Budget, sizes: Sizes) -> Herded:
     """Of a client before its first task."""
-    return Herded(no_exemplars(budget.size(setting)), jnp.zeros(setting.classes, bool))
+    return Herded(no_exemplars(budget.size(sizes)), jnp.zeros(sizes.classes, bool))
 
 
-def gathering(setting: Setting, width: int) -> Callable[..., Gathered]:
+def gathering(sizes: Sizes, width: int) -> Callable[..., Gathered]:
     """(ctx, state, key) -> an empty place for every row that a client can hold.
 
     Raises:
       InputError: for a setting without `rows`.
     """
-    if setting.rows < 1:
+    if sizes.examples < 1:
         raise InputError("rows: 0, where herding needs the most rows that a client holds (Setting.rows)")
-    size = setting.rows
+    size = sizes.examples
 
-    def open_(ctx: Ctx, state: PyTree, key: PRNGKeyArray) -> Gathered:
-        del ctx, state, key
+    def open_(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> Gathered:
+        del context, state, key
         nothing = jnp.full(size, -1, jnp.int32)
         return Gathered(jnp.zeros((size, width)), jnp.zeros(size, jnp.int32), nothing, jnp.int32(0))
 
@@ -204,21 +213,23 @@ def gathering(setting: Setting, width: int) -> Callable[..., Gathered]:
 def gather(learner: Learner, seen: Seen, gathered: Gathered) -> Gathered:
     """With the rows of a batch and their features as in evaluation: running statistics of a batch would make
     them depend on each other."""
-    ctx, batch = seen.ctx, seen.batch
-    feature = learner.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, False).feature
+    context, batch = seen.context, seen.batch
+    feature = learner.forward(context.frozen, context.cached, seen.part, batch, context.task, False).feature
     place = gathered.count + jnp.cumsum(batch.mask) - 1
     place = jnp.where(batch.mask, place, gathered.row.shape[0])
     write = lambda buffer, new: buffer.at[place].set(new.astype(buffer.dtype), mode="drop")
     return Gathered(
-        write(gathered.feature, feature), write(gathered.label, batch.label),
-        write(gathered.row, batch.row), gathered.count + jnp.sum(batch.mask),
-    )  # fmt: skip
+        write(gathered.feature, feature),
+        write(gathered.label, batch.label),
+        write(gathered.row, batch.index),
+        gathered.count + jnp.sum(batch.mask),
+    )
 
 
-def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, setting: Setting) -> Herded:
+def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, sizes: Sizes) -> Herded:
     """The memory once a task is over: the task's classes are learned, old lists are cut to their share, and
     new ones are chosen (GLFC, section B5 of the specification)."""
-    most = budget.most(setting)
+    most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     row = jnp.where(chosen >= 0, gathered.row[chosen], -1)
     priority = jnp.broadcast_to(-jnp.arange(most, dtype=jnp.float32), chosen.shape)
@@ -228,7 +239,7 @@ def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, settin
     old = memory.exemplars
     old = old._replace(row=jnp.where(fresh[old.label], -1, old.row))  # a class that came again: only its new
     learned = memory.learned | fresh
-    return Herded(_cut(_beside(old, new), budget.share(learned), budget.size(setting)), learned)
+    return Herded(_cut(_beside(old, new), budget.share(learned), budget.size(sizes)), learned)
 
 
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:

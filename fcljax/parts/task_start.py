@@ -10,7 +10,7 @@ from fcljax.models.heads import distillation
 from fcljax.parts.federate import Seen, ServerStep
 from fcljax.parts.learner import Learner, Model
 from fcljax.pixels import from_unit
-from fcljax.types import Aggregate, Batch, Ctx, Task, Turn
+from fcljax.types import Aggregate, Batch, ClientContext, RoundContext, Task
 
 
 class Start(NamedTuple):
@@ -24,9 +24,16 @@ def start_of_task() -> ServerStep:
     """The global model that a task began with goes down in every round of it, besides the newest: clients
     that keep nothing get their teacher from here (`teacher`). Nothing else changes."""
 
-    def step(turn: Turn, learner: Learner, params: Model, start: Start, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        start: Start,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner, aggregate, key
-        return params, began_with(turn, start), {}
+        return params, began_with(round_context, start), {}
 
     return ServerStep("start", step, init=no_start, sends=lambda task, start: start)
 
@@ -37,14 +44,14 @@ def no_start(params: Model, part: Model) -> Start:
     return Start(jax.tree.map(jnp.zeros_like, part), jnp.int32(-1))
 
 
-def began_with(turn: Turn, start: Start) -> Start:
+def began_with(round_context: RoundContext, start: Start) -> Start:
     """What the first round of a task broadcast, kept through its others."""
-    return _of_task(turn.task, start, turn.previous.wire.part)
+    return _of_task(round_context.task, start, round_context.previous.payload.part)
 
 
-def teacher(ctx: Ctx) -> Model:
+def teacher(context: ClientContext) -> Model:
     """The part that the task began with, as a client sees it; in the first round it is the newest."""
-    return _of_task(ctx.task, ctx.wire.sent["start"], ctx.wire.part).part
+    return _of_task(context.task, context.payload.sent["start"], context.payload.part).part
 
 
 def _of_task(task: Task, start: Start, newest: Model) -> Start:
@@ -72,6 +79,10 @@ def distil_start(
 ) -> Float[Array, ""]:
     """Distillation of old classes from the model that the task began with (`start_of_task`), on images that
     are no rows of the client's."""
-    ctx, batch = seen.ctx, unlabelled(learner, pixels)
-    logits = lambda part: learner.forward(ctx.frozen, ctx.held, part, batch, ctx.task, True).logits
-    return distillation(logits(seen.part), logits(teacher(ctx)), ctx.task.old, batch.mask, temperature)
+    context, batch = seen.context, unlabelled(learner, pixels)
+    logits = lambda part: (
+        learner.forward(context.frozen, context.cached, part, batch, context.task, True).logits
+    )
+    return distillation(
+        logits(seen.part), logits(teacher(context)), context.task.old, batch.mask, temperature
+    )

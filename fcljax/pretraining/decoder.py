@@ -257,9 +257,15 @@ def _optimiser(plan: Plan) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    plan: Plan, encoder: PyTree, state: State, image: Array, size: Array | None, step: Array, point: Array,
+    plan: Plan,
+    encoder: PyTree,
+    state: State,
+    image: Array,
+    size: Array | None,
+    step: Array,
+    point: Array,
     share: Array,
-) -> tuple[State, Float[Array, ""]]:  # fmt: skip
+) -> tuple[State, Float[Array, ""]]:
     """One update and its loss on hidden patches, which counts for this share of a point of the curve."""
     views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
     seen = clean_view(plan.preprocess, image, size)
@@ -358,9 +364,15 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> P
             f"{1 - 1 / patches if cfg.mask_ratio > 0.5 else 1 / patches:.4g}"
         )
     decoder = DecoderConfig(
-        vit.image_size, vit.patch, vit.width, cfg.decoder_width, cfg.decoder_depth, cfg.decoder_heads,
-        cfg.decoder_mlp, cfg.dtype,
-    )  # fmt: skip
+        vit.image_size,
+        vit.patch,
+        vit.width,
+        cfg.decoder_width,
+        cfg.decoder_depth,
+        cfg.decoder_heads,
+        cfg.decoder_mlp,
+        cfg.dtype,
+    )
     views = preset(resolved(cfg.preprocess), vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5

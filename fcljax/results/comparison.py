@@ -19,11 +19,14 @@ from fcljax.terminal import add_row, plain
 
 Summary = dict[str, Any]  # the content of a summary.json
 
-SETTING = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
+SIZES = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 # settings that decide where and how fast a run is made, and its numbers by rounding at most
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
-    "seed", "data_dir", "data_budget", "devices",
-}  # fmt: skip
+    "seed",
+    "data_dir",
+    "data_budget",
+    "devices",
+}
 
 
 class Group(NamedTuple):
@@ -89,8 +92,8 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
       summaries: as `load_summary` returns them.
       forgetting: which of `metrics.forgetting`'s definitions to show.
     """
-    shared = [field for field in SETTING if len({run[field] for run in summaries}) == 1]
-    columns = [field for field in SETTING if field not in shared]
+    shared = [field for field in SIZES if len({run[field] for run in summaries}) == 1]
+    columns = [field for field in SIZES if field not in shared]
     title = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
     groups = groups_of(summaries)
     caption = "accuracy A and forgetting F in %, upload in scalars per client and round, images/s in training"
@@ -143,7 +146,7 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
     found: dict[tuple, list[Summary]] = {}
     for run in summaries:
         settings = json.dumps(_deciding(run), sort_keys=True, default=str)
-        key = (run["method"], *(run[name] for name in SETTING), len(run["A"]), settings)
+        key = (run["method"], *(run[name] for name in SIZES), len(run["A"]), settings)
         found.setdefault(key, []).append(run)
     together = []
     for runs in found.values():
@@ -159,7 +162,7 @@ def labels_of(summaries: list[Summary]) -> dict[int, str]:
     labels = {}
     for run in summaries:
         alike = [_deciding(other) for other in summaries if other["method"] == run["method"]]
-        mine, names = _deciding(run), sorted({name for settings in alike for name in settings} - set(SETTING))
+        mine, names = _deciding(run), sorted({name for settings in alike for name in settings} - set(SIZES))
         told = [name for name in names if any(other.get(name) != mine.get(name) for other in alike)]
         labels[id(run)] = " ".join(
             [run["method"], ", ".join(f"{name} {_short(mine.get(name))}" for name in told)]
@@ -175,7 +178,7 @@ def _deciding(run: Summary) -> dict[str, Any]:
 def _names(labels: list[str], together: list[list[Summary]]) -> list[str]:
     """One distinct name per group: its label, and what differs of dataset, backbone, fidelity and seed."""
     first = [runs[0] for runs in together]
-    differing = [name for name in SETTING if len({run[name] for run in first}) > 1]
+    differing = [name for name in SIZES if len({run[name] for run in first}) > 1]
     names = [
         " / ".join((label, *(_short(run[name]) for name in differing)))
         for label, run in zip(labels, first, strict=True)
@@ -189,9 +192,9 @@ def _names(labels: list[str], together: list[list[Summary]]) -> list[str]:
     return names
 
 
-def _short(setting: object) -> str:
+def _short(sizes: object) -> str:
     """A setting without the folders of a path."""
-    return str(setting).rsplit("/", 1)[-1]
+    return str(sizes).rsplit("/", 1)[-1]
 
 
 def _cells(runs: list[Summary], columns: list[str], forgetting: str) -> list[str]:

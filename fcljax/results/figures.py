@@ -227,9 +227,12 @@ def contact_sheet(
 
 
 def reconstructions(
-    path: str | Path, steps: Sequence[int] | np.ndarray, losses: Series, baseline: float,
+    path: str | Path,
+    steps: Sequence[int] | np.ndarray,
+    losses: Series,
+    baseline: float,
     strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
-) -> Path:  # fmt: skip
+) -> Path:
     """What a masked autoencoder has learned, as a PNG: its losses over the steps, and rows of images.
 
     Args:

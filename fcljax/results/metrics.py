@@ -100,9 +100,11 @@ class Calibration(NamedTuple):
         """Plain values, None for NaN."""
         plain = lambda x: [None if np.isnan(value) else float(value) for value in x]
         return {
-            "ece": plain([self.ece])[0], "rows": self.rows.tolist(),
-            "confidence": plain(self.confidence), "accuracy": plain(self.accuracy),
-        }  # fmt: skip
+            "ece": plain([self.ece])[0],
+            "rows": self.rows.tolist(),
+            "confidence": plain(self.confidence),
+            "accuracy": plain(self.accuracy),
+        }
 
 
 def calibration(

@@ -108,14 +108,27 @@ def render(runs: Sequence[Run], run_dirs: Sequence[str | Path]) -> str:
     style, script = read("page.css"), read("page.js")
     # a user's text is escaped, and what no file in UTF-8 can hold is written with backslashes
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
-    )  # fmt: skip
+    )
     again = shlex.join(["fcljax", "report", *map(str, run_dirs)])
-    return environment.from_string(read("page.html")).render(
-        title=_title(runs), lead=_lead(runs), parts=parts_of(runs, again), version=__version__,
-        style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
-    ).lstrip()  # fmt: skip
+    return (
+        environment.from_string(read("page.html"))
+        .render(
+            title=_title(runs),
+            lead=_lead(runs),
+            parts=parts_of(runs, again),
+            version=__version__,
+            style=Markup(style),
+            script=Markup(script),
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+        )
+        .lstrip()
+    )
 
 
 def _title(runs: Sequence[Run]) -> str:

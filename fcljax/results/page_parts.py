@@ -94,9 +94,20 @@ def parts_of(runs: Sequence[Run], again: str) -> list[Part]:
     groups = groups_of([run.summary for run in runs])
     view = View(groups, _names(groups), runs)
     makers = (
-        _results, _curves, _matrices, _forgetting, _clients, _classes, _holdings, _costs, _times, _rejected,
-        _reconstructions, _calibration, _settings,
-    )  # fmt: skip
+        _results,
+        _curves,
+        _matrices,
+        _forgetting,
+        _clients,
+        _classes,
+        _holdings,
+        _costs,
+        _times,
+        _rejected,
+        _reconstructions,
+        _calibration,
+        _settings,
+    )
     return [*(part for make in makers if (part := make(view)) is not None), _commands(view, again)]
 
 
@@ -111,20 +122,31 @@ def _results(view: View) -> Part:
         "Trained numbers",
         "Images/s",
     )
-    rows = [[
-        text(group.name), text(group.runs[0]["dataset"]),
-        text(", ".join(str(run["seed"]) for run in group.runs)),
-        percent(group, lambda run: run["A_avg"]), percent(group, lambda run: run["A_last"]),
-        percent(group, lambda run: run["task_il"]["A_last"]), number(group.runs[0]["trainable_params"]),
-        mean(group, lambda run: run["client_images_per_s"], 1),
-    ] for group in view.groups]  # fmt: skip
+    rows = [
+        [
+            text(group.name),
+            text(group.runs[0]["dataset"]),
+            text(", ".join(str(run["seed"]) for run in group.runs)),
+            percent(group, lambda run: run["A_avg"]),
+            percent(group, lambda run: run["A_last"]),
+            percent(group, lambda run: run["task_il"]["A_last"]),
+            number(group.runs[0]["trainable_params"]),
+            mean(group, lambda run: run["client_images_per_s"], 1),
+        ]
+        for group in view.groups
+    ]
     tables = [Table("Results in %, mean ± population standard deviation over seeds", columns, rows)]
     if len(view.names) > len(view.groups):
         own = [
-            [text(name), text(run["seed"]), share(run["A_avg"]), share(run["A_last"]),
-             share(run["forgetting"]["paper"])]
+            [
+                text(name),
+                text(run["seed"]),
+                share(run["A_avg"]),
+                share(run["A_last"]),
+                share(run["forgetting"]["paper"]),
+            ]
             for name, run in view.names.items()
-        ]  # fmt: skip
+        ]
         tables.append(Table("Every run, in %", ("Run", "Seed", "A_avg", "A_last", "Forgetting (paper)"), own))
     pairs = [[text(name), whole(count), text(a), text(b)] for name, count, a, b in differences(view.groups)]
     if pairs:
@@ -153,8 +175,9 @@ def _curves(view: View) -> Part:
     label = f"Average accuracy over tasks learned of {len(lines)} curves; the table below has the values"
     chart = Chart(
         svg.curves(lines, label, "Tasks learned", "Average accuracy A_t (%)"),
-        [Key(svg.swatch(place), name) for place, name in enumerate(lines)], switches=len(lines) > 1,
-    )  # fmt: skip
+        [Key(svg.swatch(place), name) for place, name in enumerate(lines)],
+        switches=len(lines) > 1,
+    )
     said = (
         ("A band is one population standard deviation over seeds.",)
         if any(x.spread for x in lines.values())
@@ -189,10 +212,13 @@ def _forgetting(view: View) -> Part:
         "end. In points.",
     )
     rows = [
-        [text(group.name), *(percent(group, lambda run, k=kind: run["forgetting"][k]) for kind in KINDS),
-         percent(group, lambda run: run["backward_transfer"])]
+        [
+            text(group.name),
+            *(percent(group, lambda run, k=kind: run["forgetting"][k]) for kind in KINDS),
+            percent(group, lambda run: run["backward_transfer"]),
+        ]
         for group in view.groups
-    ]  # fmt: skip
+    ]
     table = Table("Forgetting by its three definitions", ("Run", *KINDS, "Backward transfer"), rows)
     return Part("forgetting", "Forgetting", said, tables=[table])
 
@@ -211,9 +237,7 @@ def _classes(view: View) -> Part:
     )
 
 
-def _per_item(
-    view: View, part: Part, key: str, item: str, name: Callable[[Summary, int], str]
-) -> Part:  # fmt: skip
+def _per_item(view: View, part: Part, key: str, item: str, name: Callable[[Summary, int], str]) -> Part:
     """Dots for every run, and tables with a row for each item: one for all runs whose items have the same
     names, in whatever order (class orders differ by seed)."""
     there, lacking = _with(view, key)
@@ -283,19 +307,31 @@ def _holding(run: Summary, names: list[str]) -> Table:
 
 def _costs(view: View) -> Part:
     columns = (
-        "Run", "A_last (%)", "Sent, bytes", "Got, bytes", "Sent in all, bytes", "Got in all, bytes",
-        "Kept by a client, bytes", "Client state, bytes", "Server state, bytes",
-    )  # fmt: skip
+        "Run",
+        "A_last (%)",
+        "Sent, bytes",
+        "Got, bytes",
+        "Sent in all, bytes",
+        "Got in all, bytes",
+        "Kept by a client, bytes",
+        "Client state, bytes",
+        "Server state, bytes",
+    )
     rows, points = [], {}
     for group in view.groups:
         one = group.runs[0]
         total = one.get("communication_total", {})
-        rows.append([
-            text(group.name), percent(group, lambda run: run["A_last"]),
-            number(one["communication"]["upload_bytes"]), number(one["communication"]["download_bytes"]),
-            number(total.get("upload_bytes")), number(total.get("download_bytes")),
-            *(number(_deep(one, (kept, "bytes"))) for kept in STORED),
-        ])  # fmt: skip
+        rows.append(
+            [
+                text(group.name),
+                percent(group, lambda run: run["A_last"]),
+                number(one["communication"]["upload_bytes"]),
+                number(one["communication"]["download_bytes"]),
+                number(total.get("upload_bytes")),
+                number(total.get("download_bytes")),
+                *(number(_deep(one, (kept, "bytes"))) for kept in STORED),
+            ]
+        )
         sent = total.get("upload_bytes") or 0
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
@@ -316,8 +352,13 @@ def _costs(view: View) -> Part:
         "Sent and got: one client, one round. In all: all clients, all rounds. Of several seeds the first "
         "run's bytes."
     ]
-    return Part("costs", "Communication and storage", [*said, *lacking], charts,
-                [Table("Communication and storage beside accuracy", columns, rows)])  # fmt: skip
+    return Part(
+        "costs",
+        "Communication and storage",
+        [*said, *lacking],
+        charts,
+        [Table("Communication and storage beside accuracy", columns, rows)],
+    )
 
 
 def _times(view: View) -> Part:
@@ -326,11 +367,15 @@ def _times(view: View) -> Part:
         for group in view.groups
     }
     rows = [
-        [text(name), *(fixed(value, 2) for value in values), fixed(sum(values), 2),
-         mean(group, lambda run: run["trained_images_per_s"], 1),
-         mean(group, lambda run: run["slot_efficiency"], 3)]
+        [
+            text(name),
+            *(fixed(value, 2) for value in values),
+            fixed(sum(values), 2),
+            mean(group, lambda run: run["trained_images_per_s"], 1),
+            mean(group, lambda run: run["slot_efficiency"], 3),
+        ]
         for (name, values), group in zip(means.items(), view.groups, strict=True)
-    ]  # fmt: skip
+    ]
     columns = ("Run", *TIMES, "all", "Trained images/s", "Slot efficiency")
     parts = ("compiling", "client work", "server work", "evaluation")
     chart = Chart(
@@ -344,10 +389,14 @@ def _rejected(view: View) -> Part:
     columns = ("Run", "Rejected uploads", "Refused results", "Rounds without upload")
     there, lacking = _with(view, "rejected_uploads")
     rows = [
-        [text(name), number(run["rejected_uploads"]), number(run.get("refused_results")),
-         number(len(run.get("rounds_without_upload") or []))]
+        [
+            text(name),
+            number(run["rejected_uploads"]),
+            number(run.get("refused_results")),
+            number(len(run.get("rounds_without_upload") or [])),
+        ]
         for name, run in there.items()
-    ]  # fmt: skip
+    ]
     said = [
         "Uploads with a NaN, an infinity or a negative weight are left out; a result that is not finite is "
         "refused."
@@ -357,9 +406,10 @@ def _rejected(view: View) -> Part:
     tables = [Table("Rejected uploads", columns, rows)] if rows else []
     by_run = {id(run.summary): run.lines for run in view.runs}
     tables += [
-        _rejected_by_task(name, by_run[id(run)]) for name, run in there.items()
+        _rejected_by_task(name, by_run[id(run)])
+        for name, run in there.items()
         if run["rejected_uploads"] and by_run[id(run)]
-    ]  # fmt: skip
+    ]
     return Part("rejected", "Rejected uploads", [*said, *lacking], tables=tables)
 
 
@@ -388,8 +438,9 @@ def _reconstructions(view: View) -> Part | None:
     own = {id(run.summary): run.picture for run in view.runs}
     pictures = [
         (uri, f"{name}: training images masked, rebuilt without and with the prompt, and as they are")
-        for name, run in there.items() if (uri := own[id(run)])
-    ]  # fmt: skip
+        for name, run in there.items()
+        if (uri := own[id(run)])
+    ]
     if len(pictures) < len(there):
         said.append("Pictures that are not here are in the runs' figures/restored.png.")
     table = Table("Rebuilt images", ("Run, images", *keys), rows)
@@ -399,9 +450,10 @@ def _reconstructions(view: View) -> Part | None:
 def _calibration(view: View) -> Part:
     there, lacking = _with(view, "calibration")
     drawn = lambda name, found: svg.reliability(
-        found["accuracy"], found["rows"],
+        found["accuracy"],
+        found["rows"],
         f"Reliability of {name}: accuracy over confidence, error {share(found['ece']).text} %",
-    )  # fmt: skip
+    )
     shown = list(there.items())[:MOST_MATRICES]
     charts = [Chart(drawn(name, run["calibration"]), title=name) for name, run in shown]
     rows = [
@@ -436,8 +488,14 @@ def _settings(view: View) -> Part:
     )
     same = [[text(name), text(said_by(runs[0], name))] for name in names if name not in differ]
     caption = "Settings that all runs share" if len(runs) > 1 else "All settings"
-    said = ["Runs of one group differ in their seed, and in settings that only decide where they are made: "
-            f"{', '.join(sorted(ASIDE))}."] if len(view.names) > len(view.groups) else []  # fmt: skip
+    said = (
+        [
+            "Runs of one group differ in their seed, and in settings that only decide where they are made: "
+            f"{', '.join(sorted(ASIDE))}."
+        ]
+        if len(view.names) > len(view.groups)
+        else []
+    )
     return Part(
         "settings", "Settings", said, tables=tables, folded=[Table(caption, ("Setting", "Value"), same)]
     )

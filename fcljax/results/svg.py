@@ -22,9 +22,14 @@ MOST_OF_LABEL = 48  # characters of a name beside a mark
 ROW = 40  # height of a row of bars or dots
 # radius 4.5 around the origin
 MARKERS = (
-    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M-4-4h8v8h-8z", "M0-5.5L5.5 0L0 5.5L-5.5 0z",
-    "M0 5L-5-4h10z", "M0-5L5 4h-10z", "M-4-4L4 4M4-4L-4 4", "M-5 0h10M0-5v10",
-)  # fmt: skip
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "M-4-4h8v8h-8z",
+    "M0-5.5L5.5 0L0 5.5L-5.5 0z",
+    "M0 5L-5-4h10z",
+    "M0-5L5 4h-10z",
+    "M-4-4L4 4M4-4L-4 4",
+    "M-5 0h10M0-5v10",
+)
 
 
 class Line(NamedTuple):
@@ -116,11 +121,13 @@ def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: st
         top, known = TOP + ROW * place, {k: v for k, v in values.items() if v is not None}
         drawn.append(_text(LEFT, top + 10, _short(name), "start"))
         drawn += [
-            _titled("dot", f"{name}, {each}: {value:.2f} %", [
-                Markup('<circle cx="{}" cy="{}" r="5"/>').format(_n(x(value)), top + 24)
-            ])
+            _titled(
+                "dot",
+                f"{name}, {each}: {value:.2f} %",
+                [Markup('<circle cx="{}" cy="{}" r="5"/>').format(_n(x(value)), top + 24)],
+            )
             for each, value in known.items()
-        ]  # fmt: skip
+        ]
         if known:
             mean = sum(known.values()) / len(known)
             stroke = Markup('<path class="mean" d="M{} {}v20"/>').format(_n(x(mean)), top + 14)
@@ -150,9 +157,10 @@ def reliability(accuracy: Sequence[Number | None], rows: Sequence[Number], label
     frame = [
         *(_text(LEFT - 6, y(tick) + 4, f"{tick}", "end") for tick in range(0, 101, 20)),
         *(_text(x(tick / 5), bottom + 16, f"{tick / 5:.1f}") for tick in range(6)),
-        _text(LEFT + side / 2, bottom + 34, "Confidence"), _upright(14, TOP + side / 2, "Accuracy (%)"),
+        _text(LEFT + side / 2, bottom + 34, "Confidence"),
+        _upright(14, TOP + side / 2, "Accuracy (%)"),
         _upright(14, bottom - low / 2, "Images"),
-    ]  # fmt: skip
+    ]
     return _svg(bottom + BOTTOM, label, [*frame, *drawn, diagonal], LEFT + side + RIGHT)
 
 

@@ -83,9 +83,13 @@ def wandb(run: Beginning) -> Tracker:
 
     name = run.id or secrets.token_hex(8)
     at_work = library.init(
-        id=name, resume="allow", project=os.environ.get("WANDB_PROJECT", "fcljax"), name=run.out.name,
-        dir=str(run.out), config=dict(run.settings),
-    )  # fmt: skip
+        id=name,
+        resume="allow",
+        project=os.environ.get("WANDB_PROJECT", "fcljax"),
+        name=run.out.name,
+        dir=str(run.out),
+        config=dict(run.settings),
+    )
 
     def finish(values: Scalars) -> None:
         at_work.summary.update(values)
@@ -105,8 +109,8 @@ def mlflow(run: Beginning) -> Tracker:
         found = client.get_experiment_by_name(title)
         place = found.experiment_id if found else client.create_experiment(title)
         name = client.create_run(place, run_name=run.out.name).info.run_id
-        for setting, value in run.settings.items():
-            client.log_param(name, setting, str(value)[:500])
+        for sizes, value in run.settings.items():
+            client.log_param(name, sizes, str(value)[:500])
     client.update_run(name, status="RUNNING")
 
     @functools.cache

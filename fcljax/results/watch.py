@@ -118,9 +118,13 @@ def owned_here(path: Path, locks: Path = LOCKS) -> bool | None:
 
 
 def watch(
-    folder: str | Path, console: Console, every: float, once: bool,
-    sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.time,
-) -> None:  # fmt: skip
+    folder: str | Path,
+    console: Console,
+    every: float,
+    once: bool,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> None:
     """Show the runs of a folder until all are finished.
 
     Args:
@@ -157,10 +161,14 @@ def _one(run: Watched, now: float) -> RenderableType:
         mine = [line for line in run.lines if line["task"] == task]
         known = [line["A"] for line in mine if _is_number(line.get("A"))]
         add_row(
-            table, task + 1, len(mine), _said(mine[-1].get("loss"), ".4g"),
-            _percent(known[-1] if known else None), _said(mine[-1].get("participants"), ""),
+            table,
+            task + 1,
+            len(mine),
+            _said(mine[-1].get("loss"), ".4g"),
+            _percent(known[-1] if known else None),
+            _said(mine[-1].get("participants"), ""),
             sum(line.get("rejected") or 0 for line in mine),
-        )  # fmt: skip
+        )
     drawn = [plain(f"{_progress(run)} rounds; last heard of {_heard(run, now)}; {_state(run)}"), table]
     for name, key, scale in (("accuracy A (%)", "A", 100), ("loss", "loss", 1)):
         values = [scale * line[key] for line in run.lines if _is_number(line.get(key))]
@@ -178,11 +186,16 @@ def _several(runs: Sequence[Watched], now: float) -> RenderableType:
         last = run.lines[-1] if run.lines else {}
         known = [line["A"] for line in run.lines if _is_number(line.get("A"))]
         add_row(
-            table, f"{run.folder.parent.name}/{run.folder.name}", _progress(run),
-            _said(last.get("loss"), ".4g"), _percent(known[-1] if known else None),
+            table,
+            f"{run.folder.parent.name}/{run.folder.name}",
+            _progress(run),
+            _said(last.get("loss"), ".4g"),
+            _percent(known[-1] if known else None),
             braille(known, 8, 1)[0] if len(known) > 1 else "",
-            sum(line.get("rejected") or 0 for line in run.lines), _heard(run, now), _state(run),
-        )  # fmt: skip
+            sum(line.get("rejected") or 0 for line in run.lines),
+            _heard(run, now),
+            _state(run),
+        )
     done = sum(map(finished, runs))
     names = list(dict.fromkeys(map(_name, (run for run in runs if run.settings))))
     said = "; ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -13,10 +13,10 @@ import numpy as np
 
 from fcljax.errors import InputError
 from fcljax.files import atomic
-from fcljax.types import Kept
+from fcljax.types import ReplayBuffer
 
 
-def save_task(folder: str | Path, task: int, kept: Kept) -> str:
+def save_task(folder: str | Path, task: int, kept: ReplayBuffer) -> str:
     """Write what is kept of a task, atomically; numpy arrays. Returns the file's sha256, for checkpoints."""
     path = _file(folder, task)
     path.parent.mkdir(exist_ok=True)
@@ -26,7 +26,7 @@ def save_task(folder: str | Path, task: int, kept: Kept) -> str:
         return _sha256(temporary)
 
 
-def load_tasks(folder: str | Path, sha256: Sequence[str], template: Kept) -> tuple[Kept, ...]:
+def load_tasks(folder: str | Path, sha256: Sequence[str], template: ReplayBuffer) -> tuple[ReplayBuffer, ...]:
     """What is kept of the first tasks, in their order. `sha256`: of their files; `template` gives structure,
     types and the shapes of a row.
 
@@ -41,7 +41,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _load(path: Path, sha256: str, template: Kept) -> Kept:
+def _load(path: Path, sha256: str, template: ReplayBuffer) -> ReplayBuffer:
     try:
         if _sha256(path) != sha256:
             raise ValueError("it does not have the checksum that the run has noted")

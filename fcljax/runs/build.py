@@ -22,11 +22,11 @@ from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
-from fcljax.federated.schedule import Capacity, Roster, capacities
+from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
-from fcljax.parts.federate import Kit, Train
+from fcljax.parts.federate import Run, Train
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
@@ -39,7 +39,7 @@ from fcljax.runs.inputs import (
     read_clean,
 )
 from fcljax.scenario import Scenario, make_scenario
-from fcljax.types import Frozen, Method, Network, Round, Setting
+from fcljax.types import Frozen, Method, Network, Round, Sizes
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as of a ViT-Ti
 COMPILING = 1e12
@@ -60,7 +60,7 @@ class Experiment(NamedTuple):
     test: Split | Host
     scenario: Scenario
     inputs: Inputs
-    setting: Setting
+    sizes: Sizes
     key: jax.Array
 
     def read(self, split: Split, rows: Array) -> Array:
@@ -80,13 +80,17 @@ def build(method_name: str, cfg: RunConfig) -> Experiment:
     """
     inputs = load_inputs(cfg)
     scenario = make_scenario(inputs.dataset, cfg, cfg.rounds, find_method(method_name).joint)
-    return assemble(method_name, cfg, inputs, scenario, setting_of(scenario, cfg))
+    return assemble(method_name, cfg, inputs, scenario, sizes_of(scenario, cfg))
 
 
 def assemble(
-    method_name: str, cfg: RunConfig, inputs: Inputs, scenario: Scenario, setting: Setting,
+    method_name: str,
+    cfg: RunConfig,
+    inputs: Inputs,
+    scenario: Scenario,
+    sizes: Sizes,
     by_itself: bool = False,
-) -> Experiment:  # fmt: skip
+) -> Experiment:
     """An experiment of what has been loaded and dealt.
 
     Args:
@@ -98,28 +102,26 @@ def assemble(
     """
     inputs = inputs if cfg.augment is None else inputs._replace(augments=cfg.augment)
     tasks = scenario.tasks
-    method = make_method(method_name, cfg, setting, network_of(inputs.backbone, inputs.preprocess))
+    method = make_method(method_name, cfg, sizes, network_of(inputs.backbone, inputs.preprocess))
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
     example = Example(frozen, train, tasks[0])
     method = _with_faults(method, cfg, inputs, example)
     make = _engine_of_one if by_itself else _engine
-    engine = make(method, cfg, inputs, scenario, example, setting)
-    return Experiment(
-        method, engine, frozen, train, test, scenario, inputs, setting, jax.random.key(cfg.seed)
-    )
+    engine = make(method, cfg, inputs, scenario, example, sizes)
+    return Experiment(method, engine, frozen, train, test, scenario, inputs, sizes, jax.random.key(cfg.seed))
 
 
-def setting_of(scenario: Scenario, cfg: RunConfig) -> Setting:
+def sizes_of(scenario: Scenario, cfg: RunConfig) -> Sizes:
     """The static sizes of a run."""
-    first, every = scenario.tasks[0], [roster for of_task in scenario.rosters for roster in of_task]
-    rows = max(int(roster.count.max()) for roster in every)
-    return Setting(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, rows)
+    first, every = scenario.tasks[0], [partition for of_task in scenario.partitions for partition in of_task]
+    rows = max(int(partition.count.max()) for partition in every)
+    return Sizes(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, rows)
 
 
-def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Network) -> Method:
-    """The method that the settings describe, hostile clients included.
+def make_method(method_name: str, cfg: RunConfig, sizes: Sizes, network: Network) -> Method:
+    """The method that the settings describe, malicious clients included.
 
     Raises:
       InputError: for options that it cannot honour, or an adapter that the network has no place for.
@@ -130,19 +132,19 @@ def make_method(method_name: str, cfg: RunConfig, setting: Setting, network: Net
         raise InputError(
             f"adapter: {adapter_name!r} works inside attention, and the backbone has none; nearest: 'full'"
         )
-    adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), setting, network)
+    adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), sizes, network)
     aggregation = make_aggregation(config.part(AggregationOptions, cfg))
     terms = (prox(cfg.prox_weight),) if cfg.prox_weight else ()
     terms += (norm_bound(cfg.norm_bound),) if cfg.norm_bound is not None else ()
-    kit = Kit(setting, network, adapter, make_train(cfg), aggregation, terms)
+    run = Run(sizes, network, adapter, make_train(cfg), aggregation, terms)
     options = entry.options_with.get(adapter_name, entry.options)
-    method = entry.build(config.part(options, cfg), kit)
+    method = entry.build(config.part(options, cfg), run)
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} is not honoured by {method_name}, which merges by "
             f"{method.aggregation!r}"
         )
-    return corrupt(method, cfg.attack or "sign_flip", cfg.hostile) if cfg.hostile else method
+    return corrupt(method, cfg.attack or "sign_flip", cfg.malicious) if cfg.malicious else method
 
 
 def _with_faults(method: Method, cfg: RunConfig, inputs: Inputs, example: Example) -> Method:
@@ -171,13 +173,13 @@ def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Froze
 
 
 def _engine(
-    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, setting: Setting
+    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, sizes: Sizes
 ) -> Engine:
     lanes, mesh = _lanes(cfg)
     read = partial(fetch, inputs.preprocess, inputs.augments)
     shapes = check_method(method, read, example)
-    every = [roster for of_task in scenario.rosters for roster in of_task]
-    slots = clients_per_chunk(method, shapes, setting.rows, image_bytes(example.data), lanes.count)
+    every = [partition for of_task in scenario.partitions for partition in of_task]
+    slots = clients_per_chunk(method, shapes, sizes.examples, image_bytes(example.data), lanes.count)
     fit = partial(capacities, method, every, lanes.count, slots, cfg.participation)
     room = _with_widths(fit, inputs, lanes)
     return make_engine(method, read, lanes, room, example, mesh=mesh, shapes=shapes)
@@ -190,8 +192,8 @@ def clients_per_chunk(method: Method, shapes: tuple[Shapes, ...], rows: int, ima
     def size(each: Round, made: Shapes) -> int:
         program = each.program
         numbers = 4 * rows * sum(phase.view.epochs for phase in program.phases)  # of the rows that it reads
-        recalled = jax.eval_shape(program.memory, made.state).size if program.memory else 0
-        return slot_bytes(program, made) + numbers + recalled * image
+        replayed = jax.eval_shape(program.memory, made.state).size if program.memory else 0
+        return slot_bytes(program, made) + numbers + replayed * image
 
     largest = max(map(size, method.rounds, shapes))
     return max(lanes, min(MOST_PER_CHUNK, CHUNK_BYTES // max(1, largest)))
@@ -212,13 +214,13 @@ def _with_widths(fit: Callable, inputs: Inputs, lanes: Lanes) -> tuple[Capacity,
 
 
 def _engine_of_one(
-    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, setting: Setting
+    method: Method, cfg: RunConfig, inputs: Inputs, scenario: Scenario, example: Example, sizes: Sizes
 ) -> Engine:
     """Of a client that plays alone: all clients have the shapes of the largest, so that those of one process
     share what was compiled."""
     del cfg, scenario
-    rows, none = np.zeros(setting.rows, np.int32), np.zeros((1, setting.classes), np.int32)
-    largest = Roster(rows, np.array([0, setting.rows]), none)
+    rows, none = np.zeros(sizes.examples, np.int32), np.zeros((1, sizes.classes), np.int32)
+    largest = ClientPartition(rows, np.array([0, sizes.examples]), none)
     room = tuple(map(alone, capacities(method, [largest], lanes=1, slots=1)))
     read = partial(fetch, inputs.preprocess, inputs.augments)
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)

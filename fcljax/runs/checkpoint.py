@@ -45,9 +45,12 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
     write when left. Of several processes only one may have it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=False,
+        max_to_keep=keep,
+        enable_async_checkpointing=True,
+        cleanup_tmp_directories=True,
+        create=False,
         multiprocessing_options=_alone(),
-    )  # fmt: skip
+    )
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 

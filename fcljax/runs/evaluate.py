@@ -15,7 +15,7 @@ from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.records import Records
-from fcljax.types import Task, Turn
+from fcljax.types import RoundContext, Task
 
 
 class Evaluated(NamedTuple):
@@ -47,7 +47,7 @@ def _of_server(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
     make = lambda predict: make_predict(predict, exp.read, batch_size, len(label), exp.engine.mesh)
     predict = make(exp.method.predict)
     merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
-    count = functools.partial(metrics.confusion_matrix, num_classes=exp.setting.classes)
+    count = functools.partial(metrics.confusion_matrix, num_classes=exp.sizes.classes)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
         rows = np.flatnonzero(tasks[t].seen[label])
@@ -56,11 +56,11 @@ def _of_server(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
 
         def found_by(predict: Callable) -> Predicted:
             records.add(evaluated_images=len(rows))
-            return predict(_turn(exp, t), (state.server,), test, rows, task_of)
+            return predict(_round_context(exp, t), (state.server,), test, rows, task_of)
 
         accuracy = lambda label: metrics.task_accuracy(count(truth, label), classes).tolist()
         found = found_by(predict)
-        _describe(records, [found], [truth], exp.setting.classes)
+        _describe(records, [found], [truth], exp.sizes.classes)
         provisional = accuracy(found_by(merged).label) if merged else None
         return Evaluated(accuracy(found.label), provisional, accuracy(found.told))
 
@@ -80,7 +80,7 @@ def _of_clients(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
             everyone.append(_shares(found.label == truth, of_task))
             told.append(_shares(found.told == truth, of_task))
             founds, truths = [*founds, found], [*truths, truth]
-        _describe(records, founds, truths, exp.setting.classes)
+        _describe(records, founds, truths, exp.sizes.classes)
         records.clients, records.clients_told = (
             [*records.clients[:t], everyone],
             [*records.clients_told[:t], told],
@@ -119,11 +119,13 @@ def _predict_clients(
 
     def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(exp.scenario.learned(t)):
-            turn = _own_turn(exp, t, client, learned) if exp.method.personal else _turn(exp, t)
+            round_context = (
+                _own_round_context(exp, t, client, learned) if exp.method.personal else _round_context(exp, t)
+            )
             rows = np.flatnonzero(learned[label])
             own = jax.tree.map(lambda x, i=client: x[i], state.clients)
             task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
-            yield rows, predict(turn, (state.server, own), test, rows, task_of)
+            yield rows, predict(round_context, (state.server, own), test, rows, task_of)
 
     return each
 
@@ -139,17 +141,17 @@ def _together(founds: list[Predicted]) -> Predicted:
     return Predicted(*map(np.concatenate, zip(*founds, strict=True)))
 
 
-def _turn(exp: Experiment, t: int) -> Turn:
+def _round_context(exp: Experiment, t: int) -> RoundContext:
     """What predictions after task t may read."""
-    return Turn.on_host(exp.frozen, exp.scenario.tasks[t], exp.setting.rounds - 1, True)
+    return RoundContext.on_host(exp.frozen, exp.scenario.tasks[t], exp.sizes.rounds - 1, True)
 
 
-def _own_turn(exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]) -> Turn:
+def _own_round_context(exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]) -> RoundContext:
     """The same, with the classes that a client has learned as those that it has seen."""
     task = exp.scenario.tasks[t]
     current = exp.scenario.current(t, client) & learned
     own = Task.of_numpy(np.asarray(task.index), np.asarray(task.classes), current, learned)
-    return Turn.on_host(exp.frozen, own, exp.setting.rounds - 1, True)
+    return RoundContext.on_host(exp.frozen, own, exp.sizes.rounds - 1, True)
 
 
 def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:

@@ -14,7 +14,7 @@ from fcljax.data.store import Split
 from fcljax.data.streaming import Host, over_windows, whole
 from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
 from fcljax.mesh import split as parted
-from fcljax.types import Batch, PyTree, Turn
+from fcljax.types import Batch, PyTree, RoundContext
 
 BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is shown
 
@@ -46,14 +46,14 @@ def make_predict(
     """
 
     def loop(read_by: tuple, split: Split, rows, batches):
-        turn, model, task_of = read_by
+        round_context, model, task_of = read_by
 
         def step(i, out):
             mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
             query = None if split.query is None else split.query[mine]
             nothing = jnp.zeros_like(mine)
             batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
-            logits = predict(turn, *model, batch).astype(jnp.float32)
+            logits = predict(round_context, *model, batch).astype(jnp.float32)
             mates = task_of == task_of[split.label[mine]][:, None]
             confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
             # argmax takes NaN for the largest, so that rows without a prediction would be of the first class
@@ -66,11 +66,13 @@ def make_predict(
         return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(rows)), none))
 
     def predictions(
-        turn: Turn, model: tuple, split: Split | Host, rows: np.ndarray, task_of: np.ndarray
+        round_context: RoundContext, model: tuple, split: Split | Host, rows: np.ndarray, task_of: np.ndarray
     ) -> Predicted:
         if not len(rows):
             return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-        return Predicted(*_over_rows(loops, (turn, model, task_of), split, rows, batch_size, capacity))
+        return Predicted(
+            *_over_rows(loops, (round_context, model, task_of), split, rows, batch_size, capacity)
+        )
 
     loops = _Loops.of(loop, mesh)
     return predictions

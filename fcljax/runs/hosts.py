@@ -208,9 +208,13 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
     where = None if hosts.coordinator == "auto" else hosts.coordinator
     try:
         jax.distributed.initialize(
-            where, hosts.processes, hosts.process, initialization_timeout=hosts.seconds,
-            heartbeat_timeout_seconds=hosts.seconds, shutdown_timeout_seconds=hosts.seconds,
-        )  # fmt: skip
+            where,
+            hosts.processes,
+            hosts.process,
+            initialization_timeout=hosts.seconds,
+            heartbeat_timeout_seconds=hosts.seconds,
+            shutdown_timeout_seconds=hosts.seconds,
+        )
     except (ValueError, RuntimeError) as error:
         if where is not None:
             raise
@@ -276,8 +280,10 @@ def supervised(command: list[str], hosts: HostOptions, go_on: Callable[[str | No
         number = str(log.fileno())
         child = subprocess.Popen(
             [sys.executable, *(number if part == "LOG" else part for part in command)],
-            stdin=subprocess.PIPE, pass_fds=[log.fileno()], start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            pass_fds=[log.fileno()],
+            start_new_session=True,
+        )
         with _forwarding(child):
             code = child.wait()
         said = _said(log)

@@ -168,10 +168,14 @@ def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:
     pixels."""
     geometry = preset(resolved(cfg.preprocess), image_size).geometry
     return dict(
-        geometry=geometry._replace(train=cfg.store_size or geometry.train), data_dir=cfg.data_dir,
+        geometry=geometry._replace(train=cfg.store_size or geometry.train),
+        data_dir=cfg.data_dir,
         class_list=cfg.class_list,
-        skip_corrupt=cfg.skip_corrupt, glyph_train=cfg.glyph_train, glyph_test=cfg.glyph_test, seed=cfg.seed,
-    )  # fmt: skip
+        skip_corrupt=cfg.skip_corrupt,
+        glyph_train=cfg.glyph_train,
+        glyph_test=cfg.glyph_test,
+        seed=cfg.seed,
+    )
 
 
 def read_clean(preprocess: Preprocess, split: Split, rows: Array) -> Float[Array, "B S S 3"]:
@@ -301,11 +305,15 @@ def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
     """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for
     everything that decides their bits: weights, images, view, batches, and what computes them."""
     facts = {
-        "weights": inputs.backbone.digest, "network": repr(inputs.backbone.config),
-        "positions": cfg.positions, "view": repr(inputs.preprocess),
-        "images": inputs.dataset.digest, "split": part, "batch": cfg.eval_batch_size,
+        "weights": inputs.backbone.digest,
+        "network": repr(inputs.backbone.config),
+        "positions": cfg.positions,
+        "view": repr(inputs.preprocess),
+        "images": inputs.dataset.digest,
+        "split": part,
+        "batch": cfg.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
-    } | ({"devices": cfg.devices} if cfg.devices > 1 else {})  # fmt: skip
+    } | ({"devices": cfg.devices} if cfg.devices > 1 else {})
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return data_folder(cfg.data_dir) / "features" / f"{name}.npz"
 

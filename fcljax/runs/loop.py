@@ -39,7 +39,7 @@ from fcljax.runs.records import Clock, Records, json_line, progress_bar, record,
 from fcljax.runs.signals import Stopped, postponed
 from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
 from fcljax.terminal import say
-from fcljax.types import Kept, PyTree, Turn, When
+from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 KEPT = "kept"  # folder of what a server keeps of finished tasks
@@ -49,9 +49,14 @@ _PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
 
 
 def run(
-    method_name: str, cfg: RunConfig, out: str | Path, resume: bool = False, console: Console | None = None,
-    stop: Callable[[], int | None] = lambda: None, track: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    method_name: str,
+    cfg: RunConfig,
+    out: str | Path,
+    resume: bool = False,
+    console: Console | None = None,
+    stop: Callable[[], int | None] = lambda: None,
+    track: Sequence[str] = (),
+) -> dict[str, Any]:
     """Train and evaluate one method, or go on with a run that was cut off.
 
     Args:
@@ -103,9 +108,13 @@ def _built(method_name: str, cfg: RunConfig) -> tuple[Experiment, dict[str, Any]
 
 
 def _resume(
-    method_name: str, cfg: RunConfig, out: Path, console: Console, stop: Callable[[], int | None],
+    method_name: str,
+    cfg: RunConfig,
+    out: Path,
+    console: Console,
+    stop: Callable[[], int | None],
     track: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Go on with the run in `out`, if it is this one; nothing is written before that is known."""
     finished = hosts.told(lambda: finished_summary(out, method_name, cfg))
     if finished and hosts.told(lambda: not missing_figures(out, finished)):
@@ -128,9 +137,16 @@ def _resume(
 
 
 def _complete(
-    exp: Experiment, facts: dict[str, Any], method_name: str, cfg: RunConfig, out: Path,
-    finished: dict[str, Any] | None, console: Console, stop: Callable[[], int | None], track: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    exp: Experiment,
+    facts: dict[str, Any],
+    method_name: str,
+    cfg: RunConfig,
+    out: Path,
+    finished: dict[str, Any] | None,
+    console: Console,
+    stop: Callable[[], int | None],
+    track: Sequence[str],
+) -> dict[str, Any]:
     """All rounds that are to come, and what is written at the end; `finished`: the summary, if only figures
     are to come. Trackers follow until all is written."""
     settings, say_line = origin.plain_settings(method_name, cfg), lambda line: say(console, line)
@@ -145,10 +161,16 @@ def _complete(
 
 
 def _followed(
-    exp: Experiment, facts: dict[str, Any], method_name: str, cfg: RunConfig, out: Path,
-    finished: dict[str, Any] | None, console: Console, stop: Callable[[], int | None],
+    exp: Experiment,
+    facts: dict[str, Any],
+    method_name: str,
+    cfg: RunConfig,
+    out: Path,
+    finished: dict[str, Any] | None,
+    console: Console,
+    stop: Callable[[], int | None],
     follow: Callable[[int], trackers.Following],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The same, where follow(rounds that are done) starts the trackers."""
     console = console if hosts.leads() else Console(quiet=True)
     tell(exp.inputs, console)
@@ -306,7 +328,7 @@ def begin(
     it. Without a manager they are those of the process that has one."""
     server = first_server(exp)
     key = jax.random.fold_in(exp.key, CLIENTS)
-    clients = init_clients(exp.method, server, exp.setting.clients, key)
+    clients = init_clients(exp.method, server, exp.sizes.clients, key)
     state = State(server, clients, jax.random.key_data(exp.key))
     found = hosts.agreed(lambda: checkpoint.latest(manager, state, tell) if manager else None)
     found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
@@ -320,10 +342,19 @@ def first_server(exp: Experiment) -> PyTree:
 
 
 def _loop(
-    exp: Experiment, cfg: RunConfig, state: State, records: Records, done: int, facts: dict[str, Any],
-    manager: CheckpointManager | None, clock: Clock, out: Path, console: Console,
-    stop: Callable[[], int | None], heard: Callable[[dict[str, Any]], None],
-) -> tuple[Experiment, State]:  # fmt: skip
+    exp: Experiment,
+    cfg: RunConfig,
+    state: State,
+    records: Records,
+    done: int,
+    facts: dict[str, Any],
+    manager: CheckpointManager | None,
+    clock: Clock,
+    out: Path,
+    console: Console,
+    stop: Callable[[], int | None],
+    heard: Callable[[dict[str, Any]], None],
+) -> tuple[Experiment, State]:
     """All remaining rounds: train, evaluate at task ends, log, checkpoint. The state after them, and the
     experiment with the query features that were cached on the way."""
     evaluate = make_evaluate(exp, cfg.eval_batch_size)
@@ -344,7 +375,7 @@ def _loop(
             if kept is not None:
                 past += (kept,)
                 records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
-                records.add(kept_rows=len(kept.label))
+                records.add(current_buffer=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(exp.test, state, t, records)
@@ -367,12 +398,12 @@ def _loop(
     return fill(exp, range(filled, len(exp.scenario.tasks)), clock), state
 
 
-def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[Kept, ...]:
+def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:
     """What the server has kept of the first tasks, in files of these checksums, of a run that goes on."""
-    if exp.method.rehearsal is None:
+    if exp.method.server_replay is None:
         return ()
-    turn = Turn.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    template = jax.eval_shape(exp.method.rehearsal.kept, turn, state.server)
+    round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
+    template = jax.eval_shape(exp.method.server_replay.kept, round_context, state.server)
     return archive.load_tasks(folder, sha256, template)
 
 
@@ -387,27 +418,40 @@ def make_play(
     shares = parse_faults(cfg.faults)
 
     def stage(train, server, clients, past, t: int, r: int, last: bool, when: When):
-        roster, key = exp.scenario.rosters[t][r], jax.random.fold_in(exp.key, _PURPOSE[when])
-        everyone = np.flatnonzero(roster.count)
+        partition, key = exp.scenario.partitions[t][r], jax.random.fold_in(exp.key, _PURPOSE[when])
+        everyone = np.flatnonzero(partition.count)
         ids = everyone
         if when == "round":
             ids = participants(cfg.seed, t, r, everyone, cfg.participation)
             ids = reached(shares, cfg.seed, t, r, ids)
         number = r if when == "round" else 0
         return run_round(
-            exp.engine, exp.frozen, server, clients, train, roster, ids, exp.scenario.tasks[t], number,
-            key, clock, when=when, last=last, past=past, clients=elsewhere,
+            exp.engine,
+            exp.frozen,
+            server,
+            clients,
+            train,
+            partition,
+            ids,
+            exp.scenario.tasks[t],
+            number,
+            key,
+            clock,
+            when=when,
+            last=last,
+            past=past,
+            clients=elsewhere,
             guarded=records.counts.get("rejected", 0) > 0,
-        )  # fmt: skip
+        )
 
     def play(
-        train: Split | Host, state: State, past: tuple[Kept, ...], t: int, r: int, last: bool
-    ) -> tuple[State, Kept | None, RoundReport]:
+        train: Split | Host, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int, last: bool
+    ) -> tuple[State, ReplayBuffer | None, RoundReport]:
         (server, clients, key), kept = state, None
-        turn = Turn.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
+        round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
         purpose = lambda number: jax.random.fold_in(jax.random.fold_in(exp.key, number), t)
         if r == 0:
-            server = begin_task(turn, server, purpose(BEGIN))
+            server = begin_task(round_context, server, purpose(BEGIN))
             server, clients, extra = stage(train, server, clients, past, t, r, last, "opening")
             records.count(extra._replace(training_rows=0))
         server, clients, done = stage(train, server, clients, past, t, r, last, "round")
@@ -415,7 +459,7 @@ def make_play(
             server, clients, extra = stage(train, server, clients, past, t, r, last, "closing")
             records.count(extra._replace(training_rows=0))
             kept = keep_task(exp.engine, exp.frozen, server, exp.scenario.tasks[t], r)
-            server = end_task(turn, server, purpose(END))
+            server = end_task(round_context, server, purpose(END))
         return State(server, clients, key), kept, done
 
     return play

@@ -28,10 +28,11 @@ def digests(inputs: Inputs) -> dict[str, str]:
     """sha256 of all that a run reads, by what it is."""
     decoder = inputs.backbone.decoder
     return {
-        "images": inputs.dataset.digest, "weights": inputs.backbone.digest,
+        "images": inputs.dataset.digest,
+        "weights": inputs.backbone.digest,
         "decoder's weights": checkpoint.digest(decoder.params) if decoder else "",
         "surrogate images": checkpoint.digest(inputs.surrogate),
-    }  # fmt: skip
+    }
 
 
 def plain_settings(method_name: str, cfg: RunConfig) -> dict[str, Any]:

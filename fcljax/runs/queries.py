@@ -82,7 +82,10 @@ def with_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PART
 
 def rows_held(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     """The training rows that some client holds in task t, and none did before."""
-    of = [np.concatenate([roster.rows for roster in rosters]) for rosters in scenario.rosters[: t + 1]]
+    of = [
+        np.concatenate([partition.rows for partition in partitions])
+        for partitions in scenario.partitions[: t + 1]
+    ]
     return np.setdiff1d(of[-1], np.concatenate([of[-1][:0], *of[:-1]]))
 
 

@@ -18,7 +18,7 @@ from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.results import figures as report
 from fcljax.runs.build import Experiment
-from fcljax.types import Restored, Turn
+from fcljax.types import Restored, RoundContext
 
 MOST_IMAGES, SHOWN, BATCH = 512, 8, 64
 RESTORING = 8  # purpose of the run's key
@@ -48,12 +48,12 @@ def _of_split(
 ) -> Rebuilt:
     task = exp.scenario.tasks[-1]
     rows = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
-    turn = Turn.on_host(exp.frozen, task, exp.setting.rounds - 1, True)
+    round_context = RoundContext.on_host(exp.frozen, task, exp.sizes.rounds - 1, True)
     key, read, found = jax.random.fold_in(exp.key, RESTORING), jax.jit(exp.read), []
     for first in range(0, len(rows), BATCH):
         some = np.resize(rows[first : first + BATCH], BATCH)
         image = _read(read, split, some, exp.engine.mesh)
-        found.append(jax.device_get(restores(turn, server, image, jax.random.fold_in(key, first))))
+        found.append(jax.device_get(restores(round_context, server, image, jax.random.fold_in(key, first))))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *found)
     return Rebuilt(whole, label[rows])
 
@@ -85,10 +85,13 @@ def closeness(images: Restored, label: np.ndarray) -> dict[str, Any]:
     identified, chance = identification(restored, original, label)
     return {
         "images": len(label),
-        "mse_restored": hidden(restored), "mse_unprompted": hidden(unprompted),
-        "psnr": psnr(restored, original), "psnr_unprompted": psnr(unprompted, original),
-        "identified": identified, "chance": chance,
-    }  # fmt: skip
+        "mse_restored": hidden(restored),
+        "mse_unprompted": hidden(unprompted),
+        "psnr": psnr(restored, original),
+        "psnr_unprompted": psnr(unprompted, original),
+        "identified": identified,
+        "chance": chance,
+    }
 
 
 def psnr(pixels: Float[np.ndarray, "n *shape"], original: Float[np.ndarray, "n *shape"]) -> float:
@@ -117,7 +120,9 @@ def draw_restored(path: Path, images: Restored, label: np.ndarray) -> None:
     chosen = np.concatenate([first, np.setdiff1d(np.arange(len(label)), first)])[:SHOWN]
     pick = lambda x: np.round(255 * np.clip(x[chosen], 0, 1)).astype(np.uint8)
     rows = {
-        "masked": pick(images.masked), "without prompt": pick(images.unprompted),
-        "with prompt": pick(images.restored), "original": pick(images.original),
-    }  # fmt: skip
+        "masked": pick(images.masked),
+        "without prompt": pick(images.unprompted),
+        "with prompt": pick(images.restored),
+        "original": pick(images.original),
+    }
     report.image_rows(path, rows)

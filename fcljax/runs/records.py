@@ -63,15 +63,24 @@ class Records:
             a + b for a, b in zip(self.uploads or [0] * len(done.uploads), done.uploads, strict=True)
         ]
         self.add(
-            rejected=done.rejected, refused=done.refused, client_images=done.rows,
-            trained_images=done.training_rows, useful_steps=done.useful_steps, paid_steps=done.paid_steps,
-        )  # fmt: skip
+            rejected=done.rejected,
+            refused=done.refused,
+            client_images=done.rows,
+            trained_images=done.training_rows,
+            useful_steps=done.useful_steps,
+            paid_steps=done.paid_steps,
+        )
 
 
 def record(
-    records: Records, t: int, r: int, done: RoundReport, row: list[float] | None,
-    provisional: list[float] | None = None, told: list[float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    records: Records,
+    t: int,
+    r: int,
+    done: RoundReport,
+    row: list[float] | None,
+    provisional: list[float] | None = None,
+    told: list[float] | None = None,
+) -> dict[str, Any]:
     """Add one round to the history; `row` holds accuracies per task where the round was evaluated,
     `provisional` those of what was merged, and `told` those where the task is told."""
     line: dict[str, Any] = {"task": t, "round": r, **done.metrics, "participants": done.participants}

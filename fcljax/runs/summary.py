@@ -17,12 +17,12 @@ from fcljax.results import figures as report
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.records import Records
-from fcljax.types import Broadcast, ClientInfo, Ctx, Round, Turn, Upload
+from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundContext, Upload
 
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 
 
-class Wires(NamedTuple):
+class Payloads(NamedTuple):
     """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast,
     what of a finished task is handed over, a client's and the server's state, and the named parts that a
     client trains."""
@@ -35,33 +35,35 @@ class Wires(NamedTuple):
     trainable: dict[str, PyTree]
 
 
-def wire_shapes(exp: Experiment) -> Wires:
+def payload_shapes(exp: Experiment) -> Payloads:
     """The shapes, found without computing anything."""
     method, task = exp.method, exp.scenario.tasks[0]
-    info = ClientInfo.example(exp.setting.classes)
+    info = ClientInfo.example(exp.sizes.classes)
 
-    def upload(each: Round, ctx: Ctx, state: PyTree, key: jax.Array) -> Upload:
-        local = each.program.start(ctx, state, key)
-        return each.program.finish(ctx, local, state)[0]
+    def upload(each: Round, context: ClientContext, state: PyTree, key: jax.Array) -> Upload:
+        local = each.program.start(context, state, key)
+        return each.program.finish(context, local, state)[0]
 
     def everything(key, frozen, task, info):
         server = method.init(key, frozen)
-        turn = Turn.on_host(frozen, task, 0, False)
-        broadcast, state = method.broadcast(turn, server), method.init_client(key, server)
-        ctx = Ctx(frozen, broadcast.wire, broadcast.held, task, info)
-        uploads = tuple(upload(each, ctx, state, key) for each in method.rounds)
-        named = method.trainable(turn, server) if method.trainable else {"upload": uploads[0].mean}
-        handover = method.handover(turn, server) if method.handover else ()
-        return Wires(uploads, broadcast, handover, state, server, named)
+        round_context = RoundContext.on_host(frozen, task, 0, False)
+        broadcast, state = method.broadcast(round_context, server), method.init_client(key, server)
+        context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
+        uploads = tuple(upload(each, context, state, key) for each in method.rounds)
+        named = method.trainable(round_context, server) if method.trainable else {"upload": uploads[0].mean}
+        handover = method.handover(round_context, server) if method.handover else ()
+        return Payloads(uploads, broadcast, handover, state, server, named)
 
     return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
 
 
-def traffic_by_round(exp: Experiment, wires: Wires) -> list[Traffic]:
+def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
     """What one client sends and gets in each of the method's rounds; where nothing is merged it sends
     nothing."""
-    pairs = zip(exp.method.rounds, wires.uploads, strict=True)
-    return [communication.traffic(upload if each.server else None, wires.broadcast) for each, upload in pairs]
+    pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
+    return [
+        communication.traffic(upload if each.server else None, payloads.broadcast) for each, upload in pairs
+    ]
 
 
 def summarize(
@@ -73,10 +75,10 @@ def summarize(
     the classes of all its rounds: client_accuracy weighs them by the rows that it was dealt in the mean
     round.
     """
-    wires = wire_shapes(exp)
+    payloads = payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
-    by_part = {name: communication.scalars(tree) for name, tree in wires.trainable.items()}
+    by_part = {name: communication.scalars(tree) for name, tree in payloads.trainable.items()}
     return {
         "method": method_name,
         "dataset": cfg.dataset,
@@ -95,11 +97,11 @@ def summarize(
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
         "personal": _personal(records),
-        **_communication(exp, wires, records),
-        "extra_storage": communication.extra_storage(wires.broadcast),
-        "client_state": communication.size(wires.state),
-        "server_state": communication.size(wires.server),
-        "kept": _kept(exp, wires, records),
+        **_communication(exp, payloads, records),
+        "extra_storage": communication.extra_storage(payloads.broadcast),
+        "client_state": communication.size(payloads.state),
+        "server_state": communication.size(payloads.server),
+        "kept": _kept(exp, payloads, records),
         # images of another data set, which server and clients store
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
@@ -121,7 +123,7 @@ def summarize(
 
 def _class_names(exp: Experiment) -> list[str]:
     """The data set's names of the classes, in the class order of the run."""
-    dataset, order = exp.inputs.dataset, np.zeros(exp.setting.classes, int)
+    dataset, order = exp.inputs.dataset, np.zeros(exp.sizes.classes, int)
     order[exp.scenario.test_label] = dataset.y_test
     order[exp.scenario.train_label] = dataset.y_train
     return [str(dataset.class_names[label]) for label in order]
@@ -129,8 +131,8 @@ def _class_names(exp: Experiment) -> list[str]:
 
 def _holdings(exp: Experiment, population: str | None) -> np.ndarray:
     """Training rows of each client and class, [K, C]; of a redrawn population in the mean round."""
-    held = exp.scenario.holdings
-    return held if population == "static" else held / exp.setting.rounds
+    cached = exp.scenario.holdings
+    return cached if population == "static" else cached / exp.sizes.rounds
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
@@ -140,8 +142,10 @@ def _personal(records: Records) -> dict[str, Any] | None:
     if not records.clients:
         return None
     # of those that have learned something
-    means = [[np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
-             for each in records.clients]  # fmt: skip
+    means = [
+        [np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
+        for each in records.clients
+    ]
     spread = {"mean": np.mean, "std": np.std, "least": np.min, "most": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_told} | {
         name: [float(of(values)) for values in means] for name, of in spread.items()
@@ -159,34 +163,38 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     return found | {"predisacc": merged, "drop": metrics.drop(records.accuracy, rows)}
 
 
-def _kept(exp: Experiment, wires: Wires, records: Records) -> dict[str, int] | None:
+def _kept(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
     """Rows that the server keeps of finished tasks, outside of its state; None if it keeps none.
 
     `rows` and `bytes` are all that there are at the end, `most` how many there is room for; `row_bytes` is
     what a client sends for one, and `image_bytes` what an image of the network's size has as grey levels;
     `sent` are the rows of all uploads.
     """
-    if exp.method.rehearsal is None:
+    if exp.method.server_replay is None:
         return None
-    turn = Turn.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.rehearsal.kept, turn, wires.server)
+    round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
+    kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
     places = len(kept.label)
     row = communication.num_bytes(kept.rows) // places
     rows, side = int(records.counts["kept_rows"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
-        "rows": rows, "bytes": rows * row, "most": places * len(exp.scenario.tasks), "row_bytes": row,
-        "image_bytes": 3 * side**2, "sent": int(sent),
-    }  # fmt: skip
+        "rows": rows,
+        "bytes": rows * row,
+        "most": places * len(exp.scenario.tasks),
+        "row_bytes": row,
+        "image_bytes": 3 * side**2,
+        "sent": int(sent),
+    }
 
 
-def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str, Any]:
+def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, Any]:
     """Per client and round, of the rounds of every task and of the others by their name, and in all.
 
     `handover` is per client and task: what comes down of a finished task when the next one begins, for every
     client.
     """
-    by_round = traffic_by_round(exp, wires)
+    by_round = traffic_by_round(exp, payloads)
     usual, extra = NO_TRAFFIC, {}
     for each, traffic in zip(exp.method.rounds, by_round, strict=True):
         if each.when == "round":
@@ -194,11 +202,11 @@ def _communication(exp: Experiment, wires: Wires, records: Records) -> dict[str,
         else:
             extra[each.when] = traffic._asdict()
     totals = [communication.total(*pair) for pair in zip(by_round, records.uploads, strict=True)]
-    down = communication.scalars(wires.handover), communication.num_bytes(wires.handover)
+    down = communication.scalars(payloads.handover), communication.num_bytes(payloads.handover)
     if down[1]:
         handover = Traffic(0, 0, *down)
         extra["handover"] = handover._asdict()
-        totals.append(communication.total(handover, exp.setting.clients * (exp.setting.tasks - 1)))
+        totals.append(communication.total(handover, exp.sizes.clients * (exp.sizes.tasks - 1)))
     return {
         "communication": usual._asdict(),
         "communication_extra": extra,

@@ -129,10 +129,15 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
 def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
     """As submitit names them; what nobody asks for is left out."""
     asked = {
-        "timeout_min": options.time, "cpus_per_task": options.cpus, "mem_gb": options.memory_gb,
-        "gpus_per_node": options.gpus or None, "slurm_partition": options.partition,
-        "slurm_account": options.account, "slurm_qos": options.qos, "slurm_constraint": options.constraint,
-    }  # fmt: skip
+        "timeout_min": options.time,
+        "cpus_per_task": options.cpus,
+        "mem_gb": options.memory_gb,
+        "gpus_per_node": options.gpus or None,
+        "slurm_partition": options.partition,
+        "slurm_account": options.account,
+        "slurm_qos": options.qos,
+        "slurm_constraint": options.constraint,
+    }
     return {name: value for name, value in asked.items() if value is not None}
 
 

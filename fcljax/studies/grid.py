@@ -3,7 +3,7 @@
     method: [fppl, fedavg]           # one, or several
     base: {tasks: 5, clients: 10}    # options that all runs have
     grid:                            # options, each with a list of values: all combinations
-      beta: [0.1, 0.5]
+      alpha: [0.1, 0.5]
       lr: [0.001, 0.01]
     runs:                            # variants by name, each combined with the grid
       - {name: plain}

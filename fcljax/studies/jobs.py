@@ -45,9 +45,14 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     """Start a run, away from the terminal's signals: who has started it passes them on."""
     with open(job.log, "ab") as log:
         return subprocess.Popen(
-            command(job), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=job.folder,
-            env=os.environ | dict(job.environment), start_new_session=True,
-        )  # fmt: skip
+            command(job),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=job.folder,
+            env=os.environ | dict(job.environment),
+            start_new_session=True,
+        )
 
 
 def work(job: Job) -> int:

@@ -15,10 +15,23 @@ IMAGES, IMAGES_SAMPLED = 20, 100
 
 VALUES: dict[str, Any] = {
     # as the packaged network and the glyphs are meant to be seen
-    "backbone": "vit_micro", "checkpoint": None, "decoder": None, "stem": None, "heads": None,
-    "dtype": "float32", "image_size": None, "store_size": None, "class_list": None,
-    "preprocess": "fppl", "normalise": "checkpoint", "augment": None,
-    "glyph_test": 10, "eval_batch_size": 64, "data_budget": None, "lanes": None, "lane_mode": None,
+    "backbone": "vit_micro",
+    "checkpoint": None,
+    "decoder": None,
+    "stem": None,
+    "heads": None,
+    "dtype": "float32",
+    "image_size": None,
+    "store_size": None,
+    "class_list": None,
+    "preprocess": "fppl",
+    "normalise": "checkpoint",
+    "augment": None,
+    "glyph_test": 10,
+    "eval_batch_size": 64,
+    "data_budget": None,
+    "lanes": None,
+    "lane_mode": None,
     "devices": 1,
     # of 16 patches, of which a quarter shows too little of a letter
     "mask_ratio": 0.5,
@@ -26,22 +39,45 @@ VALUES: dict[str, Any] = {
     "surrogate": "digits",
     # the clients' batch size, as where nothing is given
     "server_batch_size": None,
-}  # fmt: skip
+}
 MOST: dict[str, int] = {
-    "tasks": TASKS, "clients": 5, "rounds": 3, "epochs": 3, "batch_size": 16,
+    "tasks": TASKS,
+    "clients": 5,
+    "rounds": 3,
+    "epochs": 3,
+    "batch_size": 16,
     # blocks of the micro network
-    "prompt_blocks": 6, "pool_blocks": 6, "vpt_blocks": 6, "coda_blocks": 6, "lora_blocks": 6,
+    "prompt_blocks": 6,
+    "pool_blocks": 6,
+    "vpt_blocks": 6,
+    "coda_blocks": 6,
+    "lora_blocks": 6,
     # rows that clients remember, of 20 of a class and not hundreds
-    "exemplars": 2, "memory_size": 100,
+    "exemplars": 2,
+    "memory_size": 100,
     # training on the server
-    "server_epochs": 3, "tune_epochs": 2, "tune_batch": 16, "distill_steps": 100,
-    "synthesis_rounds": 10, "synthesis_warmup": 4, "student_steps": 20, "match_steps": 25,
-}  # fmt: skip
+    "server_epochs": 3,
+    "tune_epochs": 2,
+    "tune_batch": 16,
+    "distill_steps": 100,
+    "synthesis_rounds": 10,
+    "synthesis_warmup": 4,
+    "student_steps": 20,
+    "match_steps": 25,
+}
 # rates, and what they belong to
 USUAL = (
-    "lr", "full_lr", "lora_lr", "server_lr", "tune_lr", "distill_lr", "generator_lr", "optimiser", "momentum",
+    "lr",
+    "full_lr",
+    "lora_lr",
+    "server_lr",
+    "tune_lr",
+    "distill_lr",
+    "generator_lr",
+    "optimiser",
+    "momentum",
     "weight_decay",
-)  # fmt: skip
+)
 
 
 # By how much the rates of a method are multiplied in a system's tables. Most are higher than by default: what
@@ -83,8 +119,8 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
         letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where images lie: as usual.
       tasks, clients: at most 5. rounds, epochs: at most 3; where a task has one round, 9 epochs.
       batch_size: at most 16; of the server (`server_batch_size`) the same.
-      partition, beta, imbalance, population, participation, class_order, train_share and all else of who
-        holds what: as they are. But `alpha`, the labels of a task that a client owns, keeps its share of the
+      partition, alpha, imbalance, population, participation, class_order, train_share and all else of who
+        holds what: as they are. But `classes_per_client` keeps its share of the
         task's labels, of which there are 20 here; and a pool of CIFAR-100's superclasses becomes one of
         neighbours in the class order, five of them as before.
       lr and all other rates, with the optimiser that they belong to: as `fcljax run METHOD` has them, since
@@ -127,7 +163,7 @@ def _data(settings: RunConfig) -> dict[str, Any]:
     if settings.partition == "quantity":
         labels = CLASSES.get(settings.dataset, GLYPHS) / settings.tasks
         now = GLYPHS / min(settings.tasks, TASKS)
-        small["alpha"] = max(1, round(settings.alpha * now / labels))
+        small["classes_per_client"] = max(1, round(settings.classes_per_client * now / labels))
     if settings.pool == "sources":
         small["dataset"] = "mix:digits+glyphs"
     if settings.pool == "superclasses":

@@ -352,10 +352,15 @@ def _cells(results: Iterable[Result]) -> list[tuple[str, ...]]:
         for place, (metric, number, values) in enumerate(metrics):
             found = compared(number, values)
             told = (
-                result.label, f"{metric} ({unit(metric)})", _paper(number), _ours(found, len(values)),
-                str(len(values)), _signed(found.difference), _interval(found.interval),
+                result.label,
+                f"{metric} ({unit(metric)})",
+                _paper(number),
+                _ours(found, len(values)),
+                str(len(values)),
+                _signed(found.difference),
+                _interval(found.interval),
                 result.why if place == 0 else "",
-            )  # fmt: skip
+            )
             cells.append(told)
     return cells
 
@@ -437,16 +442,24 @@ def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
     """The rows as table.json holds them."""
     return [
         {
-            "file": Path(each.table.path).name, "method": each.row.method, "options": list(each.row.options),
-            "label": each.label, "seeds": each.seeds, "why": each.why,
+            "file": Path(each.table.path).name,
+            "method": each.row.method,
+            "options": list(each.row.options),
+            "label": each.label,
+            "seeds": each.seeds,
+            "why": each.why,
             "metrics": {
                 metric: compared(number, values)._asdict()
-                | {"paper": number and number._asdict(), "unit": unit(metric), "values": values,
-                   "met": None if number is None or not values else met(metric, compared(number, values))}
+                | {
+                    "paper": number and number._asdict(),
+                    "unit": unit(metric),
+                    "values": values,
+                    "met": None if number is None or not values else met(metric, compared(number, values)),
+                }
                 for metric, number, values in zip(
                     each.table.metrics, each.row.numbers, each.values, strict=True
                 )
             },
         }
         for each in results
-    ]  # fmt: skip
+    ]

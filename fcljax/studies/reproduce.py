@@ -248,9 +248,13 @@ def claims_of(made: Plan) -> list[str]:
 
 
 def write(
-    made: Plan, found: Sequence[Result], outcomes: Mapping[str, Outcome], scale: Scale, out: Path,
+    made: Plan,
+    found: Sequence[Result],
+    outcomes: Mapping[str, Outcome],
+    scale: Scale,
+    out: Path,
     tell: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Write table.md, table.json, the figure of `compare` and the report page into the folder of the sweep.
     `tell` is told why there is no page, if so."""
     title, pairs = title_of(made, scale), tables.orderings(found)
@@ -260,11 +264,14 @@ def write(
     report.write_json(
         out / DATA,
         {
-            "system": system, "table": table, "scale": scale, "rows": tables.plain(found),
+            "system": system,
+            "table": table,
+            "scale": scale,
+            "rows": tables.plain(found),
             "order": {"alike": sum(pair.alike for pair in pairs), "pairs": list(map(_plain_pair, pairs))},
             "claims": claims_of(made),
         },
-    )  # fmt: skip
+    )
     done = sweeps.finished(outcomes, out)
     if done:
         compare(done, out / FIGURE)

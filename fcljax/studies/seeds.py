@@ -58,9 +58,15 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 
 def run_seeds(
-    method: str, cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, console: Console,
-    stop: Callable[[], int | None] = lambda: None, track: Sequence[str] = (),
-) -> list[dict[str, Any]]:  # fmt: skip
+    method: str,
+    cfg: RunConfig,
+    seeds: Sequence[int],
+    out: str | Path,
+    resume: bool,
+    console: Console,
+    stop: Callable[[], int | None] = lambda: None,
+    track: Sequence[str] = (),
+) -> list[dict[str, Any]]:
     """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
 
     Writes seeds.json, mean and deviation over the seeds, and the values; and report.html.
@@ -105,9 +111,14 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
 
 def _run_all(
-    method: str, cfg: RunConfig, seeds: Sequence[int], out: Path, console: Console,
-    stop: Callable[[], int | None], track: Sequence[str],
-) -> list[dict[str, Any]]:  # fmt: skip
+    method: str,
+    cfg: RunConfig,
+    seeds: Sequence[int],
+    out: Path,
+    console: Console,
+    stop: Callable[[], int | None],
+    track: Sequence[str],
+) -> list[dict[str, Any]]:
     write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
     write_text(out / "config.yaml", config.to_yaml(method, cfg))
     summaries = []

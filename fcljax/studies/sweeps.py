@@ -135,9 +135,15 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
     """The process that makes a run in the sweep's folder."""
     settings, log = _settings(run, out).absolute(), (out / LOGS / f"{run.name}.log").absolute()
     return Job(
-        run.name, run.method, str((out / run.name).absolute()), str(settings), str(log), options, os.getcwd(),
+        run.name,
+        run.method,
+        str((out / run.name).absolute()),
+        str(settings),
+        str(log),
+        options,
+        os.getcwd(),
         carried(os.environ),
-    )  # fmt: skip
+    )
 
 
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
@@ -169,12 +175,15 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
     states = [outcome.state for outcome in outcomes.values()]
     told = [
         {
-            "name": run.name, "method": run.method, "seed": run.cfg.seed, "given": run.given,
+            "name": run.name,
+            "method": run.method,
+            "seed": run.cfg.seed,
+            "given": run.given,
             **{key: getattr(outcomes[run.name], key) for key in ("state", "exit_code", "why")},
             **{key: (outcomes[run.name].summary or {}).get(key) for key in ("A_avg", "A_last")},
         }
         for run in runs
-    ]  # fmt: skip
+    ]
     return {
         state.replace(" ", "_"): states.count(state) for state in ("finished", "failed", "not finished")
     } | {"runs": told}
@@ -184,9 +193,12 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
 
 
 def play(
-    jobs: Sequence[Job], start: Start, slots: Sequence[str | None], codes: dict[str, int],
+    jobs: Sequence[Job],
+    start: Start,
+    slots: Sequence[str | None],
+    codes: dict[str, int],
     watch: Callable[[Mapping[str, int], Sequence[str]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Make runs, at most `len(slots)` at a time, and write their exit codes into `codes`. A signal that ends
     this process is passed on to those that run; it ends when they have."""
     waiting, free, running = deque(jobs), list(slots), {}
@@ -234,9 +246,13 @@ def _watched(
 ) -> Iterator[Callable[[Mapping[str, int], Sequence[str]], None]]:
     """A bar over the rounds of all runs, with the time left, and a line for each run that has ended."""
     columns = [
-        TextColumn("runs {task.fields[ended]}/{task.fields[runs]}"), BarColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
-    ]  # fmt: skip
+        TextColumn("runs {task.fields[ended]}/{task.fields[runs]}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    ]
     rounds = {run.name: run.cfg.tasks * run.cfg.rounds for run in runs}
     ended = {run.name for run in runs if outcome(run, out, None).summary}
     with Progress(*columns, console=console, speed_estimate_period=3600) as progress:

@@ -28,14 +28,18 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
     )
     digests = "+".join(part.digest for part in parts)
     return Dataset(
-        name, images("train"), labels("train"), images("test"), labels("test"),
+        name,
+        images("train"),
+        labels("train"),
+        images("test"),
+        labels("test"),
         tuple(f"{part.name}/{own}" for part in parts for own in part.class_names),
         augment=all(part.augment for part in parts),
         size_train=_sizes([part.size_train for part in parts], [part.x_train for part in parts]),
         size_test=_sizes([part.size_test for part in parts], [part.x_test for part in parts]),
         digest=hashlib.sha256(digests.encode()).hexdigest(),
         sources=tuple(i for i, part in enumerate(parts) for _ in part.class_names),
-    )  # fmt: skip
+    )
 
 
 def _fitted(

@@ -63,11 +63,14 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
             f"holdout: {share} of {fewest} training images of a class is not one; nearest: {1 / fewest:.3g}"
         )
     return dataset._replace(
-        x_train=dataset.x_train[kept], y_train=dataset.y_train[kept],
-        x_test=dataset.x_train[away], y_test=dataset.y_train[away],
-        size_train=None if size is None else size[kept], size_test=None if size is None else size[away],
+        x_train=dataset.x_train[kept],
+        y_train=dataset.y_train[kept],
+        x_test=dataset.x_train[away],
+        y_test=dataset.y_train[away],
+        size_train=None if size is None else size[kept],
+        size_test=None if size is None else size[away],
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 class _Options(NamedTuple):

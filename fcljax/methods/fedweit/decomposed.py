@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.parts.learner import Classifier, Learner, Model, Output
-from fcljax.types import Batch, Frozen, Setting, Task
+from fcljax.types import Batch, Frozen, Sizes, Task
 
 
 class Shape(NamedTuple):
@@ -85,7 +85,7 @@ class Sparse(NamedTuple):
     sent: Float[Array, " M"]
 
 
-def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
+def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     """The learner with a base that travels and everything else of a network with the client.
 
     Args:
@@ -97,13 +97,13 @@ def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
     Raises:
       InputError: for an adapter that has parameters for each task.
     """
-    arrays, head = arrays_of(inner, setting), _own_classifier(inner.classifier, shape)
+    arrays, head = arrays_of(inner, sizes), _own_classifier(inner.classifier, shape)
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
-        params, tasks = inner.init(key, frozen), setting.tasks
-        base = arrays.flat(inner.adapter.part(params.adapter, make_tasks(setting.classes, tasks)[0]))
+        params, tasks = inner.init(key, frozen), sizes.tasks
+        base = arrays.flat(inner.adapter.part(params.adapter, make_tasks(sizes.classes, tasks)[0]))
         stats = jax.tree.map(lambda x: jnp.broadcast_to(x, (tasks, *x.shape)), params.stats)
-        own = first_own(params.classifier, base, arrays, setting, shape)
+        own = first_own(params.classifier, base, arrays, sizes, shape)
         nothing = jnp.zeros((tasks, shape.received, len(base)))
         received = Received(nothing, jnp.full(nothing.shape[:2], jnp.int32(-1)))
         return params._replace(adapter=Shared(base, received), classifier=own, stats=stats)
@@ -122,10 +122,10 @@ def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
         model = Model(arrays.tree(theta), own.head, part.extra, stats)
         return inner.forward(frozen, Model((), ()), model, *rest)
 
-    def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
+    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
         own, now = part.classifier, task.index
         own = own._replace(adaptive=own.adaptive[now]) if shape.retroactive else own
-        theta = compose(arrays, part.adapter, own, held.adapter.values[now])
+        theta = compose(arrays, part.adapter, own, cached.adapter.values[now])
         output = run(frozen, theta, own, part, at(part.stats, now), batch, task, train)
         stats = jax.tree.map(lambda all_, new: all_.at[now].set(new), part.stats, output.stats)
         return output._replace(stats=stats)
@@ -141,7 +141,7 @@ def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
             output = run(frozen, theta, own, params, at(params.stats, index), batch, task, False)
             return jnp.where(classes == index, output.logits, found)
 
-        lowest = jnp.full((len(batch.image), setting.classes), jnp.finfo(jnp.float32).min)
+        lowest = jnp.full((len(batch.image), sizes.classes), jnp.finfo(jnp.float32).min)
         return jax.lax.fori_loop(0, task.index + 1, add, lowest)
 
     def sends(part: Model, task: Task) -> Model:
@@ -149,10 +149,16 @@ def decomposed(inner: Learner, setting: Setting, shape: Shape) -> Learner:
         return part._replace(adapter=sparse(arrays, part.adapter, part.classifier.mask, shape.unsent))
 
     return inner._replace(
-        classifier=head, init=init, open_task=lambda params, task: params, part=part, put=put,
-        held=lambda params: Model(params.adapter.received, ()), forward=forward, predict=predict,
+        classifier=head,
+        init=init,
+        open_task=lambda params, task: params,
+        part=part,
+        put=put,
+        cached=lambda params: Model(params.adapter.received, ()),
+        forward=forward,
+        predict=predict,
         sends=sends if shape.unsent else None,
-    )  # fmt: skip
+    )
 
 
 def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
@@ -167,11 +173,14 @@ def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
         there = lambda all_, new: all_.at[task.index].set(new)
         adaptive = part.adaptive if shape.retroactive else there(params.adaptive, part.adaptive)
         return Own(
-            inner.put(params.head, task, part.head), there(params.mask, part.mask), adaptive,
-            there(params.attention, part.attention), jnp.where(task.current, task.index, params.task),
-        )  # fmt: skip
+            inner.put(params.head, task, part.head),
+            there(params.mask, part.mask),
+            adaptive,
+            there(params.attention, part.attention),
+            jnp.where(task.current, task.index, params.task),
+        )
 
-    return inner._replace(part=part, put=put, held=lambda params: ())
+    return inner._replace(part=part, put=put, cached=lambda params: ())
 
 
 # ---- one network -------------------------------------------------------------------------------------------
@@ -218,16 +227,16 @@ class Arrays(NamedTuple):
         return jnp.concatenate([jnp.broadcast_to(values[..., i, None], (*lead, n)) for i, n in sized], -1)
 
 
-def arrays_of(inner: Learner, setting: Setting) -> Arrays:
+def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
     """Of the part of the inner learner's adapter, without computing anything."""
-    first = make_tasks(setting.classes, setting.tasks)[0]
+    first = make_tasks(sizes.classes, sizes.tasks)[0]
 
     def adapter(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
         params = inner.init(key, Frozen(inner.network.init(key))).adapter
-        return inner.adapter.part(params, first), inner.adapter.held(params)
+        return inner.adapter.part(params, first), inner.adapter.cached(params)
 
-    part, held = jax.eval_shape(adapter, jax.random.key(0))
-    if jax.tree.leaves(held):
+    part, cached = jax.eval_shape(adapter, jax.random.key(0))
+    if jax.tree.leaves(cached):
         raise InputError("adapter: it has parameters for each task already; nearest: --lora-pairs one")
     leaves, structure = jax.tree.flatten(part)
     return Arrays(structure, tuple(leaf.shape for leaf in leaves))
@@ -258,15 +267,15 @@ def pruned(adaptive: Float[Array, "..."], prune: float) -> Float[Array, "..."]:
     return jnp.where(jnp.abs(adaptive) > prune, adaptive, 0.0)
 
 
-def first_own(head: PyTree, base: Array, arrays: Arrays, setting: Setting, shape: Shape) -> Own:
+def first_own(head: PyTree, base: Array, arrays: Arrays, sizes: Sizes, shape: Shape) -> Own:
     """What a client has before it ever trains: all tasks alike, no attention to anybody."""
-    tasks, raw = setting.tasks, math.log(shape.mask / (1 - shape.mask))
+    tasks, raw = sizes.tasks, math.log(shape.mask / (1 - shape.mask))
     return Own(
         head,
         mask=jnp.full((tasks, sum(arrays.outputs)), raw, jnp.float32),
         adaptive=jnp.tile(shape.adaptive * base, (tasks, 1)),
         attention=jnp.zeros((tasks, shape.received, len(arrays.shapes))),
-        task=jnp.full(setting.classes, jnp.int32(-1)),
+        task=jnp.full(sizes.classes, jnp.int32(-1)),
     )
 
 

@@ -26,9 +26,9 @@ from fcljax.federated.aggregation import Aggregation
 from fcljax.methods.fedweit.decomposed import Arrays, Own, Received, Shape, arrays_of, decomposed, pruned
 from fcljax.options import option, resolved
 from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Collect, Kit, Seen, ServerState, ServerStep, Survey, Term, Train, federate
+from fcljax.parts.federate import Collect, Run, Seen, ServerState, ServerStep, Survey, Term, Train, federate
 from fcljax.parts.learner import Learner, Model, learner
-from fcljax.types import Aggregate, Ctx, Method, Setting, Turn, Weighted
+from fcljax.types import Aggregate, ClientContext, Method, RoundContext, Sizes, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,30 +57,39 @@ FIDELITY = {
 }
 
 
-def fedweit(options: FedWeITOptions, kit: Kit) -> Method:
+def fedweit(options: FedWeITOptions, run: Run) -> Method:
     """FedWeIT as a method.
 
     Raises:
       InputError: for a rule that cannot merge bases of which clients send parts, or an adapter that has
         parameters for each task.
     """
-    _check_rule(options, kit.aggregation)
+    _check_rule(options, run.aggregation)
     shape = Shape(
-        options.received, resolved(options.mask_start), resolved(options.adaptive_start),
-        resolved(options.retroactive), options.prune, options.unsent,
-    )  # fmt: skip
-    head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
-    plain = learner(kit.network, kit.adapter, head)
+        options.received,
+        resolved(options.mask_start),
+        resolved(options.adaptive_start),
+        resolved(options.retroactive),
+        options.prune,
+        options.unsent,
+    )
+    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    plain = learner(run.network, run.adapter, head)
     terms = (
         sparsity(options.sparse_weight, options.mask_weight, shape.retroactive),
-        preservation(options.keep_weight, arrays_of(plain, kit.setting), kit.setting, shape.retroactive),
+        preservation(options.keep_weight, arrays_of(plain, run.sizes), run.sizes, shape.retroactive),
         others_only(),
     )
-    survey = Survey(knowledge_base(options, kit.setting), "closing", kit.train.batch_size)
+    survey = Survey(knowledge_base(options, run.sizes), "closing", run.train.batch_size)
     method = federate(
-        decomposed(plain, kit.setting, shape), kit.setting, _at_the_networks_rate(kit), (*terms, *kit.terms),
-        surveys=(survey,), aggregation=kit.aggregation, personal=("classifier", "stats"),
-    )  # fmt: skip
+        decomposed(plain, run.sizes, shape),
+        run.sizes,
+        _at_the_networks_rate(run),
+        (*terms, *run.terms),
+        surveys=(survey,),
+        aggregation=run.aggregation,
+        personal=("classifier", "stats"),
+    )
     return method._replace(handover=handover)
 
 
@@ -92,16 +101,16 @@ def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
         )
 
 
-def _at_the_networks_rate(kit: Kit) -> Train:
+def _at_the_networks_rate(run: Run) -> Train:
     """A trains at the rate of the adapter, whose numbers it is added to; masks and attention at the run's."""
-    ratio = 1.0 if kit.adapter.rate is None else kit.adapter.rate / kit.train.lr
+    ratio = 1.0 if run.adapter.rate is None else run.adapter.rate / run.train.lr
 
     def scale(direction: Any, part: Any) -> Any:
         del part
         own: Own = direction.classifier
         return direction._replace(classifier=own._replace(adaptive=ratio * own.adaptive))
 
-    return kit.train._replace(optimiser=optax.chain(kit.train.optimiser, optax.stateless(scale)))
+    return run.train._replace(optimiser=optax.chain(run.train.optimiser, optax.stateless(scale)))
 
 
 # ---- the clients' loss -------------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> T
         own: Own = seen.part.classifier
         sizes = jnp.abs(own.adaptive)
         if retroactive:
-            sizes = jnp.where(_first(sizes, seen.ctx.task.index + 1), sizes, 0.0)
+            sizes = jnp.where(_first(sizes, seen.context.task.index + 1), sizes, 0.0)
         return adaptive_weight * jnp.sum(sizes) + mask_weight * jnp.sum(jax.nn.sigmoid(own.mask))
 
     return Term("sparsity", loss)
@@ -143,7 +152,7 @@ class Before(NamedTuple):
     mask: Float[Array, "T M"]
 
 
-def preservation(weight: float, arrays: Arrays, setting: Setting, retroactive: bool) -> Term:
+def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> Term:
     """lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (equation 2, halved as in the release): the
     networks of earlier tasks stay where they were, whatever the base does.
 
@@ -157,38 +166,38 @@ def preservation(weight: float, arrays: Arrays, setting: Setting, retroactive: b
     def init(key: PRNGKeyArray, part: Model) -> Before:
         del key
         own: Own = part.classifier
-        masks = jnp.zeros((setting.tasks, *own.mask.shape))
+        masks = jnp.zeros((sizes.tasks, *own.mask.shape))
         return Before(part.adapter, own.adaptive if retroactive else (), masks)
 
     def loss(learner: Learner, seen: Seen, before: Before) -> Float[Array, ""]:
         del learner
-        task, moved = seen.ctx.task.index, seen.part.adapter - before.base
+        task, moved = seen.context.task.index, seen.part.adapter - before.base
         old = jnp.where(_first(before.mask, task), before.mask, 0.0)
         if not retroactive:  # the masks of all tasks at once: nothing has an axis T and N
             return weight / 2 * jnp.sum(moved**2 * arrays.of_outputs(jnp.sum(old**2, axis=0)))
         drift = moved * arrays.of_outputs(old) + seen.part.classifier.adaptive - before.adaptive
         return weight / 2 * jnp.sum(jnp.where(_first(drift, task), drift, 0.0) ** 2)
 
-    def keep(ctx: Ctx, memory: Before, part: Model, state: Before) -> Before:
+    def keep(context: ClientContext, memory: Before, part: Model, state: Before) -> Before:
         """The mask now; base and A of a task's last round, and before it those of the task before."""
         del memory
         own: Own = part.classifier
-        mask = state.mask.at[ctx.task.index].set(jax.nn.sigmoid(own.mask))
+        mask = state.mask.at[context.task.index].set(jax.nn.sigmoid(own.mask))
         now = Before(part.adapter, own.adaptive if retroactive else (), mask)
-        last = ctx.info.round == setting.rounds - 1
+        last = context.client.round == sizes.rounds - 1
         pick = lambda new, old: jnp.where(last, new, old)
         return jax.tree.map(pick, now, state)._replace(mask=mask)
 
-    return Term("preservation", loss, init=init, open=lambda ctx, state, key: state, keep=keep)
+    return Term("preservation", loss, init=init, open=lambda context, state, key: state, keep=keep)
 
 
 def others_only() -> Term:
     """A client pays no attention to parameters of its own that the server hands out to everybody (equation 1
     sums over the others; the release has no such exception)."""
 
-    def limit(ctx: Ctx, part: Model) -> Model:
+    def limit(context: ClientContext, part: Model) -> Model:
         own: Own = part.classifier
-        theirs = ctx.held.adapter.client[ctx.task.index] != ctx.info.id
+        theirs = context.cached.adapter.client[context.task.index] != context.client.id
         attention = jnp.where(theirs[:, None], own.attention, 0.0)
         return part._replace(classifier=own._replace(attention=attention))
 
@@ -205,7 +214,7 @@ class Knowledge(NamedTuple):
     known: Bool[Array, "S K"]
 
 
-def knowledge_base(options: FedWeITOptions, setting: Setting) -> ServerStep:
+def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerStep:
     """When a task is over everybody who had rows of it sends its pruned A, and the server draws which of all
     that it holds it hands out for the next task: R at random, without repetition.
 
@@ -214,23 +223,30 @@ def knowledge_base(options: FedWeITOptions, setting: Setting) -> ServerStep:
 
     def init(params: Model, part: Model) -> Knowledge:
         del params
-        shape = (options.remembered, setting.clients)
+        shape = (options.remembered, sizes.clients)
         return Knowledge(jnp.zeros((*shape, len(part.adapter))), jnp.zeros(shape, bool))
 
     def look(learner: Learner, seen: Seen, total: Array) -> Float[Array, " N"]:
         del learner, total
         own: Own = seen.part.classifier
-        adaptive = own.adaptive[seen.ctx.task.index] if options.retroactive else own.adaptive
+        adaptive = own.adaptive[seen.context.task.index] if options.retroactive else own.adaptive
         return pruned(adaptive, options.prune)
 
-    def step(turn: Turn, learner: Learner, params: Model, state: Knowledge, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        state: Knowledge,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del learner
-        state = remember(state, turn.task.index % options.remembered, aggregate)
-        received = hand_out(state, params.adapter.received, turn.task.index + 1, key)
+        state = remember(state, round_context.task.index % options.remembered, aggregate)
+        received = hand_out(state, params.adapter.received, round_context.task.index + 1, key)
         params = params._replace(adapter=params.adapter._replace(received=received))
         return params, state, {"nonzero": _nonzero(aggregate)}
 
-    collect = Collect("adaptive", lambda ctx: jnp.zeros_like(ctx.wire.part.adapter), look)
+    collect = Collect("adaptive", lambda context: jnp.zeros_like(context.payload.part.adapter), look)
     # nothing is merged, so that there is no aggregation rule that it does not follow
     return ServerStep("knowledge", step, init, collects=(collect,), follows_rule=True)
 
@@ -261,6 +277,6 @@ def _nonzero(aggregate: Aggregate) -> Weighted:
     return Weighted(jnp.sum(sent != 0).astype(jnp.float32), numbers.astype(jnp.float32))
 
 
-def handover(turn: Turn, server: ServerState) -> Float[Array, "R N"]:
+def handover(round_context: RoundContext, server: ServerState) -> Float[Array, "R N"]:
     """What every client is handed from the knowledge base when a task begins, for counting."""
-    return server.params.adapter.received.values[turn.task.index]
+    return server.params.adapter.received.values[round_context.task.index]

@@ -35,12 +35,12 @@ from fcljax.methods.glfc.proxy import (
 from fcljax.models.heads import class_sums, mask_logits, reduce_rows, unit
 from fcljax.options import resolved
 from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Kit, Seen, Term, federate
+from fcljax.parts.federate import Run, Seen, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.parts.replay import Budget, Gathered, Herded, draw_union, gather, gathering, no_memory, renew
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
-from fcljax.types import Batch, Ctx, Method, Task, View
+from fcljax.types import Batch, ClientContext, Method, Task, View
 
 Schedule = Literal["constant", "steps", "released"]
 
@@ -66,13 +66,27 @@ class GLFCOptions(ProxyOptions):
 
 
 _INTENDED = dict(
-    memory_size=200, memory_repeats=False, entropy_rise=0.02, entropy_unit="share", rate_schedule="constant",
-    match_steps=100, match_start="grey", monitor_images=4, reset_best="arrival",
-)  # fmt: skip
+    memory_size=200,
+    memory_repeats=False,
+    entropy_rise=0.02,
+    entropy_unit="share",
+    rate_schedule="constant",
+    match_steps=100,
+    match_start="grey",
+    monitor_images=4,
+    reset_best="arrival",
+)
 _RELEASED = dict(
-    memory_size=2000, memory_repeats=True, entropy_rise=1.2, entropy_unit="nats", rate_schedule="released",
-    match_steps=5000, match_start="normal", monitor_images=20, reset_best="never",
-)  # fmt: skip
+    memory_size=2000,
+    memory_repeats=True,
+    entropy_rise=1.2,
+    entropy_unit="nats",
+    rate_schedule="released",
+    match_steps=5000,
+    match_start="normal",
+    monitor_images=20,
+    reset_best="never",
+)
 FIDELITY = {
     "intended": _INTENDED,
     "paper": _RELEASED | dict(memory_repeats=False, rate_schedule="steps", reset_best="arrival"),
@@ -97,27 +111,32 @@ class Rule(NamedTuple):
     weighs_old: bool = False
 
 
-def glfc(options: GLFCOptions, kit: Kit) -> Method:
+def glfc(options: GLFCOptions, run: Run) -> Method:
     """GLFC as a method. `options` must be resolved."""
-    return compensated(options, kit, Rule(by_group), functools.partial(share_right, options))
+    return compensated(options, run, Rule(by_group), functools.partial(share_right, options))
 
 
-def compensated(options: GLFCOptions, kit: Kit, rule: Rule, judge: Judge) -> Method:
+def compensated(options: GLFCOptions, run: Run, rule: Rule, judge: Judge) -> Method:
     """GLFC with its clients' weights and its proxy's judge to choose.
 
     Raises:
       InputError: for a setting without `rows`.
     """
-    head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
-    model = learner(kit.network, kit.adapter, head)
-    schedule, epochs = resolved(options.rate_schedule), kit.train.epochs
+    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    model = learner(run.network, run.adapter, head)
+    schedule, epochs = resolved(options.rate_schedule), run.train.epochs
     factor = lambda round_, rounds, epoch: rate_factor(schedule, epochs, round_, rounds, epoch)
-    terms = (client(options, kit, model, rule), *kit.terms)
-    steps = (proxy_server(options, kit.setting, kit.network, judge),)
+    terms = (client(options, run, model, rule), *run.terms)
+    steps = (proxy_server(options, run.sizes, run.network, judge),)
     return federate(
-        model, kit.setting, kit.train._replace(factor=factor), terms, steps,
-        objective=Objective("seen", weight=0.0), aggregation=kit.aggregation,
-    )  # fmt: skip
+        model,
+        run.sizes,
+        run.train._replace(factor=factor),
+        terms,
+        steps,
+        objective=Objective("seen", weight=0.0),
+        aggregation=run.aggregation,
+    )
 
 
 def rate_factor(
@@ -171,7 +190,7 @@ class Work(NamedTuple):
     distance: Float[Array, " Ct"]
 
 
-def client(options: GLFCOptions, kit: Kit, model: Learner, rule: Rule) -> Term:
+def client(options: GLFCOptions, run: Run, model: Learner, rule: Rule) -> Term:
     """All that clients do besides the step of the optimiser.
 
     Args:
@@ -180,66 +199,79 @@ def client(options: GLFCOptions, kit: Kit, model: Learner, rule: Rule) -> Term:
       model: what learns.
       rule: how the loss is put together.
     """
-    setting, size = kit.setting, kit.train.batch_size
+    sizes, size = run.sizes, run.train.batch_size
     budget = Budget(resolved(options.memory_size), "client", resolved(options.memory_repeats))
-    view, room = View(1, size, shuffle=False, augment=False), gathering(setting, kit.network.width)
+    view, room = View(1, size, shuffle=False, augment=False), gathering(sizes, run.network.width)
     fires = functools.partial(task_changed, options)
 
     def init(key: PRNGKeyArray, part: Model) -> Known:
         del key, part
-        nothing = no_memory(budget, setting)
-        return Known(jnp.zeros(()), nothing, nothing, jnp.full(setting.classes, -1, jnp.int32))
+        nothing = no_memory(budget, sizes)
+        return Known(jnp.zeros(()), nothing, nothing, jnp.full(sizes.classes, -1, jnp.int32))
 
-    def open_(ctx: Ctx, known: Known, key: PRNGKeyArray) -> Work:
-        del ctx, key
-        count, width, zero = setting.task_classes, kit.network.width, jnp.zeros(())
+    def open_(context: ClientContext, known: Known, key: PRNGKeyArray) -> Work:
+        del context, key
+        count, width, zero = sizes.task_classes, run.network.width, jnp.zeros(())
         sums = Sums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
-        image = jnp.zeros((count, *kit.network.image))
+        image = jnp.zeros((count, *run.network.image))
         return Work(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
 
-    def memory_of(ctx: Ctx, work: Work) -> Known:
-        return adopted(work.known, fires(work, ctx.task))
+    def memory_of(context: ClientContext, work: Work) -> Known:
+        return adopted(work.known, fires(work, context.task))
 
-    def recall(ctx: Ctx, work: Work, key: PRNGKeyArray) -> Int[Array, " recalls"]:
-        now = memory_of(ctx, work).now
-        place = draw_union(now.exemplars, ctx.task.old, size, ctx.info.rows, key)
-        behind = jnp.where(fires(work, ctx.task), budget.size(setting), 0)  # in `rows`, both lie end to end
+    def recall(context: ClientContext, work: Work, key: PRNGKeyArray) -> Int[Array, " recalls"]:
+        now = memory_of(context, work).now
+        place = draw_union(now.exemplars, context.task.old, size, context.client.examples, key)
+        behind = jnp.where(fires(work, context.task), budget.size(sizes), 0)  # in `rows`, both lie end to end
         return jnp.where(place >= 0, place + behind, -1)
 
     def loss(learner: Learner, seen: Seen, work: Work) -> Float[Array, ""]:
-        old = old_model(seen.ctx, fires(work, seen.ctx.task))
-        return rule_loss(rule, learner, seen, memory_of(seen.ctx, work), old)
+        old = old_model(seen.context, fires(work, seen.context.task))
+        return rule_loss(rule, learner, seen, memory_of(seen.context, work), old)
 
     def if_changed(then: Callable[[Learner, Seen, Work], Work]) -> Callable[[Learner, Seen, Work], Work]:
         def look(learner: Learner, seen: Seen, work: Work) -> Work:
             act = functools.partial(then, learner, seen)
-            return jax.lax.cond(fires(work, seen.ctx.task), act, lambda work: work, work)
+            return jax.lax.cond(fires(work, seen.context.task), act, lambda work: work, work)
 
         return look
 
-    def report(ctx: Ctx, work: Work, part: Model) -> Sent:
-        changed, encoded = fires(work, ctx.task), functools.partial(prototypes, options, model, ctx, part)
+    def report(context: ClientContext, work: Work, part: Model) -> Sent:
+        changed, encoded = (
+            fires(work, context.task),
+            functools.partial(prototypes, options, model, context, part),
+        )
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded, work))
         gradient = jax.lax.cond(changed, encoded, lambda work: none, work)
         return Sent(gradient, changed & (work.sums.rows > 0), spread_of(work.sums))
 
-    def keep(ctx: Ctx, work: Work, part: Model, known: Known) -> Known:
+    def keep(context: ClientContext, work: Work, part: Model, known: Known) -> Known:
         del part, known
-        return memory_of(ctx, work)._replace(entropy=mean_entropy(options, work, ctx.task))
+        return memory_of(context, work)._replace(entropy=mean_entropy(options, work, context.task))
 
-    def choose(ctx: Ctx, gathered: Gathered, part: Model, known: Known) -> Known:
+    def choose(context: ClientContext, gathered: Gathered, part: Model, known: Known) -> Known:
         del part
-        later = renew(known.now, gathered, ctx.task, budget, setting)
-        mine = jnp.zeros(setting.classes, bool).at[gathered.label].max(gathered.row >= 0)
-        return known._replace(later=later, block=jnp.where(mine, ctx.task.index, known.block))
+        later = renew(known.now, gathered, context.task, budget, sizes)
+        mine = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.row >= 0)
+        return known._replace(later=later, block=jnp.where(mine, context.task.index, known.block))
 
     return Term(
-        REPORT, loss, init, open_, if_changed(add_features), keep, recall=recall,
+        REPORT,
+        loss,
+        init,
+        open_,
+        if_changed(add_features),
+        keep,
+        recall=recall,
         rows=lambda known: jnp.concatenate([known.now.exemplars.row, known.later.exemplars.row]),
-        recalls=size, view=view, reads=("proxy",), first=measure, again=if_changed(find_nearest),
+        recalls=size,
+        view=view,
+        reads=("proxy",),
+        first=measure,
+        again=if_changed(find_nearest),
         report=report,
         closing=Term(REPORT, open=room, look=gather, keep=choose, view=view, at_end=True),
-    )  # fmt: skip
+    )
 
 
 def adopted(known: Known, changed: Bool[Array, ""]) -> Known:
@@ -253,9 +285,9 @@ def adopted(known: Known, changed: Bool[Array, ""]) -> Known:
 
 def measure(learner: Learner, seen: Seen, work: Work) -> Work:
     """Before training: the entropy of a batch under the model that was sent."""
-    ctx, batch = seen.ctx, seen.batch
-    logits = learner.forward(ctx.frozen, ctx.held, seen.part, batch, ctx.task, False).logits
-    entropy = entropy_of(logits, ctx.task.seen)
+    context, batch = seen.context, seen.batch
+    logits = learner.forward(context.frozen, context.cached, seen.part, batch, context.task, False).logits
+    entropy = entropy_of(logits, context.task.seen)
     mask = batch.mask
     return work._replace(
         entropy=work.entropy + jnp.sum(jnp.where(mask, entropy, 0.0)), rows=work.rows + jnp.sum(mask)
@@ -285,23 +317,23 @@ def task_changed(options: GLFCOptions, work: Work, task: Task) -> Bool[Array, ""
 # ---- the loss (B6, B7) -------------------------------------------------------------------------------------
 
 
-def old_model(ctx: Ctx, changed: Bool[Array, ""]) -> Old:
+def old_model(context: ClientContext, changed: Bool[Array, ""]) -> Old:
     """Which model is distilled: the best of the task that is over, which is the best of all when the task has
     just changed, and later the best from before the newest gradients."""
-    choice = ctx.wire.sent["proxy"]
+    choice = context.payload.sent["proxy"]
     return jax.tree.map(lambda a, b: jnp.where(changed, a, b), choice.current, choice.previous)
 
 
 def rule_loss(rule: Rule, learner: Learner, seen: Seen, known: Known, old: Old) -> Float[Array, ""]:
     """The whole loss: binary cross-entropy of the labels, and of an old model's answers where there is one,
     of which the classes that it does not know are the labels."""
-    ctx, batch, logits = seen.ctx, seen.batch, seen.output.logits
+    context, batch, logits = seen.context, seen.batch, seen.output.logits
     label = jax.nn.one_hot(batch.label, logits.shape[-1])
-    weight = rule.weigh(gap_of(logits, batch.label), batch, known, ctx.task)
-    binary = functools.partial(binary_loss, logits, seen=ctx.task.seen, mask=batch.mask)
+    weight = rule.weigh(gap_of(logits, batch.label), batch, known, context.task)
+    binary = functools.partial(binary_loss, logits, seen=context.task.seen, mask=batch.mask)
 
     def both() -> Float[Array, ""]:
-        answers = learner.forward(ctx.frozen, ctx.held, old.part, batch, old.task, False).logits
+        answers = learner.forward(context.frozen, context.cached, old.part, batch, old.task, False).logits
         target = jnp.where(old.task.seen, jax.nn.sigmoid(jax.lax.stop_gradient(answers)), label)
         own = weight if rule.weighs_old else jnp.ones_like(weight)
         return rule.current * binary(label, weight) + rule.old * binary(target, own)
@@ -316,9 +348,12 @@ def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array,
 
 
 def binary_loss(
-    logits: Float[Array, "B C"], target: Float[Array, "B C"], weight: Float[Array, " B"],
-    seen: Bool[Array, " C"], mask: Bool[Array, " B"],
-) -> Float[Array, ""]:  # fmt: skip
+    logits: Float[Array, "B C"],
+    target: Float[Array, "B C"],
+    weight: Float[Array, " B"],
+    seen: Bool[Array, " C"],
+    mask: Bool[Array, " B"],
+) -> Float[Array, ""]:
     """The mean, over the rows in the mask and the seen classes, of the weighted binary cross-entropy."""
     each = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
     return reduce_rows(weight * jnp.sum(each, axis=-1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")
@@ -345,9 +380,9 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
 
 def add_features(learner: Learner, seen: Seen, work: Work) -> Work:
     """After training: the features of a batch by class, under the client's own model."""
-    ctx, batch, own = seen.ctx, seen.batch, work.sums
+    context, batch, own = seen.context, seen.batch, work.sums
     feature = feature_of(learner, seen)
-    add = lambda rows: class_sums(rows, batch.label, ctx.task.classes, batch.mask)
+    add = lambda rows: class_sums(rows, batch.label, context.task.classes, batch.mask)
     (near, rows), (plain, _) = add(unit(feature)), add(feature)
     (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
     new = Sums(own.near + near, own.feature + plain, own.square + square[:, 0], own.rows + rows)
@@ -356,15 +391,15 @@ def add_features(learner: Learner, seen: Seen, work: Work) -> Work:
 
 def feature_of(learner: Learner, seen: Seen) -> Float[Array, "B D"]:
     """Features as in evaluation."""
-    ctx = seen.ctx
-    return learner.forward(ctx.frozen, ctx.held, seen.part, seen.batch, ctx.task, False).feature
+    context = seen.context
+    return learner.forward(context.frozen, context.cached, seen.part, seen.batch, context.task, False).feature
 
 
 def find_nearest(learner: Learner, seen: Seen, work: Work) -> Work:
     """In a second pass: of each class the image whose features are nearest to the class mean so far."""
     batch, mean = seen.batch, work.sums.near / jnp.maximum(work.sums.rows, 1)[:, None]
     gap = jnp.sum((unit(feature_of(learner, seen)) - mean[:, None]) ** 2, axis=-1)
-    mine = (batch.label == seen.ctx.task.classes[:, None]) & batch.mask
+    mine = (batch.label == seen.context.task.classes[:, None]) & batch.mask
     gap = jnp.where(mine, gap, jnp.inf)
     best = jnp.argmin(gap, axis=1)
     least = jnp.min(gap, axis=1)
@@ -373,25 +408,31 @@ def find_nearest(learner: Learner, seen: Seen, work: Work) -> Work:
     return work._replace(image=image, distance=jnp.minimum(least, work.distance))
 
 
-def prototypes(options: GLFCOptions, model: Learner, ctx: Ctx, part: Model, work: Work) -> LeNet:
+def prototypes(
+    options: GLFCOptions, model: Learner, context: ClientContext, part: Model, work: Work
+) -> LeNet:
     """The gradients of the task's prototypes, once they are perturbed."""
-    label = jnp.maximum(ctx.task.classes, 0)
-    pixels = perturb(options, model, ctx, part, to_unit(model.network, work.image), label)
-    return encode(options, model.network, len(ctx.task.seen), pixels, label)
+    label = jnp.maximum(context.task.classes, 0)
+    pixels = perturb(options, model, context, part, to_unit(model.network, work.image), label)
+    return encode(options, model.network, len(context.task.seen), pixels, label)
 
 
 def perturb(
-    options: GLFCOptions, model: Learner, ctx: Ctx, part: Model, pixels: Float[Array, "Ct h w 3"],
+    options: GLFCOptions,
+    model: Learner,
+    context: ClientContext,
+    part: Model,
+    pixels: Float[Array, "Ct h w 3"],
     label: Int[Array, " Ct"],
-) -> Float[Array, "Ct h w 3"]:  # fmt: skip
+) -> Float[Array, "Ct h w 3"]:
     """Images after some steps of gradient descent on the client's own loss of them: each by itself."""
-    target = jax.nn.one_hot(label, len(ctx.task.seen))
+    target = jax.nn.one_hot(label, len(context.task.seen))
 
     def loss(pixels: Array) -> Float[Array, ""]:
         batch = unlabelled(model, pixels)
-        logits = model.forward(ctx.frozen, ctx.held, part, batch, ctx.task, False).logits
+        logits = model.forward(context.frozen, context.cached, part, batch, context.task, False).logits
         one = jnp.ones(len(pixels))
-        return len(pixels) * binary_loss(logits, target, one, ctx.task.seen, batch.mask)
+        return len(pixels) * binary_loss(logits, target, one, context.task.seen, batch.mask)
 
     def step(i: Array, pixels: Array) -> Array:
         del i

@@ -35,8 +35,9 @@ def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNe
     conv = lambda channels: Conv(jnp.zeros((SIDE * SIDE * channels, CHANNELS)), jnp.zeros(CHANNELS))
     template = LeNet(
         (conv(3), conv(CHANNELS), conv(CHANNELS)),
-        jnp.zeros((height * width * CHANNELS, classes)), jnp.zeros(classes),
-    )  # fmt: skip
+        jnp.zeros((height * width * CHANNELS, classes)),
+        jnp.zeros(classes),
+    )
     leaves, form = jax.tree.flatten(template)
     draw = lambda key, leaf: jax.random.uniform(key, leaf.shape, minval=-BOUND, maxval=BOUND)
     return jax.tree.unflatten(form, map(draw, jax.random.split(key, len(leaves)), leaves))

@@ -15,10 +15,10 @@ from fcljax.methods.glfc import glfc
 from fcljax.methods.glfc.glfc import GLFCOptions, Known, Rule, compensated, over_mean
 from fcljax.methods.glfc.proxy import Proxy, over_used, shown
 from fcljax.options import option
-from fcljax.parts.federate import Kit
+from fcljax.parts.federate import Run
 from fcljax.parts.learner import Learner, Model
 from fcljax.parts.task_start import unlabelled
-from fcljax.types import Batch, Method, Task, Turn
+from fcljax.types import Batch, Method, RoundContext, Task
 
 LEAST, MOST = 0.5, 5.0  # of a row's weight
 NEAR = 0.1  # the squared length of a perturbation over that of its feature, at the most
@@ -37,11 +37,11 @@ class LGAOptions(GLFCOptions):
 FIDELITY = glfc.FIDELITY | {"released": glfc.FIDELITY["released"] | dict(reset_best="second")}
 
 
-def lga(options: LGAOptions, kit: Kit) -> Method:
+def lga(options: LGAOptions, run: Run) -> Method:
     """LGA as a method. `options` must be resolved."""
     factor = options.loss_weight
     rule = Rule(by_tasks, factor, factor, factor, weighs_old=True)
-    return compensated(options, kit, rule, functools.partial(around, options, kit.setting.rounds))
+    return compensated(options, run, rule, functools.partial(around, options, run.sizes.rounds))
 
 
 def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
@@ -61,23 +61,35 @@ def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) ->
 
 
 def around(
-    options: LGAOptions, rounds: int, turn: Turn, learner: Learner, params: Model, proxy: Proxy,
+    options: LGAOptions,
+    rounds: int,
+    round_context: RoundContext,
+    learner: Learner,
+    params: Model,
+    proxy: Proxy,
     key: PRNGKeyArray,
-) -> Float[Array, ""]:  # fmt: skip
+) -> Float[Array, ""]:
     """LGA's judge: the accuracy on features around those of the images; 0 in a task's first rounds."""
     look, draw = jax.random.split(key)
-    judge = functools.partial(_accuracy, options, turn, learner, params, proxy, look, draw)
-    return jax.lax.cond(turn.round < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
+    judge = functools.partial(_accuracy, options, round_context, learner, params, proxy, look, draw)
+    return jax.lax.cond(round_context.round < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
 
 
 def _accuracy(
-    options: LGAOptions, turn: Turn, learner: Learner, params: Model, proxy: Proxy, look: PRNGKeyArray,
+    options: LGAOptions,
+    round_context: RoundContext,
+    learner: Learner,
+    params: Model,
+    proxy: Proxy,
+    look: PRNGKeyArray,
     draw: PRNGKeyArray,
-) -> Float[Array, ""]:  # fmt: skip
-    monitor, task, part = proxy.monitor, turn.task, learner.part(params, turn.task)
+) -> Float[Array, ""]:
+    monitor, task, part = proxy.monitor, round_context.task, learner.part(params, round_context.task)
 
     def features(pixels: Array) -> Float[Array, "states D"]:
-        return learner.forward(turn.frozen, params, part, unlabelled(learner, pixels), task, False).feature
+        return learner.forward(
+            round_context.frozen, params, part, unlabelled(learner, pixels), task, False
+        ).feature
 
     image = shown(options, learner, monitor, look)
     feature = jax.lax.map(features, image.reshape(-1, *image.shape[2:]))

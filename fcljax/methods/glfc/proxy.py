@@ -21,7 +21,7 @@ from fcljax.parts.federate import ServerStep
 from fcljax.parts.learner import Learner, Model
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import jitter
-from fcljax.types import Aggregate, Network, Setting, Task, Turn, Weighted
+from fcljax.types import Aggregate, Network, RoundContext, Sizes, Task, Weighted
 
 REPORT = "gradients"  # the name of the clients' term, under which their gradients arrive
 LINE_SEARCH = 10  # evaluations of a step of L-BFGS at the most
@@ -89,7 +89,7 @@ class Proxy(NamedTuple):
 
 
 # (turn, learner, params, proxy, key) -> the share of the images that a model predicts, as the proxy sees it
-Judge = Callable[[Turn, Learner, Model, Proxy, PRNGKeyArray], Float[Array, ""]]
+Judge = Callable[[RoundContext, Learner, Model, Proxy, PRNGKeyArray], Float[Array, ""]]
 
 
 # ---- what clients send -------------------------------------------------------------------------------------
@@ -107,9 +107,12 @@ def shared_lenet(options: ProxyOptions, network: Network, classes: int) -> LeNet
 
 
 def encode(
-    options: ProxyOptions, network: Network, classes: int, pixels: Float[Array, "Ct h w 3"],
+    options: ProxyOptions,
+    network: Network,
+    classes: int,
+    pixels: Float[Array, "Ct h w 3"],
     label: Int[Array, " Ct"],
-) -> LeNet:  # fmt: skip
+) -> LeNet:
     """The gradient of each image under the shared network."""
     params = shared_lenet(options, network, classes)
     small = resize(pixels, *side_of(options, network))
@@ -126,7 +129,7 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
 # ---- the server step ---------------------------------------------------------------------------------------
 
 
-def proxy_server(options: ProxyOptions, setting: Setting, network: Network, judge: Judge) -> ServerStep:
+def proxy_server(options: ProxyOptions, sizes: Sizes, network: Network, judge: Judge) -> ServerStep:
     """After every merge: rebuild the images of gradients that came, judge the merged model, send the choice.
 
     Args:
@@ -136,18 +139,25 @@ def proxy_server(options: ProxyOptions, setting: Setting, network: Network, judg
       judge: how a model is judged.
     """
 
-    def step(turn: Turn, learner: Learner, params: Model, proxy: Proxy, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        proxy: Proxy,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         sent, (build, score_key) = aggregate.gather[REPORT], jax.random.split(key)
         there = sent.there & aggregate.valid[:, None]
-        arrive = functools.partial(_arrive, options, network, setting, turn, sent, there, build)
+        arrive = functools.partial(_arrive, options, network, sizes, round_context, sent, there, build)
         arrived = jnp.any(there)
         proxy = jax.lax.cond(arrived, arrive, lambda proxy: proxy, proxy)
-        second = (turn.task.index == 1) & (turn.round == 0)
+        second = (round_context.task.index == 1) & (round_context.round == 0)
         reset = {"arrival": arrived, "second": second, "never": jnp.bool_(False)}
         best = jnp.where(reset[resolved(options.reset_best)], 0.0, proxy.best)
-        score = judge(turn, learner, params, proxy, score_key)
+        score = judge(round_context, learner, params, proxy, score_key)
         choice = proxy.choice._replace(
-            current=_pick(score >= best, _now(turn, learner, params), proxy.choice.current)
+            current=_pick(score >= best, _now(round_context, learner, params), proxy.choice.current)
         )
         proxy = proxy._replace(choice=choice, best=jnp.maximum(score, best))
         senders = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32)
@@ -155,26 +165,30 @@ def proxy_server(options: ProxyOptions, setting: Setting, network: Network, judg
         return params, proxy, {"score": Weighted(score, one), "senders": Weighted(senders, one)}
 
     return ServerStep(
-        "proxy", step, init=lambda params, part: _new(options, setting, network, part),
-        sends=lambda task, proxy: proxy.choice, hears=(REPORT,), follows_rule=True,
-    )  # fmt: skip
+        "proxy",
+        step,
+        init=lambda params, part: _new(options, sizes, network, part),
+        sends=lambda task, proxy: proxy.choice,
+        hears=(REPORT,),
+        follows_rule=True,
+    )
 
 
-def _new(options: ProxyOptions, setting: Setting, network: Network, part: Model) -> Proxy:
+def _new(options: ProxyOptions, sizes: Sizes, network: Network, part: Model) -> Proxy:
     """Before the first task. The radius is what LGA's release begins with."""
-    classes = jnp.zeros(setting.classes, bool)
-    no_task = Task(jnp.int32(-1), jnp.full(setting.task_classes, -1, jnp.int32), classes, classes)
+    classes = jnp.zeros(sizes.classes, bool)
+    no_task = Task(jnp.int32(-1), jnp.full(sizes.task_classes, -1, jnp.int32), classes, classes)
     none = Old(part._replace(extra={}), no_task)
-    places = setting.clients, setting.task_classes
+    places = sizes.clients, sizes.task_classes
     image = jnp.zeros((*places, resolved(options.monitor_images), *side_of(options, network), 3))
     monitor = Monitor(image, jnp.zeros(places, jnp.int32), jnp.zeros(places, bool))
     return Proxy(Choice(none, none), monitor, jnp.zeros(()), jnp.float32(0.15))
 
 
-def _now(turn: Turn, learner: Learner, params: Model) -> Old:
-    task = jax.tree.map(jnp.asarray, turn.task)
+def _now(round_context: RoundContext, learner: Learner, params: Model) -> Old:
+    task = jax.tree.map(jnp.asarray, round_context.task)
     index, classes = task.index.astype(jnp.int32), task.classes.astype(jnp.int32)
-    return Old(learner.part(params, turn.task), task._replace(index=index, classes=classes))
+    return Old(learner.part(params, round_context.task), task._replace(index=index, classes=classes))
 
 
 def _pick(condition: Bool[Array, ""], new: Old, old: Old) -> Old:
@@ -182,28 +196,39 @@ def _pick(condition: Bool[Array, ""], new: Old, old: Old) -> Old:
 
 
 def _arrive(
-    options: ProxyOptions, network: Network, setting: Setting, turn: Turn, sent: Sent,
-    there: Bool[Array, "P Ct"], key: PRNGKeyArray, proxy: Proxy,
-) -> Proxy:  # fmt: skip
+    options: ProxyOptions,
+    network: Network,
+    sizes: Sizes,
+    round_context: RoundContext,
+    sent: Sent,
+    there: Bool[Array, "P Ct"],
+    key: PRNGKeyArray,
+    proxy: Proxy,
+) -> Proxy:
     """New images in the place of all others, and the best model so far becomes the one from before."""
     keys = jax.random.split(key, len(there))
     label = label_of(sent.gradient)
-    lenet = shared_lenet(options, network, setting.classes)
+    lenet = shared_lenet(options, network, sizes.classes)
     one = functools.partial(_rebuild_client, options, lenet, side_of(options, network))
     image = jax.lax.map(lambda args: one(*args), (keys, sent.gradient, label, there))
     put = lambda all_, some: jnp.zeros_like(all_).at[: len(some)].set(some)
     monitor = jax.tree.map(put, proxy.monitor, Monitor(image, label, there))
     clients = jnp.any(there, axis=1)
     spread = jnp.sum(jnp.where(clients, sent.spread, 0.0)) / jnp.maximum(jnp.sum(clients), 1)
-    radius = jnp.where(turn.task.index == 0, jnp.sqrt(spread), proxy.radius)
+    radius = jnp.where(round_context.task.index == 0, jnp.sqrt(spread), proxy.radius)
     choice = Choice(proxy.choice.current, proxy.choice.current)
     return proxy._replace(choice=choice, monitor=monitor, radius=radius)
 
 
 def _rebuild_client(
-    options: ProxyOptions, lenet: LeNet, side: tuple[int, int], key: PRNGKeyArray, gradient: LeNet,
-    label: Int[Array, " Ct"], there: Bool[Array, " Ct"],
-) -> Float[Array, "Ct states h w 3"]:  # fmt: skip
+    options: ProxyOptions,
+    lenet: LeNet,
+    side: tuple[int, int],
+    key: PRNGKeyArray,
+    gradient: LeNet,
+    label: Int[Array, " Ct"],
+    there: Bool[Array, " Ct"],
+) -> Float[Array, "Ct states h w 3"]:
     """The images of one client's gradients; zeros where it sent none."""
     states = resolved(options.monitor_images)
     nothing = jnp.zeros((states, *side, 3))
@@ -217,9 +242,13 @@ def _rebuild_client(
 
 
 def rebuild(
-    options: ProxyOptions, lenet: LeNet, side: tuple[int, int], key: PRNGKeyArray, gradient: LeNet,
+    options: ProxyOptions,
+    lenet: LeNet,
+    side: tuple[int, int],
+    key: PRNGKeyArray,
+    gradient: LeNet,
     label: Int[Array, ""],
-) -> Float[Array, "states h w 3"]:  # fmt: skip
+) -> Float[Array, "states h w 3"]:
     """The last states of an image whose gradient is brought to this one by L-BFGS (deep leakage from
     gradients, Zhu et al. 2019; specification B10): pixels in [0, 1]."""
     target = jax.nn.one_hot(label, gradient.bias.shape[-1])
@@ -258,15 +287,22 @@ def shown(
 
 
 def share_right(
-    options: ProxyOptions, turn: Turn, learner: Learner, params: Model, proxy: Proxy, key: PRNGKeyArray
+    options: ProxyOptions,
+    round_context: RoundContext,
+    learner: Learner,
+    params: Model,
+    proxy: Proxy,
+    key: PRNGKeyArray,
 ) -> Float[Array, ""]:
     """GLFC's judge: the accuracy on the images among the seen classes; 0 if there are none."""
-    part, monitor = learner.part(params, turn.task), proxy.monitor
+    part, monitor = learner.part(params, round_context.task), proxy.monitor
 
     def right(args: tuple) -> Array:
         pixels, label = args
-        output = learner.forward(turn.frozen, params, part, unlabelled(learner, pixels), turn.task, False)
-        found = jnp.argmax(jnp.where(turn.task.seen, output.logits, -jnp.inf), axis=-1)
+        output = learner.forward(
+            round_context.frozen, params, part, unlabelled(learner, pixels), round_context.task, False
+        )
+        found = jnp.argmax(jnp.where(round_context.task.seen, output.logits, -jnp.inf), axis=-1)
         return jnp.mean(found == label)
 
     image = shown(options, learner, monitor, key)

@@ -68,9 +68,12 @@ def init_generator(config: GeneratorConfig, key: PRNGKeyArray) -> Generator:
 
 
 def generate(
-    config: GeneratorConfig, generator: Generator, noise: Float[Array, "batch noise"],
-    label: Int[Array, " batch"], train: bool,
-) -> tuple[Float[Array, "batch width"], Generator]:  # fmt: skip
+    config: GeneratorConfig,
+    generator: Generator,
+    noise: Float[Array, "batch noise"],
+    label: Int[Array, " batch"],
+    train: bool,
+) -> tuple[Float[Array, "batch width"], Generator]:
     """Latents of these classes, and the generator with its running statistics moved if it trains."""
     variables = {"params": generator.params, "batch_stats": generator.stats}
     network = _Network(config)

@@ -25,10 +25,10 @@ from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate,
 from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.options import option, resolved
 from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Collect, Kit, ServerStep, federate
+from fcljax.parts.federate import Collect, Run, ServerStep, federate
 from fcljax.parts.learner import Learner, Model, learner
 from fcljax.parts.task_start import Start, began_with, no_start, sound_parts
-from fcljax.types import Aggregate, Method, Task, Turn, Weighted
+from fcljax.types import Aggregate, Method, RoundContext, Task, Weighted
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 Direction = Literal["server_client", "client_server"]
@@ -83,21 +83,25 @@ CLIENT = {
 }
 _SERVER = {
     "intended": dict(
-        kl_direction="server_client", generator_mse="none", loss_weights="over_total",
+        kl_direction="server_client",
+        generator_mse="none",
+        loss_weights="over_total",
         distill_phases="shared",
     ),
     "paper": dict(
         kl_direction="server_client", generator_mse="sum", loss_weights="uniform", distill_phases="shared"
     ),
     "released": dict(
-        kl_direction="client_server", generator_mse="none", loss_weights="over_total",
+        kl_direction="client_server",
+        generator_mse="none",
+        loss_weights="over_total",
         distill_phases="sequential",
     ),
-}  # fmt: skip
+}
 FIDELITY = {name: CLIENT[name] | _SERVER[name] for name in CLIENT}
 
 
-def hepco(options: HepcoOptions, kit: Kit) -> Method:
+def hepco(options: HepcoOptions, run: Run) -> Method:
     """HePCo as a method, on any adapter. `options` must be resolved.
 
     Raises:
@@ -105,19 +109,19 @@ def hepco(options: HepcoOptions, kit: Kit) -> Method:
     """
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
-    model = learner(kit.network, kit.adapter, linear_on(kit.adapter, kit.network.width, kit.setting.classes))
-    steps, train = (latent_distillation(options, kit),), scheduled(kit, options).train
-    return federate(model, kit.setting, train, kit.terms, steps, aggregation=kit.aggregation)
+    model = learner(run.network, run.adapter, linear_on(run.adapter, run.network.width, run.sizes.classes))
+    steps, train = (latent_distillation(options, run),), scheduled(run, options).train
+    return federate(model, run.sizes, train, run.terms, steps, aggregation=run.aggregation)
 
 
 # ---- client: cross-entropy over the task's classes (section 4.1) -------------------------------------------
 
 
-def scheduled(kit: Kit, options: PromptedOptions) -> Kit:
+def scheduled(run: Run, options: PromptedOptions) -> Run:
     """The kit with the clients' learning rate falling over the epochs of every round."""
-    schedule, epochs = resolved(options.epoch_schedule), kit.train.epochs
+    schedule, epochs = resolved(options.epoch_schedule), run.train.epochs
     factor = lambda round_, rounds, epoch: epoch_factor(schedule, epoch, epochs)
-    return kit._replace(train=kit.train._replace(factor=factor))
+    return run._replace(train=run.train._replace(factor=factor))
 
 
 def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Array, ""]:
@@ -144,7 +148,7 @@ class Teachers(NamedTuple):
     """Models J that a student is compared with: the parameters that all of them hold, their parts [J, ...],
     and how much each counts for latents of a class."""
 
-    held: Model
+    cached: Model
     parts: Model
     weight: Float[Array, "J C"]
 
@@ -166,23 +170,30 @@ class Composite(NamedTuple):
     old: Latents | None
 
 
-def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
+def latent_distillation(options: HepcoOptions, run: Run) -> ServerStep:
     """The server step: from the averaged model to one that also fits the clients' models on latents of the
     task's classes, and the previous model on latents of older classes."""
-    setting, width = kit.setting, kit.network.width
+    sizes, width = run.sizes, run.network.width
     shape = GeneratorConfig(
-        setting.classes, width, options.noise_width, options.label_width, options.generator_norm
+        sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
     )
 
     def init(params: Model, part: Model) -> Past:
-        return Past(no_start(params, part), jnp.zeros(setting.classes))
+        return Past(no_start(params, part), jnp.zeros(sizes.classes))
 
-    def step(turn: Turn, learner: Learner, params: Model, past: Past, aggregate: Aggregate, key: Array):
-        task, keys = turn.task, jax.random.split(key, 3)
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        past: Past,
+        aggregate: Aggregate,
+        key: Array,
+    ):
+        task, keys = round_context.task, jax.random.split(key, 3)
         rows = jnp.where(aggregate.valid[:, None], aggregate.gather["class_rows"], 0).astype(jnp.float32)
         weight = class_weights(rows, aggregate.valid, resolved(options.loss_weights))
         clients = Teachers(params, sound_parts(learner.part(params, task), aggregate), weight)
-        past = Past(began_with(turn, past.start), past.rows + rows.sum(0))
+        past = Past(began_with(round_context, past.start), past.rows + rows.sum(0))
         previous = _previous(params, past, task)
         loss = lambda teachers: functools.partial(
             generator_loss, learner, options, params, task, teachers, gaps(learner, params, task, teachers)
@@ -198,7 +209,9 @@ def latent_distillation(options: HepcoOptions, kit: Kit) -> ServerStep:
         part, losses = distil(options, learner, params, task, clients, previous, draw, keys[2], steps > 0)
         return learner.put(params, task, part), past, losses | {"generator": found}
 
-    counts = Collect("class_rows", lambda ctx: ctx.info.class_rows, lambda learner, seen, total: total)
+    counts = Collect(
+        "class_rows", lambda context: context.client.class_examples, lambda learner, seen, total: total
+    )
     return ServerStep("latent", step, init, collects=(counts,), sees_parts=True, changes=True)
 
 
@@ -233,9 +246,15 @@ def _odds(rows: Float[Array, " C"]) -> Float[Array, " C"]:
 
 
 def generator_loss(
-    learner: Learner, options: HepcoOptions, params: Model, task: Task, teachers: Teachers, gaps: Gaps,
-    latent: Float[Array, "batch width"], label: Int[Array, " batch"],
-) -> Float[Array, ""]:  # fmt: skip
+    learner: Learner,
+    options: HepcoOptions,
+    params: Model,
+    task: Task,
+    teachers: Teachers,
+    gaps: Gaps,
+    latent: Float[Array, "batch width"],
+    label: Int[Array, " batch"],
+) -> Float[Array, ""]:
     """L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5): latents that the teachers recognise, and of which
     the averaged model `params` thinks otherwise. `gaps` are those of its prompts and the teachers'."""
     weight, student = teachers.weight[:, label], learner.part(params, task)
@@ -255,27 +274,29 @@ def generator_loss(
 
 
 def divergence(
-    client: Float[Array, "J batch C"], server: Float[Array, "batch C"], seen: Bool[Array, " C"],
+    client: Float[Array, "J batch C"],
+    server: Float[Array, "batch C"],
+    seen: Bool[Array, " C"],
     direction: Direction,
-) -> Float[Array, "J batch"]:  # fmt: skip
+) -> Float[Array, "J batch"]:
     """KL(server || client) (eq. 4a) or KL(client || server) (release), over the seen classes."""
     return kl(server, client, seen) if direction == "server_client" else kl(client, server, seen)
 
 
-def prompt_numbers(learner: Learner, held: Model, part: Model, task: Task, latent: Array) -> int:
+def prompt_numbers(learner: Learner, cached: Model, part: Model, task: Task, latent: Array) -> int:
     """How many numbers a latent's prompts have, in all blocks together."""
     prompt = resolved(learner.adapter.prompt)
-    shape = jax.eval_shape(lambda: prompt(held.adapter, part.adapter, latent, task)).shape
+    shape = jax.eval_shape(lambda: prompt(cached.adapter, part.adapter, latent, task)).shape
     return math.prod(shape[1:])
 
 
-def _one(learner: Learner, held: Model, part: Model, task: Task, latent: Array) -> Float[Array, "batch C"]:
-    return learner.classifier.logits(held.classifier, part.classifier, latent, task)
+def _one(learner: Learner, cached: Model, part: Model, task: Task, latent: Array) -> Float[Array, "batch C"]:
+    return learner.classifier.logits(cached.classifier, part.classifier, latent, task)
 
 
 def _logits(learner: Learner, teachers: Teachers, task: Task, latent: Array) -> Float[Array, "J batch C"]:
     """What each teacher's classifier says of latents: they are features and queries at once."""
-    return jax.vmap(lambda part: _one(learner, teachers.held, part, task, latent))(teachers.parts)
+    return jax.vmap(lambda part: _one(learner, teachers.cached, part, task, latent))(teachers.parts)
 
 
 def gaps(learner: Learner, params: Model, task: Task, teachers: Teachers) -> Gaps:
@@ -310,33 +331,42 @@ def gaps(learner: Learner, params: Model, task: Task, teachers: Teachers) -> Gap
 
 
 def prompt_gap(
-    learner: Learner, held: Model, part: Model, task: Task, teachers: Teachers,
+    learner: Learner,
+    cached: Model,
+    part: Model,
+    task: Task,
+    teachers: Teachers,
     latent: Float[Array, "batch width"],
-) -> Float[Array, "J batch"]:  # fmt: skip
+) -> Float[Array, "J batch"]:
     """||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4b).
 
     Accelerators take some teachers at once, a CPU one after the other, which spares it batched products. What
     many teachers leave for the gradient is computed again.
     """
     prompt = resolved(learner.adapter.prompt)
-    of = lambda held, part: prompt(held.adapter, part.adapter, latent, task)
-    own = of(held, part)
+    of = lambda cached, part: prompt(cached.adapter, part.adapter, latent, task)
+    own = of(cached, part)
 
     def gap(theirs: Model) -> Float[Array, " batch"]:
-        square = (own - of(teachers.held, theirs)) ** 2
+        square = (own - of(teachers.cached, theirs)) ** 2
         return jnp.sum(square, axis=tuple(range(1, square.ndim)))
 
     each = jax.checkpoint(gap) if len(teachers.weight) > TEACHERS_AT_A_TIME else gap
     return jax.lax.platform_dependent(
-        teachers.parts, cpu=functools.partial(jax.lax.map, each),
+        teachers.parts,
+        cpu=functools.partial(jax.lax.map, each),
         default=functools.partial(jax.lax.map, each, batch_size=TEACHERS_AT_A_TIME),
-    )  # fmt: skip
+    )
 
 
 def train_generator(
-    options: HepcoOptions, shape: GeneratorConfig, key: PRNGKeyArray, steps: Int[Array, ""],
-    odds: Float[Array, " C"], loss: Callable[[Array, Array], Array],
-) -> tuple[Generator, Weighted]:  # fmt: skip
+    options: HepcoOptions,
+    shape: GeneratorConfig,
+    key: PRNGKeyArray,
+    steps: Int[Array, ""],
+    odds: Float[Array, " C"],
+    loss: Callable[[Array, Array], Array],
+) -> tuple[Generator, Weighted]:
     """A new generator after so many steps of Adam on loss(latents, labels), and its mean loss."""
     adam, first = optax.adam(options.generator_lr), jax.random.fold_in(key, 0)
     generator = init_generator(shape, first)
@@ -371,9 +401,15 @@ def _conditions(
 
 
 def draw_latents(
-    options: HepcoOptions, shape: GeneratorConfig, rows: Float[Array, " C"], past: Past, task: Task,
-    new: Generator, older: Generator, key: PRNGKeyArray,
-) -> Composite:  # fmt: skip
+    options: HepcoOptions,
+    shape: GeneratorConfig,
+    rows: Float[Array, " C"],
+    past: Past,
+    task: Task,
+    new: Generator,
+    older: Generator,
+    key: PRNGKeyArray,
+) -> Composite:
     """A composite batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
 
     def drawn(generator: Generator, key: PRNGKeyArray, count: int, rows: Float[Array, " C"]) -> Latents:
@@ -387,9 +423,16 @@ def draw_latents(
 
 
 def distil(
-    options: HepcoOptions, learner: Learner, params: Model, task: Task, clients: Teachers, previous: Teachers,
-    draw: Callable[[PRNGKeyArray], Composite], key: PRNGKeyArray, alive: Bool[Array, ""],
-) -> tuple[Model, dict[str, Weighted]]:  # fmt: skip
+    options: HepcoOptions,
+    learner: Learner,
+    params: Model,
+    task: Task,
+    clients: Teachers,
+    previous: Teachers,
+    draw: Callable[[PRNGKeyArray], Composite],
+    key: PRNGKeyArray,
+    alive: Bool[Array, ""],
+) -> tuple[Model, dict[str, Weighted]]:
     """The averaged model's part after distilling prompts (eq. 6) and classifier (section 5.3)."""
     losses: dict[str, Callable] = {}
     if learner.adapter.prompt and not options.wo_prompt_distillation:
@@ -407,9 +450,13 @@ def distil(
 
 
 def _descend(
-    losses: dict[str, Callable], adam: optax.GradientTransformation, part: Model, draw: Callable,
-    key: PRNGKeyArray, steps: Int[Array, ""],
-) -> tuple[Model, dict[str, Array]]:  # fmt: skip
+    losses: dict[str, Callable],
+    adam: optax.GradientTransformation,
+    part: Model,
+    draw: Callable,
+    key: PRNGKeyArray,
+    steps: Int[Array, ""],
+) -> tuple[Model, dict[str, Array]]:
     """So many steps of each loss on the piece of the part that it is named by, and the sums of the losses."""
 
     def step(i: Array, carry: tuple) -> tuple:
@@ -430,9 +477,14 @@ def _descend(
 
 
 def prompt_loss(
-    learner: Learner, params: Model, task: Task, clients: Teachers, previous: Teachers, part: Model,
+    learner: Learner,
+    params: Model,
+    task: Task,
+    clients: Teachers,
+    previous: Teachers,
+    part: Model,
     batch: Composite,
-) -> Float[Array, ""]:  # fmt: skip
+) -> Float[Array, ""]:
     """eq. 6: the prompts of new latents go to the clients', those of older ones to the previous model's."""
 
     def pull(teachers: Teachers, latents: Latents) -> Float[Array, ""]:

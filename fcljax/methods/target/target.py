@@ -26,11 +26,11 @@ from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
 from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
 from fcljax.options import option, resolved
-from fcljax.parts.federate import Kit, Seen, ServerStep, Term
+from fcljax.parts.federate import Run, Seen, ServerStep, Term
 from fcljax.parts.learner import Learner, Model, Objective
 from fcljax.parts.task_start import distil_start, start_of_task, unlabelled
 from fcljax.pixels import jitter
-from fcljax.types import Aggregate, Frozen, Method, Task, Turn, Weighted
+from fcljax.types import Aggregate, Frozen, Method, RoundContext, Task, Weighted
 
 MOMENTUM, DECAY = 0.9, 1e-4  # of the student's gradient descent
 BETAS = (0.5, 0.999)  # of the generator's and the noise's Adam
@@ -66,24 +66,38 @@ class TargetOptions(PromptedOptions):
 
 
 _CIFAR = dict(
-    synthesis_batch=256, generator_steps=10, generator_lr=2e-3, meta="fomaml", label_weight=0.5,
-    student_steps=400, student_lr=0.2, generator_channels=64,
-)  # fmt: skip
+    synthesis_batch=256,
+    generator_steps=10,
+    generator_lr=2e-3,
+    meta="fomaml",
+    label_weight=0.5,
+    student_steps=400,
+    student_lr=0.2,
+    generator_channels=64,
+)
 FIDELITY = {
-    "intended": CLIENT["intended"] | dict(
-        synthesis_rounds=30, synthesis_batch=16, generator_steps=40, generator_lr=2e-3, meta="fomaml",
-        label_weight=0.5, student_steps=50, student_lr=2e-3, generator_channels=32,
+    "intended": CLIENT["intended"]
+    | dict(
+        synthesis_rounds=30,
+        synthesis_batch=16,
+        generator_steps=40,
+        generator_lr=2e-3,
+        meta="fomaml",
+        label_weight=0.5,
+        student_steps=50,
+        student_lr=2e-3,
+        generator_channels=32,
     ),
     "paper": CLIENT["paper"] | _CIFAR | dict(synthesis_rounds=32),
     "released": CLIENT["released"] | _CIFAR | dict(synthesis_rounds=10),
-}  # fmt: skip
+}
 
 
-def target(options: TargetOptions, kit: Kit) -> Method:
+def target(options: TargetOptions, run: Run) -> Method:
     """TARGET as a method, on any adapter. `options` must be resolved."""
-    steps = (start_of_task(), synthesis(options, kit))
+    steps = (start_of_task(), synthesis(options, run))
     objective = Objective(options.local_classes)
-    return averaging(scheduled(kit, options), objective, terms=(replay(options),), steps=steps)
+    return averaging(scheduled(run, options), objective, terms=(replay(options),), steps=steps)
 
 
 # ---- client ------------------------------------------------------------------------------------------------
@@ -93,7 +107,7 @@ def replay(options: TargetOptions) -> Term:
     """Distillation of old classes from the model that the task began with, on synthetic images."""
 
     def of(learner: Learner, seen: Seen) -> Float[Array, ""]:
-        image = seen.ctx.wire.sent["synthesis"]
+        image = seen.context.payload.sent["synthesis"]
         pick, move = jax.random.split(jax.random.fold_in(seen.key, 1))
         chosen = image[jax.random.randint(pick, (options.synthetic_batch,), 0, len(image))]
         pixels = jitter(move, chosen / 255, options.crop_padding)
@@ -101,7 +115,7 @@ def replay(options: TargetOptions) -> Term:
 
     def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
         del memory  # in the first task there is nothing to distil, and no image
-        return jax.lax.cond(seen.ctx.task.index > 0, lambda: of(learner, seen), lambda: jnp.zeros(()))
+        return jax.lax.cond(seen.context.task.index > 0, lambda: of(learner, seen), lambda: jnp.zeros(()))
 
     return Term("target", loss, reads=("start", "synthesis"))
 
@@ -136,17 +150,26 @@ class Best(NamedTuple):
     image: Float[Array, "batch h w 3"]
 
 
-def synthesis(options: TargetOptions, kit: Kit) -> ServerStep:
+def synthesis(options: TargetOptions, run: Run) -> ServerStep:
     """After the last round of every task but the last one, images of all classes seen so far; they go down
     with the model in every round of the next task."""
-    (height, width, _), setting = kit.network.image, kit.setting
+    (height, width, _), sizes = run.network.image, run.sizes
     shape = ImageGeneratorConfig(height, width, options.noise_width, resolved(options.generator_channels))
     count = resolved(options.synthesis_rounds) * resolved(options.synthesis_batch)
 
-    def step(turn: Turn, learner: Learner, params: Model, images: Array, aggregate: Aggregate, key: Array):
+    def step(
+        round_context: RoundContext,
+        learner: Learner,
+        params: Model,
+        images: Array,
+        aggregate: Aggregate,
+        key: Array,
+    ):
         del aggregate
-        wanted = turn.last & (turn.task.index < setting.tasks - 1)
-        make = functools.partial(synthesise, options, shape, learner, turn.frozen, params, turn.task, key)
+        wanted = round_context.last & (round_context.task.index < sizes.tasks - 1)
+        make = functools.partial(
+            synthesise, options, shape, learner, round_context.frozen, params, round_context.task, key
+        )
         none = Weighted(jnp.zeros(()), jnp.zeros(()))
         images, found = jax.lax.cond(wanted, make, lambda images: (images, none), images)
         return params, images, {"loss": found}
@@ -156,20 +179,26 @@ def synthesis(options: TargetOptions, kit: Kit) -> ServerStep:
 
 
 def synthesise(
-    options: TargetOptions, shape: ImageGeneratorConfig, learner: Learner, frozen: Frozen, params: Model,
-    task: Task, key: PRNGKeyArray, images: UInt8[Array, "images h w 3"],
-) -> tuple[UInt8[Array, "images h w 3"], Weighted]:  # fmt: skip
+    options: TargetOptions,
+    shape: ImageGeneratorConfig,
+    learner: Learner,
+    frozen: Frozen,
+    params: Model,
+    task: Task,
+    key: PRNGKeyArray,
+    images: UInt8[Array, "images h w 3"],
+) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """New images of the classes that `params` has seen, and the mean of the rounds' lowest losses."""
     rounds, size = resolved(options.synthesis_rounds), resolved(options.synthesis_batch)
     first, second, rest = jax.random.split(key, 3)
-    held = learner.init(second, frozen)
-    part = learner.part(held, task)
+    cached = learner.init(second, frozen)
+    part = learner.part(cached, task)
     adam, sgd = _meta_optimiser(options), _student_optimiser(options)
     generator = init_image_generator(shape, first)
     start = Making(generator, adam.init(generator), Student(part, sgd.init(part)), jnp.zeros_like(images))
     say = functools.partial(_logits, learner, frozen, task=task)
     global_model = functools.partial(say, params, learner.part(params, task))
-    student_model = functools.partial(say, held)
+    student_model = functools.partial(say, cached)
 
     def round_(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         made, total = carry
@@ -192,11 +221,15 @@ def synthesise(
 
 
 def _logits(
-    learner: Learner, frozen: Frozen, held: Model, part: Model, pixels: Float[Array, "batch h w 3"],
+    learner: Learner,
+    frozen: Frozen,
+    cached: Model,
+    part: Model,
+    pixels: Float[Array, "batch h w 3"],
     task: Task,
-) -> Float[Array, "batch C"]:  # fmt: skip
+) -> Float[Array, "batch C"]:
     """What a model says of pixels in [0, 1], over the seen classes."""
-    logits = learner.forward(frozen, held, part, unlabelled(learner, pixels), task, False).logits
+    logits = learner.forward(frozen, cached, part, unlabelled(learner, pixels), task, False).logits
     return mask_logits(logits, task.seen)
 
 
@@ -211,9 +244,14 @@ def _student_optimiser(options: TargetOptions) -> optax.GradientTransformation:
 
 
 def synthesis_loss(
-    options: TargetOptions, teacher: Callable, student: Callable, task: Task, late: Bool[Array, ""],
-    label: Int[Array, " batch"], pixels: Float[Array, "batch h w 3"],
-) -> Float[Array, ""]:  # fmt: skip
+    options: TargetOptions,
+    teacher: Callable,
+    student: Callable,
+    task: Task,
+    late: Bool[Array, ""],
+    label: Int[Array, " batch"],
+    pixels: Float[Array, "batch h w 3"],
+) -> Float[Array, ""]:
     """oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student))."""
     theirs = teacher(pixels)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
@@ -228,9 +266,14 @@ def synthesis_loss(
 
 
 def _one_round(
-    options: TargetOptions, shape: ImageGeneratorConfig, loss: Callable, generator: PyTree, task: Task,
-    key: PRNGKeyArray, size: int,
-) -> Best:  # fmt: skip
+    options: TargetOptions,
+    shape: ImageGeneratorConfig,
+    loss: Callable,
+    generator: PyTree,
+    task: Task,
+    key: PRNGKeyArray,
+    size: int,
+) -> Best:
     """Steps of a copy of the generator and of new noise, for labels drawn uniformly from the seen classes."""
     noise_key, label_key, view_key = jax.random.split(key, 3)
     noise = jax.random.normal(noise_key, (size, shape.noise))
@@ -267,10 +310,17 @@ def _kept(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
 
 
 def _taught(
-    options: TargetOptions, teacher: Callable, student: Callable, sgd: optax.GradientTransformation,
-    task: Task, images: UInt8[Array, "images h w 3"], key: PRNGKeyArray, learner: Student,
-    filled: Int[Array, ""], steps: Int[Array, ""],
-) -> Student:  # fmt: skip
+    options: TargetOptions,
+    teacher: Callable,
+    student: Callable,
+    sgd: optax.GradientTransformation,
+    task: Task,
+    images: UInt8[Array, "images h w 3"],
+    key: PRNGKeyArray,
+    learner: Student,
+    filled: Int[Array, ""],
+    steps: Int[Array, ""],
+) -> Student:
     """The student after so many steps of distillation on the images made so far."""
     heat, size = options.student_temperature, resolved(options.synthesis_batch)
 

@@ -26,8 +26,8 @@ def bayesian(inner: Learner, sigma: float) -> Learner:
         wide = init_posterior((params.adapter, params.classifier), sigma)
         return _together(params, Model(*wide.rho))
 
-    def forward(frozen: Frozen, held: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        return inner.forward(frozen, held, _drawn(part), batch, task, train)
+    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
+        return inner.forward(frozen, cached, _drawn(part), batch, task, train)
 
     def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         return inner.predict(frozen, _drawn(params), batch, task)
@@ -45,7 +45,7 @@ def bayesian(inner: Learner, sigma: float) -> Learner:
         open_task=lambda params, task: _together(inner.open_task(means(params), task), _rhos(params)),
         part=lambda params, task: _together(inner.part(means(params), task), inner.part(_rhos(params), task)),
         put=put,
-        held=lambda params: inner.held(means(params)),
+        cached=lambda params: inner.cached(means(params)),
         forward=forward,
         predict=predict,
         sample=draw,

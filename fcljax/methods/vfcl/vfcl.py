@@ -30,10 +30,10 @@ from fcljax.methods.vfcl.posterior import (
 )
 from fcljax.options import option
 from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Kit, Seen, Term, federate
+from fcljax.parts.federate import Run, Seen, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.parts.replay import Budget, herded
-from fcljax.types import Ctx, Method
+from fcljax.types import ClientContext, Method
 
 KLScale = Literal["per_sample", "per_parameter", "none"]
 
@@ -83,24 +83,29 @@ class Check(NamedTuple):
     task: Int[Array, ""]
 
 
-def vfcl(options: VFCLOptions, kit: Kit) -> Method:
+def vfcl(options: VFCLOptions, run: Run) -> Method:
     """VFCL as a method. `options` must be resolved.
 
     Raises:
       InputError: for a rule that merges in the place of conflation.
     """
-    head = linear_on(kit.adapter, kit.network.width, kit.setting.classes)
-    plain = learner(kit.network, kit.adapter, head)
-    own = (priors(options, kit.setting.classes, kit.setting.rounds),) if options.prior_weight else ()
+    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    plain = learner(run.network, run.adapter, head)
+    own = (priors(options, run.sizes.classes, run.sizes.rounds),) if options.prior_weight else ()
     if options.exemplars:
-        budget, width = Budget(options.exemplars), kit.network.width
-        own += (herded(budget, kit.setting, width, kit.train.batch_size),)
-    terms = (*own, *kit.terms)
+        budget, width = Budget(options.exemplars), run.network.width
+        own += (herded(budget, run.sizes, width, run.train.batch_size),)
+    terms = (*own, *run.terms)
     return federate(
-        bayesian(plain, options.sigma), kit.setting, kit.train._replace(samples=options.samples), terms,
-        objective=Objective("seen"), aggregation=merging(options, kit.aggregation),
-        personal=("classifier", "stats"), draws=options.test_samples,
-    )  # fmt: skip
+        bayesian(plain, options.sigma),
+        run.sizes,
+        run.train._replace(samples=options.samples),
+        terms,
+        objective=Objective("seen"),
+        aggregation=merging(options, run.aggregation),
+        personal=("classifier", "stats"),
+        draws=options.test_samples,
+    )
 
 
 # ---- the clients' priors -----------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ def priors(options: VFCLOptions, classes: int, rounds: int) -> Term:
         share = jnp.where(check.task < 0, 1.0, options.global_share)
         # as one vector each: leaf by leaf a network of a hundred takes minutes to compile
         drawn, _ = ravel_pytree(seen.drawn.adapter)
-        mine, sent, own = map(flat, (seen.part.adapter, seen.ctx.wire.part.adapter, check.adapter))
+        mine, sent, own = map(flat, (seen.part.adapter, seen.context.payload.part.adapter, check.adapter))
 
         def gap(drawn: Array, *numbers: Array) -> Array:
             mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
@@ -129,14 +134,16 @@ def priors(options: VFCLOptions, classes: int, rounds: int) -> Term:
         body = jnp.sum(in_blocks(gap, drawn, *mine, *sent, *own))
         return options.prior_weight * _scale(options.kl_scale, seen) * (body + _of_head(seen, check))
 
-    def keep(ctx: Ctx, memory: Check, part: Model, state: Check) -> Check:
+    def keep(context: ClientContext, memory: Check, part: Model, state: Check) -> Check:
         """The posterior of the task's last round; before it, that of the task before stays."""
         del memory
-        now = Check(part.adapter, part.classifier, ctx.task.seen, jnp.asarray(ctx.task.index, jnp.int32))
-        last = ctx.info.round == rounds - 1
+        now = Check(
+            part.adapter, part.classifier, context.task.seen, jnp.asarray(context.task.index, jnp.int32)
+        )
+        last = context.client.round == rounds - 1
         return jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
 
-    return Term("priors", loss, init=init, open=lambda ctx, state, key: state, keep=keep)
+    return Term("priors", loss, init=init, open=lambda context, state, key: state, keep=keep)
 
 
 def _of_head(seen: Seen, check: Check) -> Float[Array, ""]:
@@ -147,13 +154,13 @@ def _of_head(seen: Seen, check: Check) -> Float[Array, ""]:
         jax.tree.map(lambda own: old(own, 0.0), check.classifier.mean),
         jax.tree.map(lambda own: old(own, _RHO_OF_ONE), check.classifier.rho),
     )
-    counted = lambda one, other: jnp.where(seen.ctx.task.seen, one - other, 0)
+    counted = lambda one, other: jnp.where(seen.context.task.seen, one - other, 0)
     return total(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, prior)))
 
 
 def _scale(kind: KLScale, seen: Seen) -> Float[Array, ""] | float:
     if kind == "per_sample":
-        return 1.0 / jnp.maximum(seen.ctx.info.rows, 1)
+        return 1.0 / jnp.maximum(seen.context.client.examples, 1)
     trains = (seen.drawn.adapter, seen.drawn.classifier)
     return 1.0 / sum(x.size for x in jax.tree.leaves(trains)) if kind == "per_parameter" else 1.0
 

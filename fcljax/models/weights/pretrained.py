@@ -187,7 +187,7 @@ def load_backbone(
 
 def _convnet(
     name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: Stem | None
-) -> Pretrained:  # fmt: skip
+) -> Pretrained:
     """A ResNet or DenseNet of a file."""
     found = torchvision.interpret(file.tensors, name)
     if stem not in (None, found.config.stem):
@@ -671,9 +671,12 @@ def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: 
       encoder: sha256 of the file of the encoder that it was trained on.
     """
     return {
-        "format": FORMAT, "decoder": _shape(config), "mean": json.dumps(mean), "std": json.dumps(std),
+        "format": FORMAT,
+        "decoder": _shape(config),
+        "mean": json.dumps(mean),
+        "std": json.dumps(std),
         "encoder_sha256": encoder,
-    }  # fmt: skip
+    }
 
 
 def _shape(config: ViTConfig | DecoderConfig) -> str:

@@ -18,17 +18,36 @@ import numpy as np
 
 # torch's names of types -> numpy's; a type that is not here is refused
 _TYPES = {
-    "float64": np.float64, "double": np.float64, "float32": np.float32, "float": np.float32,
-    "float16": np.float16, "half": np.float16, "bfloat16": ml_dtypes.bfloat16,
-    "int64": np.int64, "long": np.int64, "int32": np.int32, "int": np.int32, "int16": np.int16,
-    "short": np.int16, "int8": np.int8, "uint8": np.uint8, "bool": np.bool_,
-}  # fmt: skip
+    "float64": np.float64,
+    "double": np.float64,
+    "float32": np.float32,
+    "float": np.float32,
+    "float16": np.float16,
+    "half": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "int64": np.int64,
+    "long": np.int64,
+    "int32": np.int32,
+    "int": np.int32,
+    "int16": np.int16,
+    "short": np.int16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+}
 _STORAGES = {
-    "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
-    "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
-    "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_,
+    "DoubleStorage": np.float64,
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "BFloat16Storage": ml_dtypes.bfloat16,
+    "LongStorage": np.int64,
+    "IntStorage": np.int32,
+    "ShortStorage": np.int16,
+    "CharStorage": np.int8,
+    "ByteStorage": np.uint8,
+    "BoolStorage": np.bool_,
     "UntypedStorage": np.uint8,
-}  # fmt: skip
+}
 
 
 class Storage(NamedTuple):

@@ -19,9 +19,11 @@ Part = Literal["weights", "stats"]
 _STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}
 # leaves of a batch normalisation: theirs, ours
 _LEAVES: dict[str, tuple[Part, str]] = {
-    "weight": ("weights", "scale"), "bias": ("weights", "bias"),
-    "running_mean": ("stats", "mean"), "running_var": ("stats", "var"),
-}  # fmt: skip
+    "weight": ("weights", "scale"),
+    "bias": ("weights", "bias"),
+    "running_mean": ("stats", "mean"),
+    "running_var": ("stats", "var"),
+}
 
 
 class Found(NamedTuple):
