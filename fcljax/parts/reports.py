@@ -1,5 +1,4 @@
-"""What clients report besides their part, in the two forms that several methods share: sums and means of
-features by class."""
+"""Reports that several methods share: sums and means of features by class."""
 
 from typing import NamedTuple
 
@@ -7,39 +6,58 @@ from jaxtyping import Array, Bool, Float
 
 from fcljax.models.prototypes import class_means
 from fcljax.parts.classifiers import Sums, add_batch, empty_sums
-from fcljax.parts.federate import Collect, Seen
-from fcljax.parts.learner import Learner
+from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.types import ClientContext, View
 
 
 class Prototypes(NamedTuple):
-    """Class prototypes, one row per class of some list of classes, and which of them exist."""
+    """A vector for each class of some list of classes."""
 
     vector: Float[Array, "*clients classes width"]
     present: Bool[Array, "*clients classes"]
+    """Which of them exist."""
 
 
-def class_sums(classes: int, width: int, view: View | None = None) -> Collect:
-    """Sums of features and numbers of rows of the task's classes [Ct], to be added up.
+def class_sums(classes: int, width: int, view: View | None = None) -> Report:
+    """Sums of features and numbers of examples of the task's classes [Ct], added up over clients.
 
     Args:
       classes: Ct.
       width: of the features.
-      view: of the pass; None: at every step of training, or a survey's usual pass.
+      view: of the pass; None: every training batch, or the usual pass of a round of reports.
     """
-    return Collect("class_sums", lambda context: empty_sums(classes, width), _look, view=view, channel="sum")
 
-
-def class_prototypes(name: str, classes: int, width: int, view: View | None) -> Collect:
-    """The mean features of each of the task's classes [Ct], one set per client; arguments as `class_sums`."""
-
-    def close(context: ClientContext, total: Sums) -> Prototypes:
+    def init(context: ClientContext) -> Sums:
         del context
-        return Prototypes(*class_means(total.feature, total.rows))
+        return empty_sums(classes, width)
 
-    return Collect(name, lambda context: empty_sums(classes, width), _look, close, view)
+    return Report("class_sums", init, add_features, view=view, merge="sum")
 
 
-def _look(learner: Learner, seen: Seen, total: Sums) -> Sums:
-    del learner
-    return add_batch(total, seen.output.feature, seen.batch, seen.context.task)
+def class_prototypes(
+    name: str, classes: int, width: int, view: View | None, follows_rule: bool = False
+) -> Report:
+    """The mean features of the task's classes [Ct], one set per client.
+
+    Args:
+      name: of the report.
+      classes: Ct.
+      width: of the features.
+      view: of the pass; None: every training batch before its step.
+      follows_rule: as of a `Report`.
+    """
+
+    def init(context: ClientContext) -> Sums:
+        del context
+        return empty_sums(classes, width)
+
+    def finalize(end: ClientEnd, total: Sums) -> Prototypes:
+        del end
+        return Prototypes(*class_means(total.feature, total.examples))
+
+    return Report(name, init, add_features, finalize, view, follows_rule=follows_rule)
+
+
+def add_features(step: ClientStep, total: Sums) -> Sums:
+    """The sums with the features of a batch."""
+    return add_batch(total, step.output.feature, step.batch, step.context.task)
