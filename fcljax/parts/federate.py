@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
+from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.rules import weighted_mean
 from fcljax.parts import client
 from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, OfEachClient, Report, Training
 from fcljax.parts.learner import Adapter, Learner, Loss, Params
