@@ -25,7 +25,7 @@ DRAWN = 1002  # purpose of a step's key: the draws of a Bayesian learner
 class LearningRateFactor(Protocol):
     """The factor on all learning rates in an epoch of round `round` out of `rounds` of a task."""
 
-    def __call__(self, round: Int[Array, ""], rounds: int, epoch: Int[Array, ""]) -> Float[Array, ""]: ...
+    def __call__(self, round: Int[Array, ""], rounds: int, epoch: Int[Array, ""], /) -> Float[Array, ""]: ...
 
 
 class Training(NamedTuple):
@@ -69,31 +69,31 @@ class ClientStep(NamedTuple):
 class StepLoss(Protocol):
     """Returns a scalar that is added to the client's loss at every step."""
 
-    def __call__(self, step: ClientStep, memory: Any) -> Array | float: ...
+    def __call__(self, step: ClientStep, memory: Any, /) -> Array | float: ...
 
 
 class StepMemory(Protocol):
     """Returns the memory after a batch."""
 
-    def __call__(self, step: ClientStep, memory: Any) -> Any: ...
+    def __call__(self, step: ClientStep, memory: Any, /) -> Any: ...
 
 
 class RoundStart(Protocol):
     """Returns a rule's memory for the round from the state that the client kept."""
 
-    def __call__(self, context: ClientContext, state: Any, key: PRNGKeyArray) -> Any: ...
+    def __call__(self, context: ClientContext, state: Any, key: PRNGKeyArray, /) -> Any: ...
 
 
 class RoundEnd(Protocol):
     """Returns the state that the client keeps until its next round."""
 
-    def __call__(self, context: ClientContext, memory: Any, trainable: Params, state: Any) -> Any: ...
+    def __call__(self, context: ClientContext, memory: Any, trainable: Params, state: Any, /) -> Any: ...
 
 
 class Project(Protocol):
     """Returns the trainable parameters after a step, moved to where the rule allows them to be."""
 
-    def __call__(self, context: ClientContext, trainable: Params) -> Params: ...
+    def __call__(self, context: ClientContext, trainable: Params, /) -> Params: ...
 
 
 def _stateless(key: PRNGKeyArray, trainable: Params) -> tuple:
@@ -126,7 +126,9 @@ class ClientPass:
 
     def __post_init__(self) -> None:
         choose("when", self.when, ("before_training", "after_training", "task_end"))
-        check_arguments("client pass", step=(self.step, 2), on_start=(self.on_start, 3), on_end=(self.on_end, 4))
+        check_arguments(
+            "client pass", step=(self.step, 2), on_start=(self.on_start, 3), on_end=(self.on_end, 4)
+        )
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,9 @@ class Report:
         part = f"report {self.name!r}"
         check_arguments(part, init=(self.init, 1), step=(self.step, 2), finalize=(self.finalize, 2))
         if self.follows_rule and self.merge == "sum":
-            raise InputError(f"follows_rule: {part} is a sum, which no aggregation rule can merge; nearest: False")
+            raise InputError(
+                f"follows_rule: {part} is a sum, which no aggregation rule can merge; nearest: False"
+            )
 
 
 @dataclass(frozen=True)
@@ -375,7 +379,9 @@ def passes_at_task_end(work: ClientWork) -> tuple[Phase, ...]:
 
 
 def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    deepest = max((len([each for each in rule.passes if each.when == when]) for rule in work.rules), default=0)
+    deepest = max(
+        (len([each for each in rule.passes if each.when == when]) for rule in work.rules), default=0
+    )
     phases: tuple[Phase, ...] = ()
     for level in range(max(deepest, 1)):
         own = {i: rule.pass_at(when, level) for i, rule in enumerate(work.rules)}
@@ -383,9 +389,7 @@ def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[P
     return phases
 
 
-def passes(
-    work: ClientWork, own: dict[int, ClientPass], reports: tuple[Report, ...]
-) -> tuple[Phase, ...]:
+def passes(work: ClientWork, own: dict[int, ClientPass], reports: tuple[Report, ...]) -> tuple[Phase, ...]:
     """One pass for each view: rules, by their index, and reports that share a view share its pass."""
     views = dict.fromkeys([each.view for each in own.values()] + [each.view for each in reports if each.view])
 
@@ -427,7 +431,11 @@ def start_memory(
 
     def memory(i: int, rule: ClientRule) -> PyTree:
         own = rule.pass_at("task_end", 0) if when == "task_end" else rule
-        return () if own is None else own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
+        return (
+            ()
+            if own is None
+            else own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
+        )
 
     return tuple(memory(i, rule) for i, rule in enumerate(rules))
 

@@ -19,8 +19,9 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
 from fcljax.federated.rules import weighted_mean
 from fcljax.parts import client
-from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, OfEachClient, Report, Training
-from fcljax.parts.learner import Adapter, Learner, Loss, Params
+from fcljax.parts.classifiers import linear_on
+from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, Report, Training
+from fcljax.parts.learner import Adapter, Keys, Learner, Loss, Params, learner, two_keys
 from fcljax.parts.server import (
     ServerRound,
     ServerRule,
@@ -137,7 +138,7 @@ def federate(
         trainable=functools.partial(_counted, parts),
         handover=functools.partial(_handover, parts),
         aggregation=run.aggregation.name,
-        rehearsal=server_replay,
+        server_replay=server_replay,
         **_predictions(parts, predicts),
     )
 
@@ -492,9 +493,7 @@ def _round(
 ) -> ServerRound:
     frozen, task, index, last, previous = round_context
     valid, ids, weight = aggregate.valid, aggregate.id, aggregate.weight
-    return ServerRound(
-        parts.learner, frozen, task, index, last, previous, reports, valid, ids, weight, key
-    )
+    return ServerRound(parts.learner, frozen, task, index, last, previous, reports, valid, ids, weight, key)
 
 
 def _updated(
@@ -567,10 +566,16 @@ def _report_round(parts: _Parts, number: int) -> Round:
         return state._replace(params=params, rules=states), metrics
 
     phases: tuple[Phase, ...] = client.passes(work, {}, reports)
-    times = {"task_start": "opening", "task_end": "closing"}
-    return Round(Program(start, phases, finish), server, who="everyone", when=times[rule.when])
+    when = "opening" if rule.when == "task_start" else "closing"
+    return Round(Program(start, phases, finish), server, who="everyone", when=when)
 
 
 def _with_view(report: Report, view: View) -> Report:
     """In a round of its own a report needs a view."""
     return report if report.view else dataclasses.replace(report, view=view)
+
+
+def linear_learner(run: Run, keys: Keys = two_keys) -> Learner:
+    """The run's network and adapter with a linear classifier, the learner of most methods."""
+    classifier = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    return learner(run.network, run.adapter, classifier, keys)

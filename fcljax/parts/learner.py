@@ -5,7 +5,7 @@ Adapters and classifiers know networks and tasks, nothing of federation. Both ke
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
@@ -20,13 +20,13 @@ Feature: TypeAlias = Float[Array, "batch width"]
 class Select(Protocol):
     """Selects the parameters that train in a task and travel."""
 
-    def __call__(self, params: PyTree, task: Task) -> PyTree: ...
+    def __call__(self, params: Any, task: Task, /) -> Any: ...
 
 
 class Merge(Protocol):
     """Returns the parameters of all tasks with those that trained in this task in their place."""
 
-    def __call__(self, params: PyTree, task: Task, trainable: PyTree) -> PyTree: ...
+    def __call__(self, params: Any, task: Task, trainable: Any, /) -> Any: ...
 
 
 class Inject(Protocol):
@@ -38,14 +38,21 @@ class Inject(Protocol):
     """
 
     def __call__(
-        self, cached: PyTree, trainable: PyTree, query: Feature, task: Task, train: bool, mask: Bool[Array, " batch"]
-    ) -> PyTree: ...
+        self,
+        cached: Any,
+        trainable: Any,
+        query: Feature,
+        task: Task,
+        train: bool,
+        mask: Bool[Array, " batch"],
+        /,
+    ) -> Any: ...
 
 
 class Prompt(Protocol):
     """Returns the prompts that `inject` would insert for a query, [batch, ...]."""
 
-    def __call__(self, cached: PyTree, trainable: PyTree, query: Feature, task: Task) -> Array: ...
+    def __call__(self, cached: Any, trainable: Any, query: Feature, task: Task, /) -> Array: ...
 
 
 class Mixture(NamedTuple):
@@ -120,7 +127,7 @@ class Adapter(NamedTuple):
 class ClassifierLogits(Protocol):
     """Returns the logits of all classes, [batch, classes]; the caller masks those that do not compete."""
 
-    def __call__(self, cached: PyTree, trainable: PyTree, feature: Feature, task: Task) -> Logits: ...
+    def __call__(self, cached: Any, trainable: Any, feature: Feature, task: Task, /) -> Logits: ...
 
 
 class Classifier(NamedTuple):
@@ -179,7 +186,7 @@ class Forward(Protocol):
     """The forward pass; `cached` may be the parameters of all tasks."""
 
     def __call__(
-        self, frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+        self, frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool, /
     ) -> Output: ...
 
 
@@ -219,6 +226,16 @@ def two_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """The keys of an adapter's and a classifier's first values."""
     adapter, classifier = jax.random.split(key)
     return adapter, classifier
+
+
+def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """FPPL's adapter draws from the first two of three keys, the classifier from the third."""
+    return key, jax.random.split(key, 3)[2]
+
+
+def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """A classifier alone draws from the key itself."""
+    return key, key
 
 
 def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Keys = two_keys) -> Learner:
@@ -300,7 +317,9 @@ def _features(
     if adapter.network:
         weights = adapter.network(own)
         params = network.join(weights, trainable.stats) if network.join else weights
-    injection = adapter.inject(cached.adapter, own, query, task, train, batch.mask) if adapter.inject else None
+    injection = (
+        adapter.inject(cached.adapter, own, query, task, train, batch.mask) if adapter.inject else None
+    )
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
     return adapter.feature(seen), query, stats
@@ -355,4 +374,3 @@ def correct_examples(loss: Loss, output: Output, batch: Batch, task: Task) -> Fl
     """How many examples of a batch get their label, among the task's classes or those seen so far."""
     allowed = task.seen if loss.classes == "seen" else task.current
     return correct(output.logits, batch.label, allowed, batch.mask)
-

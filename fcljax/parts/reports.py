@@ -5,8 +5,11 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from fcljax.models.prototypes import class_means
-from fcljax.parts.classifiers import Sums, add_batch, empty_sums
+from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
+from fcljax.parts.federate import Run
+from fcljax.parts.learner import Params
+from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, View
 
 
@@ -61,3 +64,20 @@ def class_prototypes(
 def add_features(step: ClientStep, total: Sums) -> Sums:
     """The sums with the features of a batch."""
     return add_batch(total, step.output.feature, step.batch, step.context.task)
+
+
+def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
+    """Once per task clients send the sums of the task's classes [Ct], which are added to those of a
+    `nearest_mean` classifier; each class belongs to one task.
+
+    Args:
+      run: for the sizes.
+      when: "task_start" or "task_end".
+    """
+
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        sums = add_classes(params.classifier.sums, round.reports["class_sums"], round.task)
+        return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
+
+    report = class_sums(run.sizes.task_classes, run.network.width)
+    return ServerRule("class_means", update, reports=(report,), when=when)

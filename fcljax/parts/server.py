@@ -51,7 +51,7 @@ class ServerUpdate(NamedTuple):
 class Update(Protocol):
     """Returns the parameters and the rule's state after a round. `params` hold the merged upload."""
 
-    def __call__(self, round: ServerRound, params: Params, state: Any) -> ServerUpdate: ...
+    def __call__(self, round: ServerRound, params: Params, state: Any, /) -> ServerUpdate: ...
 
 
 def _stateless(params: Params, trainable: Params) -> tuple:
@@ -112,8 +112,8 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
     for rule in rules:
         if rule.reports and (aggregation.noise or not _follows(rule, aggregation)):
             raise InputError(
-                f"aggregator: {aggregation.name!r} cannot be honoured, because {rule.name} merges what clients "
-                f"send by a rule of its own; nearest: 'mean'"
+                f"aggregator: {aggregation.name!r} cannot be honoured, because {rule.name} merges what "
+                f"clients send by a rule of its own; nearest: 'mean'"
             )
 
 

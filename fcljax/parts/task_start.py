@@ -1,5 +1,5 @@
-"""The model that a task began with, which servers send so that clients need not keep a teacher; and helpers of
-servers that train on the models of each client."""
+"""The model that a task began with, which servers send so that clients need not keep a teacher; and helpers
+of servers that train on the models of each client."""
 
 from typing import NamedTuple
 

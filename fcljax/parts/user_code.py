@@ -70,7 +70,10 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
       InputError: naming the part, the function, what it returned and what is needed.
     """
     got, wanted = jax.tree.structure(value), jax.tree.structure(like)
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(value)], [np.shape(leaf) for leaf in jax.tree.leaves(like)]
+    shapes = (
+        [np.shape(leaf) for leaf in jax.tree.leaves(value)],
+        [np.shape(leaf) for leaf in jax.tree.leaves(like)],
+    )
     if got != wanted or shapes[0] != shapes[1]:
         raise InputError(
             f"{part}: {place_of(function)} returned {_described(value)}, and {_described(like)} is needed"
@@ -79,5 +82,8 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
 
 
 def _described(tree: PyTree) -> str:
-    shapes = jax.tree.map(lambda leaf: f"{np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype}{list(np.shape(leaf))}", tree)
+    shapes = jax.tree.map(
+        lambda leaf: f"{np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype}{list(np.shape(leaf))}",
+        tree,
+    )
     return str(shapes).replace("'", "")
