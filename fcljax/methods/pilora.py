@@ -28,8 +28,8 @@ from fcljax.errors import InputError, choose
 from fcljax.federated.distances import EQUAL_DISTANCES
 from fcljax.federated.rules import uniform_mean
 from fcljax.federated.sums import cast_like, where_valid, widen
-from fcljax.models.heads import reduce_rows
-from fcljax.models.prototypes import Distance, class_means, dce_loss
+from fcljax.models.heads import cross_entropy, reduce_rows
+from fcljax.models.prototypes import Distance, class_means
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.classifiers import Sums, current_classes, merge_current, prototypes
@@ -173,7 +173,8 @@ def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
     """
 
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-        return dce_loss(-output.logits, batch.label, competing(classes, task), batch.mask, hardness)
+        logits = hardness * output.logits  # the classifier's logits are negative distances
+        return cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
 
     return Loss(value, classes)
 
