@@ -23,7 +23,14 @@ from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
-from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import (
+    FIDELITY,
+    FPPLOptions,
+    ServerTraining,
+    debias,
+    store_prototypes,
+    unified_representation_loss,
+)
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
 from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
@@ -69,7 +76,7 @@ def pool_of(server):
 
 
 def with_pool(server, pool):
-    return server._replace(steps=(pool,))
+    return server._replace(rules=(pool,))
 
 
 def with_head(server, head):
@@ -506,7 +513,9 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
     context, local = start(method, server, TASKS[0], rows=5)
     trained = adapter_of(server).prompt[2]
-    local = local._replace(trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained)))
+    local = local._replace(
+        trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained))
+    )
     for data in (first, second):
         local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
     own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]
@@ -681,10 +690,9 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
         sends = Prototypes(jnp.ones((10, 10, 2)), jnp.ones((10, 10), bool))
         pool = store(pool, sends, jnp.arange(10), everyone, task.classes)
         assert int(pool.present.sum()) == 10 * 10 * (t + 1)
-    _, metrics = debias(
-        Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3
-    )
-    assert float(metrics["loss"].weight) == 80
+    training = ServerTraining(epochs=5, batch_size=128, lr=1e-3)
+    _, loss = debias(Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), training)
+    assert float(loss.weight) == 80
 
 
 def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
@@ -702,10 +710,10 @@ def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
 
 
 def train_head(head, pool, lr, reduction):
-    return jitted_debias(head, pool, jax.random.key(2), 7, 4, lr, reduction)
+    return jitted_debias(head, pool, jax.random.key(2), ServerTraining(7, 4, lr, reduction))
 
 
-jitted_debias = jax.jit(debias, static_argnums=(3, 4, 5, 6))
+jitted_debias = jax.jit(debias, static_argnums=3)
 
 
 @pytest.fixture
@@ -730,13 +738,13 @@ def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(head
 def test_debias_reads_every_stored_prototype_once_per_epoch(head_and_pool):
     head, vector = head_and_pool
     present = np.array([[True, True, False, True], [True, True, True, False]])
-    still, metrics = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
+    still, loss = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
     jax.tree.map(np.testing.assert_array_equal, still, head)
     client, label = np.nonzero(present)
     logits = np.asarray(vector)[client, label] @ np.asarray(head.kernel) + np.asarray(head.bias)
     once = np.sum(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), label])
-    assert float(metrics["loss"].total) == pytest.approx(7 * once, rel=1e-5)
-    assert float(metrics["loss"].weight) == 7 * 2  # batches of four rows and of two
+    assert float(loss.total) == pytest.approx(7 * once, rel=1e-5)
+    assert float(loss.weight) == 7 * 2  # batches of four rows and of two
 
 
 def test_an_empty_pool_leaves_the_head(head_and_pool):
