@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
-from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SIZES, TASKS, info_of, method_of, round_context_of
+from micro import (
+    FROZEN,
+    IMAGE,
+    KEY,
+    LABEL,
+    NETWORK,
+    SIZES,
+    TASKS,
+    info_of,
+    method_of,
+    round_context_of,
+    seen_by_rules,
+)
 
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
@@ -21,8 +33,7 @@ from fcljax.parts.client import ClientStep, Local, Report
 from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.parts.replay import Exemplars, Herded
-from fcljax.parts.server import ServerRound
-from fcljax.types import Batch, ClientContext
+from fcljax.types import Aggregate, Batch, ClientContext
 
 FIRST, SECOND = TASKS
 GAP = jnp.array([0.2, 0.6, 0.5])
@@ -379,9 +390,8 @@ def proxy_of(reset):
 
 def server_round_of(round_context, reports, key):
     """What the proxy reads in a round of two clients."""
-    frozen, task, index, last, previous = round_context
-    two = jnp.ones(2, bool), jnp.arange(2), jnp.ones(2)
-    return ServerRound(NAMED, frozen, task, index, last, previous, reports, *two, key)
+    two = jnp.ones(2), jnp.arange(2), jnp.ones(2, bool)
+    return seen_by_rules(NAMED, round_context, Aggregate((), {}, reports, *two), key)
 
 
 class Server:

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FORMULA, KEY, SCALE, SIZES, TASKS, TINY, by_hand, compiled, method_of, round_context_of
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SIZES,
+    TASKS,
+    TINY,
+    by_hand,
+    compiled,
+    method_of,
+    round_context_of,
+    seen_by_rules,
+)
 from small_runs import some
 from toys import same
 
@@ -25,7 +37,6 @@ from fcljax.models.vit import VITS, vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload, Run, Training
 from fcljax.parts.learner import Params, learner
-from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
 from fcljax.types import Aggregate, Batch, Broadcast, Sizes
@@ -304,10 +315,7 @@ def update_of(opts, run, model):
     rule = H.latent_distillation(opts, run)
 
     def update(round_context, params, past, aggregate, key):
-        frozen, task, index, last, previous = round_context
-        who = aggregate.valid, aggregate.id, aggregate.weight
-        around = ServerRound(model, frozen, task, index, last, previous, aggregate.gather, *who, key)
-        return rule.update(around, params, past)
+        return rule.update(seen_by_rules(model, round_context, aggregate, key), params, past)
 
     return jax.jit(update)
 
