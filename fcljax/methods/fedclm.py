@@ -29,7 +29,7 @@ def fedclm(options: FedCLMOptions, run: Run) -> Method:
     """FedCLM as a method."""
     width, sizes = run.network.width, run.sizes
     means = nearest_mean(width, sizes.classes, options.classifier, inner=linear(width, sizes.classes))
-    survey = Survey(class_mean_step(sizes.task_classes, width), "closing", run.train.batch_size)
+    survey = Survey(class_mean_step(sizes.task_classes, width), "task_end", run.train.batch_size)
     return federate(
         learner(run.network, run.adapter, means),
         sizes,

@@ -28,7 +28,7 @@ def fedncm(options: FedNCMOptions, run: Run) -> Method:
     """FedNCM as a method; nothing trains."""
     width, sizes = run.network.width, run.sizes
     model = learner(run.network, run.adapter, nearest_mean(width, sizes.classes, options.classifier))
-    survey = Survey(class_mean_step(sizes.task_classes, width), "opening", run.train.batch_size)
+    survey = Survey(class_mean_step(sizes.task_classes, width), "task_start", run.train.batch_size)
     return federate(model, sizes, None, run.terms, surveys=(survey,), aggregation=run.aggregation)
 
 

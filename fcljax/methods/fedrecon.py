@@ -42,7 +42,7 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     width, sizes, trains = run.network.width, run.sizes, not run.adapter.plain
     model = learner(run.network, run.adapter, nearest_mean(width, sizes.classes))
     # the first task's prototypes are those of the embedding that it ends with
-    survey = Survey(merging(sizes, width), "closing" if trains else "opening", run.train.batch_size)
+    survey = Survey(merging(sizes, width), "task_end" if trains else "task_start", run.train.batch_size)
     terms = (episodes(),) if trains else ()
     method = federate(
         model,

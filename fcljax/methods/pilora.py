@@ -269,4 +269,4 @@ def headtune(run: Run) -> Survey:
         started = put_current(params.classifier, round_context.task, jnp.where(present[:, None], means, kept))
         return params._replace(classifier=started), state, {}
 
-    return Survey(ServerStep("headtune", step, collects=(collect,)), "opening", run.train.batch_size)
+    return Survey(ServerStep("headtune", step, collects=(collect,)), "task_start", run.train.batch_size)

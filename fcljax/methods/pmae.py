@@ -34,9 +34,9 @@ from fcljax.types import (
     Frozen,
     Method,
     Network,
+    Reconstruction,
     ReplayBatch,
     ReplayBuffer,
-    Restored,
     RoundContext,
     Sizes,
     Task,
@@ -322,7 +322,7 @@ def restored_batch(
     """Images rebuilt with the prompts of their tasks, as the classifier's input."""
     pair = autoencoder_of(learner.network)
     prompt = None if pool.prompt is None else pool.prompt[rows.task]
-    image = restored(pair, round_context.frozen, rows.rows, prompt)
+    image = restored(pair, round_context.frozen, rows.examples, prompt)
     if options.recon_denorm:
         image = between(pair, learner.network, image)
     return Batch(image, rows.label, rows.mask, jnp.zeros_like(rows.label) - 1)
@@ -342,7 +342,7 @@ def give_away(
     params: Model,
     image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
-) -> Restored:
+) -> Reconstruction:
     """What the server could rebuild of images, given as the network's input, if a client sent theirs."""
     pair, frozen = autoencoder_of(network), round_context.frozen
     own = between(network, pair, image)
@@ -353,4 +353,4 @@ def give_away(
     original = to_unit(pair, own)
     hidden = hidden_pixels(masking.masked, pair.patch)
     masked = jnp.where(hidden, 0.5, original)
-    return Restored(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)
+    return Reconstruction(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.keys import InitKey, ServerKey, StepKey
 from fcljax.federated.rules import weighted_mean
 from fcljax.models.heads import correct, cross_entropy
 from fcljax.options import resolved
@@ -30,9 +31,9 @@ from fcljax.types import (
     Network,
     Phase,
     Program,
+    Reconstruction,
     ReplayBatch,
     ReplayBuffer,
-    Restored,
     Round,
     RoundContext,
     ServerReplay,
@@ -237,8 +238,6 @@ class Local(NamedTuple):
 
 Personal = Literal["classifier", "stats"]  # what of a Model clients can keep to themselves
 
-_DRAWN = 1002  # what a step's key is folded in with for the draws of a Bayesian learner
-
 MEAN = make_aggregation(AggregationOptions())
 CROSS_ENTROPY = Objective()
 
@@ -269,7 +268,7 @@ def federate(
     aggregation: Aggregation = MEAN,
     predicts: str = "seen",
     rehearse: Rehearse | None = None,
-    restores: Callable[[RoundContext, Model, Array, PRNGKeyArray], Restored] | None = None,
+    restores: Callable[[RoundContext, Model, Array, PRNGKeyArray], Reconstruction] | None = None,
     personal: tuple[Personal, ...] = (),
     draws: int = 0,
 ) -> Method:
@@ -320,10 +319,10 @@ def federate(
     )
 
 
-def _restores(restores: Callable[..., Restored]) -> Callable[..., Restored]:
+def _restores(restores: Callable[..., Reconstruction]) -> Callable[..., Reconstruction]:
     def of_server(
         round_context: RoundContext, server: ServerState, image: Array, key: PRNGKeyArray
-    ) -> Restored:
+    ) -> Reconstruction:
         return restores(round_context, server.params, image, key)
 
     return of_server
@@ -397,7 +396,7 @@ def _predictions(parts: _Parts, predicts: str, draws: int) -> dict[str, Any]:
             drawn = server._replace(params=sample(key, mine))
             return jax.nn.softmax(predict(round_context, drawn, batch))
 
-        keys = jax.random.split(jax.random.key(_DRAWN), draws)  # the same for all batches
+        keys = jax.random.split(jax.random.key(StepKey.DRAWN_PARAMS), draws)  # the same for all batches
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
     return {
@@ -508,7 +507,7 @@ def _check_personal(personal: tuple[Personal, ...], steps: tuple[ServerStep, ...
 
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     params = parts.learner.init(key, frozen)
-    keys = {term.name: jax.random.fold_in(key, 1000 + i) for i, term in enumerate(parts.terms)}
+    keys = {term.name: jax.random.fold_in(key, InitKey.CLIENT_RULE + i) for i, term in enumerate(parts.terms)}
     params = params._replace(extra={name: slots.init(keys[name]) for name, slots in parts.slots.items()})
     part = _part(parts, params, _first_task(parts.sizes))
     steps = (*parts.steps, *(survey.step for survey in parts.surveys))
@@ -580,7 +579,7 @@ def _program(parts: _Parts, train: Train) -> Program:
         return _upload(parts, context, up, sent), (*kept, *_kept(parts, context.task, local.part, state))
 
     recall, memory, recalls = _recall(terms)
-    view = View(train.epochs, train.batch_size, recall=recalls)
+    view = View(train.epochs, train.batch_size, replay=recalls)
     main = Phase(view, functools.partial(train_step, parts, train), recall)
     after = _look_phases(parts, parts.collects, at_end=False)
     passes = (*_term_phases(parts, "first"), main, *after, *_term_phases(parts, "again"))
@@ -631,11 +630,11 @@ def _end_round(parts: _Parts) -> tuple[Round, ...]:
         return Upload(weight=context.client.examples), (*kept, *_kept(parts, context.task, local.part, state))
 
     program = Program(start, _look_phases(parts, (), at_end=True), finish)
-    return (Round(program, None, "everyone", "closing"),)
+    return (Round(program, None, "everyone", "task_end"),)
 
 
 def _recall(terms: tuple[Term, ...]) -> tuple[Callable | None, Callable | None, int]:
-    """Of the one term that recalls past rows: a phase's `recall`, the program's `memory`, and how many."""
+    """Of the one term that recalls past rows: a phase's `replay`, the program's `replay_buffer`, how many."""
     found = [(i, own.recall, own.rows, own.recalls) for i, own in enumerate(terms) if own.recall and own.rows]
     if not found:
         return None, None, 0
@@ -688,7 +687,7 @@ def _loss(
         return of(part)
     # a draw of the step's first row, where rows have some: whoever holds the rows gets the same parameters
     own_draw = key if batch.keys is None else batch.keys[0]
-    keys = jax.random.split(jax.random.fold_in(own_draw, _DRAWN), train.samples)
+    keys = jax.random.split(jax.random.fold_in(own_draw, StepKey.DRAWN_PARAMS), train.samples)
     if train.samples == 1:
         return of(learner.sample(keys[0], part))
     # one after the other: side by side, every convolution would have kernels of its own for each draw
@@ -831,12 +830,14 @@ def _merge(
     reference, mean = _averaged(parts, round_context.previous.payload.part), aggregate.mean
     if rule.reduce:
         stacked = aggregate.gather["mean"]
-        mean = rule.reduce(stacked, reference, aggregate.weight, valid, jax.random.fold_in(key, 1000))
+        mean = rule.reduce(
+            stacked, reference, aggregate.weight, valid, jax.random.fold_in(key, ServerKey.REDUCE)
+        )
     elif parts.whole:
         mean = weighted_mean(aggregate.gather["mean"], aggregate.weight, valid)
     if rule.post is None:
         return mean, state.merging
-    return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, 1001))
+    return rule.post(mean, reference, state.merging, jnp.sum(valid), jax.random.fold_in(key, ServerKey.POST))
 
 
 def _rehearsal(parts: _Parts, rehearse: Rehearse) -> ServerReplay:

@@ -80,7 +80,7 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
         preservation(options.keep_weight, arrays_of(plain, run.sizes), run.sizes, shape.retroactive),
         others_only(),
     )
-    survey = Survey(knowledge_base(options, run.sizes), "closing", run.train.batch_size)
+    survey = Survey(knowledge_base(options, run.sizes), "task_end", run.train.batch_size)
     method = federate(
         decomposed(plain, run.sizes, shape),
         run.sizes,
