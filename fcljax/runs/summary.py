@@ -173,9 +173,9 @@ def _kept(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, in
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
+    kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
     places = len(kept.label)
-    row = communication.num_bytes(kept.rows) // places
+    row = communication.num_bytes(kept.examples) // places
     rows, side = int(records.counts["kept_rows"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
