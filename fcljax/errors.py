@@ -29,8 +29,10 @@ def one_line(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Kind and message of an exception, in one line of at most 200 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """Kind and message of an exception, in one line of at most 200 characters; of a ValueError the message
+    alone, which says enough."""
+    kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:200]
 
 
 def printable(text: str) -> str:

@@ -30,7 +30,7 @@ from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights.pretrained import Pretrained, load_backbone
+from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
 from fcljax.options import SurrogateOptions, resolved
 from fcljax.pixels import NORMALISE
 from fcljax.runs.features import make_features
@@ -85,11 +85,9 @@ def load_network(
         cfg.checkpoint,
         image_size,
         cfg.dtype,
-        heads=cfg.heads,
-        positions=resolved(cfg.positions),
-        decoder=decoder,
-        stem=cfg.stem,
-        seed=seed,
+        WeightOptions(
+            heads=cfg.heads, positions=resolved(cfg.positions), decoder=decoder, stem=cfg.stem, seed=seed
+        ),
     )
 
 
