@@ -120,7 +120,9 @@ def _architecture(tensors: Tensors) -> ConvNetConfig:
     size = 224 if stem == "imagenet" else 32
     if not dense:
         if "layer1.0.conv3.weight" in tensors:
-            raise InputError("checkpoint: its blocks are bottlenecks; of ResNets only 18 and 34 are supported")
+            raise InputError(
+                "checkpoint: its blocks are bottlenecks; of ResNets only 18 and 34 are supported"
+            )
         return ResNetConfig(size, _counted(tensors, r"layer(\d+)\.(\d+)\."), channels, stem)
     layers = _counted(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
     narrow = tensors.get("features.denseblock1.denselayer1.conv2.weight")
