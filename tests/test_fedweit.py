@@ -204,7 +204,9 @@ def test_running_statistics_are_one_set_for_each_task():
     network, frozen = with_statistics()
     model = made(network=network)
     params, batch = model.init(KEY, frozen), rows_of([3, 4, 4, 3])
-    output = model.forward(frozen, model.cached(params), model.trainable(params, TASKS[1]), batch, TASKS[1], True)
+    output = model.forward(
+        frozen, model.cached(params), model.trainable(params, TASKS[1]), batch, TASKS[1], True
+    )
     assert output.stats[0].tolist() == [0.0] * WIDTH
     np.testing.assert_allclose(output.stats[1], batch.image.mean(0) / 2, rtol=1e-6)
     params = params._replace(

@@ -291,7 +291,9 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
-    seen = [ClientStep(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts]
+    seen = [
+        ClientStep(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts
+    ]
     for look in (G.add_features, G.find_nearest):
         for each in seen:
             work = look(learner_of(forward), each, work)

@@ -62,7 +62,9 @@ def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     cfg = config.resolve(method, config.run_class(method)(fidelity=fidelity))
     made = make_method(method, cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
-    part = jax.eval_shape(lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server)
+    part = jax.eval_shape(
+        lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server
+    )
     assert communication.scalars(part) == expected
 
 
@@ -183,7 +185,9 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
     part = adapter.trainable(params, NEW)
     queries = jnp.eye(WIDTH)[jnp.array([0, 0, 1, 1])]
     of = lambda train, mask, task=NEW: (
-        adapter.inject(params, adapter.trainable(params, task), queries, task, train, mask).prefix[1].key[:, 0, 0]
+        adapter.inject(params, adapter.trainable(params, task), queries, task, train, mask)
+        .prefix[1]
+        .key[:, 0, 0]
     )
     own = params.own[:, 0, 0, 0, 0]
     np.testing.assert_allclose(of(True, EVERY), own[jnp.array([1, 1, 1, 1])])

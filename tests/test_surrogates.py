@@ -230,7 +230,12 @@ def test_the_server_distils_towards_its_clients_when_asked():
         lambda *x: jnp.stack(x), HEADS[1], HEADS[1], jax.tree.map(lambda x: x * jnp.nan, HEADS[1])
     )
     aggregate = Aggregate(
-        (), (), {"trainable": Params((), gathered)}, jnp.ones(3), jnp.arange(3), jnp.array([True, True, False])
+        (),
+        (),
+        {"trainable": Params((), gathered)},
+        jnp.ones(3),
+        jnp.arange(3),
+        jnp.array([True, True, False]),
     )
     params = Params((), HEADS[0])
     start = step.init(params, params)

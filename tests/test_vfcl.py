@@ -76,7 +76,9 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
     run = run_of()
     plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
-    usual = federate(plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats"))
+    usual = federate(
+        plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats")
+    )
     narrow = method_of(sigma=1e-6, **OFF)
     expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
     found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
@@ -171,7 +173,9 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
     term = priors(options, SIZES.classes, SIZES.rounds)
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
-    value = lambda part: term.loss(model, ClientStep(context, part, None, BATCHES[0], KEY, means(part)), check)
+    value = lambda part: term.loss(
+        model, ClientStep(context, part, None, BATCHES[0], KEY, means(part)), check
+    )
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)

@@ -429,7 +429,8 @@ def joined_rows():
 
 
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (conflating, gather_from, remembering, two_pass, personal, clipping, recalling)
+    toy.__name__: toy
+    for toy in (conflating, gather_from, remembering, two_pass, personal, clipping, recalling)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
