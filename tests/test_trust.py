@@ -81,7 +81,7 @@ def test_a_figure_that_cannot_be_drawn_costs_a_warning_and_is_drawn_when_it_can_
         raise RuntimeError("no [/ink] left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "accuracy_curve", broken)
+        patch.setattr(figures, "accuracy_curve", broken)
         assert resume(cut) == 0
     assert "accuracy.png could not be drawn: RuntimeError: no [/ink] left" in capsys.readouterr().err
     assert_same_run(cut, linear, but=("traces",))  # this process has played no round

@@ -297,7 +297,7 @@ def _rounds(
         state, kept, done = play(exp.train, state, past, t, r, last)
         if kept is not None:
             past += (kept,)
-            records.add(current_buffer=len(kept.label))
+            records.add(replay_examples=len(kept.label))
         if evaluate and (last or cfg.eval_every_round):
             with clock("eval"):
                 row = evaluate(exp.test, state, t, records)

@@ -230,7 +230,7 @@ def _cells(runs: list[Summary], columns: list[str], forgetting: str) -> list[str
         megabytes(one["communication"]["upload_bytes"]),
         f"{one['communication']['upload_scalars']:,}",
         _duration(np.mean([sum(value or 0 for value in run["time"].values()) for run in runs])),
-        over_seeds_text([run["client_images_per_s"] for run in runs], 1),
+        over_seeds_text([run["client_images_per_s"] for run in runs], 1).partition(" ±")[0],
     ]
 
 

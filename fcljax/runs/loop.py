@@ -375,7 +375,7 @@ def _loop(
             if kept is not None:
                 past += (kept,)
                 records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
-                records.add(current_buffer=len(kept.label))
+                records.add(replay_examples=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(exp.test, state, t, records)

@@ -177,7 +177,7 @@ def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dic
     kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
     slots = len(kept.label)
     example_bytes = communication.num_bytes(kept.rows) // slots
-    examples, side = int(records.counts["kept_rows"]), exp.inputs.backbone.config.image_size
+    examples, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
         "examples": examples,
