@@ -177,7 +177,7 @@ def _rows_figure(names: list[str], xlabel: str) -> tuple[Figure, Axes]:
     figures.open_frame(axes)
     for i, name in enumerate(names):
         axes.text(
-            0, i - 0.3, figures.words(name, MAX_LABEL), transform=axes.get_yaxis_transform(), fontsize=9
+            0.005, i - 0.3, figures.words(name, MAX_LABEL), transform=axes.get_yaxis_transform(), fontsize=9
         )
     return figure, axes
 
