@@ -28,7 +28,8 @@ from fcljax.models.densenet import DENSENETS, DenseNet, DenseNetConfig, densenet
 from fcljax.models.networks import make_network
 from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
 from fcljax.models.vit import Injection
-from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
+from fcljax.models.weights.convert import ConvertOptions, convert
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 from fcljax.parts.federate import Run, Training
 from fcljax.pixels import NORMALISE
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes

@@ -1,5 +1,5 @@
-"""Every function that the tables of the methods' pages name beside an equation or a method is called when this
-method is run: a table that names code which no run reaches would be wrong."""
+"""Every function that the methods' pages name beside an equation or a method is called when the method runs:
+a table that names code which no run reaches would be wrong."""
 
 import functools
 import inspect

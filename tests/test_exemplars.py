@@ -204,7 +204,7 @@ def test_features_are_gathered_batch_by_batch_and_padding_is_not():
 
 def test_a_client_recalls_rows_of_its_old_classes_and_no_others():
     memory = Exemplars(jnp.array([0, 3, 1, 4, 0]), jnp.array([7, 8, 9, 10, -1]), jnp.zeros(5))
-    recall = main_of(formula_method()).program.phases[0].recall
+    recall = main_of(formula_method()).program.phases[0].replay
     server = compiled(formula_method().init)(KEY, SCALE)
     program = main_of(formula_method()).program
     state = (Herded(memory, jnp.ones(5, bool)),)
@@ -238,7 +238,7 @@ def test_clients_of_a_run_remember_rows_that_they_held():
     for place, (_, (memory,), _) in enumerate(history):
         for client in range(SIZES.clients):
             row = np.asarray(memory.exemplars.row[client])
-            own = [np.split(deal.rows, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
+            own = [np.split(deal.indices, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
             own = np.concatenate(own)
             assert set(row[row >= 0].tolist()) <= set(own.tolist())
             count = np.minimum(np.bincount(ROW_LABEL[own], minlength=5), 2)

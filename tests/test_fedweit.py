@@ -457,7 +457,7 @@ def test_a_task_is_handed_at_most_so_many_of_what_is_known_each_once(count):
 
 def closing(method, server, states):
     """The server after a task's closing round, and what the clients sent."""
-    (report_round,) = [each for each in method.rounds if each.when == "closing"]
+    (report_round,) = [each for each in method.rounds if each.when == "task_end"]
     uploads = []
     for i, state in states.items():
         context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3, i), SCALE)

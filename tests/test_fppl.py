@@ -20,7 +20,7 @@ from fcljax.adapters import ADAPTERS
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.communication import extra_storage, scalars, traffic
-from fcljax.federated.engine import Lanes, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
 from fcljax.methods.fppl import (
@@ -874,7 +874,10 @@ def short_run():
         ids = np.flatnonzero(partitions[t].count)
         for r in range(2):
             server, states, report = run_round(
-                engine, NOTHING, server, states, data, partitions[t], ids, task, r, jax.random.key(3)
+                engine,
+                server,
+                states,
+                RoundInputs(NOTHING, data, partitions[t], ids, task, r, jax.random.key(3)),
             )
             reports.append(report)
         servers.append(server)

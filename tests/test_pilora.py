@@ -24,7 +24,7 @@ from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import extra_storage, scalars, traffic
-from fcljax.federated.engine import Lanes, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
@@ -569,7 +569,7 @@ def test_unseen_classes_never_win_unless_the_release_is_asked_for():
 
 
 def opening_of(method):
-    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    (opening,) = [each for each in method.rounds if each.when == "task_start"]
     return opening
 
 
@@ -596,7 +596,7 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
 def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
     assert [each.when for each in make()[0].rounds] == ["round"]
     method = build(headtune=True, epochs=1, batch_size=8)
-    (start, _, end), reports, _ = play(method, when="opening")
+    (start, _, end), reports, _ = play(method, when="task_start")
     # every B is 0, so that features are images
     means = np.stack([IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)])
     np.testing.assert_allclose(prototypes_of(end), means, rtol=1e-4, atol=1e-5)
@@ -651,7 +651,10 @@ def play(
         for round_ in range(rounds):
             ids = np.flatnonzero(deal.count)
             server, states, report = run_round(
-                engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3), when=when
+                engine,
+                server,
+                states,
+                RoundInputs(frozen, data, deal, ids, task, round_, jax.random.key(3), when=when),
             )
             reports.append(report)
         servers.append(server)

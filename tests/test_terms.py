@@ -54,7 +54,9 @@ OWN = {
 def with_terms(*client_rules: ClientRule):
     """FedAvg of a linear classifier by gradient descent, with these terms."""
     adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
-    return averaging(Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity())), client_rules=client_rules)
+    return averaging(
+        Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity())), client_rules=client_rules
+    )
 
 
 def fresh(method):

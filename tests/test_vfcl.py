@@ -275,12 +275,12 @@ def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_
 def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_has_not_none():
     method = method_of(exemplars=2)
     program, server = main_of(method).program, fresh(method)
-    assert main_of(method_of()).program.memory is None
+    assert main_of(method_of()).program.replay_buffer is None
     state = method.init_client(KEY, server)
-    assert (np.asarray(program.memory(state)) == -1).all()
+    assert (np.asarray(program.replay_buffer(state)) == -1).all()
     _, state = client_round(method, server, TASKS[0], OF_FIRST, state, round_=SIZES.rounds - 1)
     after = end_of_task(method, server, TASKS[0], OF_FIRST, state)
-    rows = np.asarray(program.memory(after))
+    rows = np.asarray(program.replay_buffer(after))
     assert set(rows[rows >= 0]) == {0, 1, 2}  # one row of each class is all that there is
 
 

@@ -119,9 +119,10 @@ def episode_loss(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Prototypical networks' loss (Snell et al. 2017, algorithm 1) on one batch: every other example supports
-    its class's prototype, the rest are queries, and their negative squared distances to the prototypes are the
-    logits. Queries of classes without support do not count.
+    """Prototypical networks' loss (Snell et al. 2017, algorithm 1) on one batch.
+
+    Every other example supports its class's prototype, the rest are queries, and their negative squared
+    distances to the prototypes are the logits. Queries of classes without support do not count.
 
     Batches come in a new order in every epoch, so that an episode's halves are random; its classes and the
     examples of each are those of the batch, where the paper draws a fixed number of both.

@@ -41,9 +41,9 @@ from fcljax.types import (
     Frozen,
     Method,
     Network,
+    Reconstruction,
     ReplayBatch,
     ReplayBuffer,
-    Restored,
     RoundContext,
     ServerReplay,
     Sizes,
@@ -375,7 +375,7 @@ def restored_batch(
     """Images restored with the prompts of their tasks, as the classifier's input."""
     pair = autoencoder_of(learner.network)
     prompt = None if pool.prompt is None else pool.prompt[images.task]
-    image = restored(pair, round_context.frozen, images.rows, prompt)
+    image = restored(pair, round_context.frozen, images.examples, prompt)
     if options.recon_denorm:
         image = between(pair, learner.network, image)
     return Batch(image, images.label, images.mask, jnp.zeros_like(images.label) - 1)
@@ -395,7 +395,7 @@ def reconstruct(
     server: ServerState,
     image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
-) -> Restored:
+) -> Reconstruction:
     """What the server could rebuild of images (as the network reads them) if clients sent their tokens."""
     pair, frozen = autoencoder_of(network), round_context.frozen
     own = between(network, pair, image)
@@ -407,4 +407,4 @@ def reconstruct(
     prompt, plain = server.params.extra.get(RECONSTRUCTION), pixels(None)
     original, hidden = to_unit(pair, own), hidden_pixels(masking.masked, pair.patch)
     masked = jnp.where(hidden, 0.5, original)
-    return Restored(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)
+    return Reconstruction(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)

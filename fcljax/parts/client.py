@@ -15,11 +15,10 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
+from fcljax.federated.keys import StepKey
 from fcljax.parts.learner import Learner, Loss, Output, Params, correct_examples
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
-
-DRAWN = 1002  # purpose of a step's key: the draws of a Bayesian learner
 
 
 @runtime_checkable
@@ -326,7 +325,7 @@ def _loss(
         return loss_of(trainable)
     # keyed by the first example: whoever holds the examples gets the same parameters
     own_key = key if batch.keys is None else batch.keys[0]
-    keys = jax.random.split(jax.random.fold_in(own_key, DRAWN), sampling.training)
+    keys = jax.random.split(jax.random.fold_in(own_key, StepKey.DRAWN_PARAMS), sampling.training)
     if sampling.training == 1:
         return loss_of(sampling.draw(keys[0], trainable))
     # one after the other: side by side, every convolution would have its own kernels for each draw

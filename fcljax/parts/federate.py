@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.check import describe
+from fcljax.federated.keys import InitKey, ServerKey, StepKey
 from fcljax.federated.rules import weighted_mean
 from fcljax.parts import client
 from fcljax.parts.classifiers import linear_on
@@ -31,7 +33,7 @@ from fcljax.parts.server import (
     reports_of,
     sees_each_client,
 )
-from fcljax.parts.user_code import check_like, place_of
+from fcljax.parts.user_code import check_like
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -53,7 +55,6 @@ from fcljax.types import (
 
 MEAN = make_aggregation(AggregationOptions())
 Personal = Literal["classifier", "stats"]
-_EXTRA, _REDUCE, _POST = 1000, 1000, 1001  # purposes of keys: first values of rules' parameters; aggregation
 
 
 class Run(NamedTuple):
@@ -266,7 +267,7 @@ def _received(parts: _Parts, context: ClientContext, state: tuple) -> Params:
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     params = parts.learner.init(key, frozen)
     extra = {
-        rule.name: rule.parameters(jax.random.fold_in(key, _EXTRA + i))
+        rule.name: rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
         for i, rule in enumerate(parts.rules)
         if rule.parameters
     }
@@ -346,7 +347,9 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
             drawn = server._replace(params=sampling.draw(key, mine))
             return jax.nn.softmax(predict(round_context, drawn, batch))
 
-        keys = jax.random.split(jax.random.key(client.DRAWN), sampling.evaluation)  # the same for all batches
+        keys = jax.random.split(
+            jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation
+        )  # the same for all batches
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
     draws = learner.sampling is not None and learner.sampling.evaluation > 0
@@ -380,7 +383,7 @@ def _program(parts: _Parts) -> Program:
 
     replays = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
     index, replay = replays[0] if replays else (0, None)
-    view = View(training.epochs, training.batch_size, recall=replay.count if replay else 0)
+    view = View(training.epochs, training.batch_size, replay=replay.count if replay else 0)
 
     def choose(context: ClientContext, local: Local, key: PRNGKeyArray) -> Array:
         assert replay is not None
@@ -463,7 +466,7 @@ def _task_end_round(parts: _Parts) -> tuple[Round, ...]:
         own = _own_after(parts, context.task, local.trainable, state)
         return Upload(weight=context.client.examples), (*kept, *own)
 
-    return (Round(Program(start, phases, finish), None, "everyone", "closing"),)
+    return (Round(Program(start, phases, finish), None, "everyone", "task_end"),)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -503,7 +506,7 @@ def _updated(
     part, found = f"server rule {rule.name!r}", rule.update(around, params, state)
     if not isinstance(found, ServerUpdate):
         raise InputError(
-            f"{part}: {place_of(rule.update)} returned {type(found).__name__}, and "
+            f"{part}: {describe(rule.update)} returned {type(found).__name__}, and "
             f"ServerUpdate(params, state, metrics) is needed"
         )
     check_like(part, rule.update, found.params, params)
@@ -533,12 +536,16 @@ def _aggregated(
     rule, valid, weight = parts.run.aggregation, aggregate.valid, aggregate.weight
     reference, mean = _averaged(parts, round_context.previous.payload.trainable), aggregate.mean
     if rule.reduce:
-        mean = rule.reduce(reports["mean"], reference, weight, valid, jax.random.fold_in(key, _REDUCE))
+        mean = rule.reduce(
+            reports["mean"], reference, weight, valid, jax.random.fold_in(key, ServerKey.REDUCE)
+        )
     elif parts.whole:
         mean = weighted_mean(reports["mean"], weight, valid)
     if rule.post is None:
         return mean, state.aggregation
-    return rule.post(mean, reference, state.aggregation, jnp.sum(valid), jax.random.fold_in(key, _POST))
+    return rule.post(
+        mean, reference, state.aggregation, jnp.sum(valid), jax.random.fold_in(key, ServerKey.POST)
+    )
 
 
 def _report_round(parts: _Parts, number: int) -> Round:
@@ -566,8 +573,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         return state._replace(params=params, rules=states), metrics
 
     phases: tuple[Phase, ...] = client.passes(work, {}, reports)
-    when = "opening" if rule.when == "task_start" else "closing"
-    return Round(Program(start, phases, finish), server, who="everyone", when=when)
+    return Round(Program(start, phases, finish), server, who="everyone", when=rule.when)
 
 
 def _with_view(report: Report, view: View) -> Report:

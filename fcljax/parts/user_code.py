@@ -1,10 +1,8 @@
 """Checks of functions that a user writes: each mistake is one line that names the part, the function and its
 place in the user's file."""
 
-import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,15 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fcljax.errors import InputError
-
-
-def place_of(function: Callable) -> str:
-    """Where a function is written, such as "loss() in my_method.py:12"."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__name__", repr(function))
-    return f"{name}() in {Path(code.co_filename).name}:{code.co_firstlineno}" if code else f"{name}()"
+from fcljax.federated.check import describe
 
 
 def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None:
@@ -46,7 +36,7 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
             signature.bind(*[None] * count)
         except TypeError:
             raise InputError(
-                f"{field}: {part} gets {count} arguments, and {place_of(function)} takes {signature}"
+                f"{field}: {part} gets {count} arguments, and {describe(function)} takes {signature}"
             ) from None
 
 
@@ -59,7 +49,7 @@ def check_scalar(part: str, function: Callable, value: Any) -> Array | float:
     shape = np.shape(value) if isinstance(value, int | float) else getattr(value, "shape", None)
     if shape != ():
         said = f"shape {shape}" if shape is not None else type(value).__name__
-        raise InputError(f"{part}: {place_of(function)} returned {said}, and a scalar is needed")
+        raise InputError(f"{part}: {describe(function)} returned {said}, and a scalar is needed")
     return value
 
 
@@ -76,7 +66,7 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
     )
     if got != wanted or shapes[0] != shapes[1]:
         raise InputError(
-            f"{part}: {place_of(function)} returned {_described(value)}, and {_described(like)} is needed"
+            f"{part}: {describe(function)} returned {_described(value)}, and {_described(like)} is needed"
         )
     return value
 

@@ -193,7 +193,7 @@ def clients_per_chunk(method: Method, shapes: tuple[Shapes, ...], rows: int, ima
     def size(each: Round, made: Shapes) -> int:
         program = each.program
         numbers = 4 * rows * sum(phase.view.epochs for phase in program.phases)  # of the rows that it reads
-        replayed = jax.eval_shape(program.memory, made.state).size if program.memory else 0
+        replayed = jax.eval_shape(program.replay_buffer, made.state).size if program.replay_buffer else 0
         return slot_bytes(program, made) + numbers + replayed * image
 
     largest = max(map(size, method.rounds, shapes))
