@@ -284,7 +284,7 @@ def test_exemplars_are_a_clients_own():
     memory, _ = history("icarl")[3][1]  # and LwF's teacher
     rows = np.asarray(memory.exemplars.index)
     for client in (0, 2, 3):
-        own = np.concatenate([np.split(deal.rows, deal.offset[1:-1])[client] for deal in DEALS])
+        own = np.concatenate([deal.of_client(client) for deal in DEALS])
         assert set(rows[client].tolist()) <= set(own.tolist())
         assert len(set(rows[client].tolist())) == 6
     assert rows[1].tolist() == [-1] * 6
@@ -319,7 +319,7 @@ def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
 
 def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
     sums = history("fedncm")[3][0].params.classifier.sums
-    held = np.concatenate([deal.rows for deal in DEALS])
+    held = np.concatenate([deal.indices for deal in DEALS])
     np.testing.assert_array_equal(sums.examples, np.bincount(LABEL[held], minlength=5))
     np.testing.assert_allclose(sums.feature / np.asarray(sums.examples)[:, None], means_of(held), atol=1e-4)
 
@@ -330,7 +330,7 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     sums = last.classifier.sums
     np.testing.assert_array_equal(sums.feature[:3], first.classifier.sums.feature[:3])
     mean = np.asarray(sums.feature / jnp.maximum(sums.examples, 1)[:, None])
-    held = np.concatenate([deal.rows for deal in DEALS])
+    held = np.concatenate([deal.indices for deal in DEALS])
     model = lambda params: Params(params.adapter, params.classifier.inner)
     np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
     np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)

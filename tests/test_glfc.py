@@ -312,7 +312,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     batches = [Batch(image[s], label[s], mask[s], row[s]) for s in parts]
     for look in (G.add_features, G.find_nearest):
         for batch in batches:
-            work = look(step_of(learner_of(forward), context, None, batch), work)
+            work = look(step_of(learner_of(forward), context, Params((), ()), batch), work)
     feature = np.asarray(image.reshape(10, -1)[:, :4])
     near = np.asarray(unit(jnp.asarray(feature)))
     spread = []
