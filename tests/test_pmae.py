@@ -248,7 +248,7 @@ def test_the_prompt_is_averaged_by_rows():
 
 
 def communication_mean(values, weight):
-    from fcljax.federated.aggregation import weighted_mean
+    from fcljax.federated.rules import weighted_mean
 
     return weighted_mean(values, weight, jnp.ones(2, bool))
 

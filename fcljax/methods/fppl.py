@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federated.aggregation import per_class, screen_prototypes
+from fcljax.methods.fppl_robust import per_class, screen_prototypes
 from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
 from fcljax.options import option, resolved
 from fcljax.parts.classifiers import linear

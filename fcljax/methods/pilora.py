@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.lora import l1, orthogonality
-from fcljax.federated.aggregation import prototype_reweight, uniform_mean
+from fcljax.federated.rules import uniform_mean
+from fcljax.methods.pilora_prototypes import prototype_reweight
 from fcljax.models.prototypes import Distance, class_means, pl_loss
 from fcljax.models.vit import Lora
 from fcljax.options import option, resolved

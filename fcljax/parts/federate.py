@@ -15,7 +15,8 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
+from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.rules import weighted_mean
 from fcljax.models.heads import correct, cross_entropy
 from fcljax.options import resolved
 from fcljax.parts.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss

@@ -17,8 +17,9 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import Aggregation, conflate_sums, precision_terms
+from fcljax.federated.aggregation import Aggregation
 from fcljax.methods.vfcl.bayesian import bayesian
+from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import (
     Posterior,
     flat,
