@@ -185,6 +185,8 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
     need no download."""
 
+    # name of the method: one of the package, or FILE.py, FILE.py:NAME or MODULE:NAME from outside
+    method: str = ""
     fidelity: Fidelity = "intended"  # which reading of the paper where paper and release differ
     # report the privacy spent, as epsilon for this delta; needs noise_multiplier and the extra `privacy`
     dp_delta: float | None = option(None, positive=True, most=1.0)
@@ -286,7 +288,8 @@ def run_class(method: str, adapter: str | None = None) -> type:
     adapter = adapter or entry.adapter
     bases = tuple(reversed(option_groups(method, adapter).values()))
     known = {field.name: field for base in bases for field in dataclasses.fields(base)}
-    own = {name: value for name, value in entry.defaults.items() if name in known} | {"adapter": adapter}
+    own = {name: value for name, value in entry.defaults.items() if name in known}
+    own |= {"adapter": adapter, "method": method}
     fields = [
         (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
         for name, value in own.items()
@@ -310,12 +313,16 @@ def part(options: type[Value], config: object) -> Value:
     return options(**{field.name: getattr(config, field.name) for field in fields_of(options)})
 
 
-def resolve(method: str, config: RunConfig) -> RunConfig:
+def resolve(*given: Any) -> RunConfig:
     """Every None that a fidelity preset decides is filled in; checks ranges.
+
+    Call it with the settings alone: they know their method. (Two arguments, a method's name before the
+    settings, work until all callers have changed.)
 
     Raises:
       InputError: naming the field, its value and what is valid.
     """
+    config: RunConfig = given[-1]
     check_ranges(config)
     if config.momentum is not None and config.optimiser != "sgd":
         raise InputError(
@@ -334,7 +341,7 @@ def resolve(method: str, config: RunConfig) -> RunConfig:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
         )
-    chosen = preset(method, resolved(config.adapter), config.fidelity)
+    chosen = preset(config.method, resolved(config.adapter), config.fidelity)
     if config.optimiser != "sgd":
         chosen.pop("momentum", None)
     return settle(config, chosen)
@@ -426,6 +433,9 @@ def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
     Raises:
       InputError: as `fill`.
     """
+    named = values.get("method", method)
+    if named != method:
+        raise InputError(f"{where}: the settings are for the method {named!r}, not {method!r}")
     adapter = values.get("adapter") or find_method(method).adapter
     check_known(method, adapter, values, where)
     return fill(run_class(method, adapter), values, where)
@@ -545,9 +555,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def to_yaml(method: str, config: RunConfig) -> str:
-    """All fields of a run as YAML, the method first."""
-    return yaml.safe_dump({"method": method, **dataclasses.asdict(config)}, sort_keys=False)
+def to_yaml(*given: Any) -> str:
+    """All fields of a run's settings as YAML, the method first. (As in `resolve`, a method's name may come
+    before the settings until all callers have changed.)"""
+    config: RunConfig = given[-1]
+    return yaml.safe_dump({"method": config.method, **dataclasses.asdict(config)}, sort_keys=False)
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

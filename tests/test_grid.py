@@ -27,14 +27,14 @@ def test_all_combinations_with_variants_methods_and_seeds():
     """)
     names = [run.name for run in runs]
     assert names[:4] == [
-        "linear_plain_beta-0.1_clients-3_seed-7",
-        "linear_plain_beta-0.1_clients-3_seed-8",
-        "linear_plain_beta-0.01_clients-3_seed-7",
-        "linear_plain_beta-0.01_clients-3_seed-8",
+        "linear_plain_alpha-0.1_clients-3_seed-7",
+        "linear_plain_alpha-0.1_clients-3_seed-8",
+        "linear_plain_alpha-0.01_clients-3_seed-7",
+        "linear_plain_alpha-0.01_clients-3_seed-8",
     ]
     assert len(names) == len(set(names)) == 3 * 2 * 2
     last = runs[-1]
-    assert (last.name, last.method) == ("ewc_ours_beta-0.01_clients-3_seed-8", "ewc")
+    assert (last.name, last.method) == ("ewc_ours_alpha-0.01_clients-3_seed-8", "ewc")
     assert last.given == {
         "tasks": 4,
         "seed": 8,

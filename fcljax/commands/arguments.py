@@ -111,7 +111,8 @@ def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -
 
 
 def _fields(groups: Mapping[str, object]) -> dict[str, dataclasses.Field]:
-    return {field.name: field for group in groups.values() for field in fields_of(type(group))}
+    fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
+    return {name: field for name, field in fields.items() if name != "method"}  # named before the options
 
 
 def print_rows(rows: Sequence[tuple[str, object]]) -> None:

@@ -44,6 +44,7 @@ def command(method_name: str, settings: dict[str, Any]) -> list[str]:
     """What to type for a run with these settings: `fcljax run` with the options that differ from the
     defaults; with all of them where the method or one of the settings is not known here."""
     wanted, known = {"seed": settings.get("seed"), **settings}, _beside_defaults(method_name, settings)
+    wanted.pop("method", None)
     given = {name: wanted[name] for name in wanted if known is None or name == "seed" or name in known}
     words = ["fcljax", "run", method_name]
     for name, value in given.items():
@@ -64,7 +65,7 @@ def _beside_defaults(method_name: str, settings: dict[str, Any]) -> set[str] | N
     try:
         usual = made(choosing)
         given = choosing | {name: value for name, value in settings.items() if usual.get(name) != value}
-        return set(given) if made(given) == settings else None
+        return set(given) if made(given) == {"method": method_name, **settings} else None
     except (InputError, OSError):
         return None
 
