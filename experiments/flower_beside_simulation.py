@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from fcljax.runs.queries import with_queries
 from flwr.simulation import run_simulation
 
 from fcljax.bridges import node
@@ -23,7 +24,6 @@ from fcljax.federated.engine import init_clients
 from fcljax.runs import loop
 from fcljax.runs.build import build
 from fcljax.runs.checkpoint import State
-from fcljax.runs.queries import with_queries
 from fcljax.runs.records import Clock, Records
 from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.types import PyTree

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.methods.fppl_robust import prototype_mean
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import learner
@@ -33,12 +33,12 @@ def main(run_dir: str) -> None:
     """Print the measurements of one run."""
     values = config.load_yaml(Path(run_dir) / "config.yaml")
     method = values.pop("method")
-    cfg = config.resolve(method, config.from_mapping(method, values, run_dir))
+    cfg = config.resolve(config.from_mapping(method, values, run_dir))
     exp = build(method, cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
         server = loop.begin(exp, manager, print)[0].server
     network, classes, task = network_of(exp.inputs.backbone), exp.sizes.classes, exp.scenario.tasks[-1]
-    adapter = ADAPTERS[cfg.adapter]
+    adapter = find_adapter(cfg.adapter)
     built = adapter.build(config.part(adapter.options, cfg), exp.sizes, network)
     model, params = learner(network, built, linear(network.width, classes)), server.params
     pool, head = server.steps[0], params.classifier

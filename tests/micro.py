@@ -79,7 +79,7 @@ def read(data, index, keys, augment):
 
 def resolved(name, **values):
     """Settings of a method as a run has them."""
-    return config.resolve(name, config.from_mapping(name, values, "test"))
+    return config.resolve(config.from_mapping(name, values, "test"))
 
 
 def method_of(name, sizes=SIZES, network=NETWORK, **values):

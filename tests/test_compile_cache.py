@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fcljax.runs.compiled import Entry, oldest_beyond
 from small_runs import COMMON, ROOT
 
 from fcljax.runs import compiled
-from fcljax.runs.compiled import Entry, oldest_beyond
 
 # what jax looked up, found and wrote, as it reports it, and the exit code
 COUNTING = """

@@ -25,7 +25,8 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.check import check_method
 from fcljax.models.networks import network_name
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
@@ -94,7 +95,7 @@ def test_digits_fill_their_frame_and_lose_no_margin(inputs):
 
 @pytest.mark.long
 def test_augment_decides_over_the_data_set():
-    cfg = config.resolve("linear", config.from_mapping("linear", {"image_size": "8"}, "test"))
+    cfg = config.resolve(config.from_mapping("linear", {"image_size": "8"}, "test"))
     augments = lambda value: build.build("linear", dataclasses.replace(cfg, augment=value)).inputs.augments
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
@@ -129,9 +130,7 @@ def test_a_chunk_has_as_many_clients_as_its_memory_holds():
 def test_joint_training_has_all_classes_in_one_task():
     def tasks(method):
         values = {"image_size": "8", "tasks": "5"}
-        return build.build(
-            method, config.resolve(method, config.from_mapping(method, values, "test"))
-        ).scenario.tasks
+        return build.build(method, config.resolve(config.from_mapping(method, values, "test"))).scenario.tasks
 
     assert [len(tasks(method)) for method in ("joint", "fedclm")] == [1, 5]
 

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from fcljax.runs.queries import make_queries, rows_evaluated, rows_held, with_queries
 
 from fcljax import config
 from fcljax.data.streaming import Host
 from fcljax.runs import build, loop, queries
 from fcljax.runs.inputs import frozen_features
-from fcljax.runs.queries import make_queries, rows_evaluated, rows_held, with_queries
 
 SETTINGS = {
     "tasks": 5,
@@ -22,7 +22,7 @@ SETTINGS = {
     "server_epochs": 1,
     "participation": 0.5,
 }
-CFG = config.resolve("fppl", config.from_mapping("fppl", SETTINGS, "test"))
+CFG = config.resolve(config.from_mapping("fppl", SETTINGS, "test"))
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,6 @@ def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, mo
 
 def test_a_split_that_nobody_reads_has_none(exp):
     assert with_queries(exp, CFG, ("test",)).train.query is None
-    lora = config.resolve("fedavg", config.from_mapping("fedavg", {"adapter": "lora"}, "test"))
+    lora = config.resolve(config.from_mapping("fedavg", {"adapter": "lora"}, "test"))
     plain = build.build("fedavg", lora)
     assert make_queries(plain, lora)(plain, range(5)).test.query is None

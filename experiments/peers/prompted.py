@@ -82,7 +82,7 @@ def game_of(work: Work) -> Game:
     if work.method == "pilora":
         settings["weight_decay"] = DECAY if work.optimiser == "adam" else 0.0
         settings["lora_lr"] = LORA_RATE if work.optimiser == "adam" else work.rate
-    resolved = config.resolve(work.method, config.from_mapping(work.method, settings, "bench"))
+    resolved = config.resolve(config.from_mapping(work.method, settings, "bench"))
     sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)

@@ -49,7 +49,7 @@ def settings_of(method: str | None, given: dict[str, Any]) -> tuple[str, RunConf
     named = given.pop("method", method)
     if not named or (method and named != method):
         raise InputError(f"method: {named!r} given; name one method, such as 'fppl'")
-    cfg = config.resolve(named, config.from_mapping(named, given, "settings"))
+    cfg = config.from_mapping(named, given, "settings")
     check_deployable(cfg)
     return named, cfg
 

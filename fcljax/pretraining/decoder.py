@@ -56,7 +56,7 @@ from fcljax.models.mae import (
 from fcljax.models.networks import network_name
 from fcljax.models.vit import Injection, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, decoder_metadata, packaged, save_native
-from fcljax.options import check_ranges, option, resolved
+from fcljax.options import check_ranges, option
 from fcljax.pretraining.training import (
     VALIDATION_SEED,
     check_weights_file,
@@ -236,7 +236,8 @@ def _reconstruct(
 ) -> Float[Array, "batch patches pixels"]:
     """The decoder's pixels from what the frozen encoder makes of the visible patches."""
     latent = apply_vit(plan.encoder, encoder, image, Injection(keep=masking.keep), full=True).tokens
-    return decode(plan.decoder, params, resolved(latent), masking.restore)
+    assert latent is not None
+    return decode(plan.decoder, params, latent, masking.restore)
 
 
 def _optimiser(plan: Plan) -> optax.GradientTransformation:
@@ -373,11 +374,11 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> P
         cfg.decoder_mlp,
         cfg.dtype,
     )
-    views = preset(resolved(cfg.preprocess), vit.image_size, fills_frame=not images.crops)
+    views = preset(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
     )
-    steps = cfg.steps if cfg.epochs is None else cfg.epochs * resolved(images.per_epoch)
+    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.per_epoch or 0)
     return Plan(_trained(cfg), steps, vit, decoder, views, images.crops)
 
 
@@ -531,7 +532,7 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
     """
     began = time.monotonic()
     _check(config)
-    cfg = settings.settle(config)
+    cfg = config
     name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
     # named as a file, a packaged encoder comes without the packaged decoder
     cfg = dataclasses.replace(cfg, checkpoint=packaged(name) if cfg.checkpoint is None else cfg.checkpoint)

@@ -26,7 +26,8 @@ import optax.contrib
 from jaxtyping import Array, Float, UInt8
 
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import check_ranges, option
 from fcljax.pretraining.training import (

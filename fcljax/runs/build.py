@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
@@ -25,7 +25,6 @@ from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
-from fcljax.options import resolved
 from fcljax.parts.federate import Run, Train
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
@@ -126,25 +125,24 @@ def make_method(method_name: str, cfg: RunConfig, sizes: Sizes, network: Network
     Raises:
       InputError: for options that it cannot honour, or an adapter that the network has no place for.
     """
-    entry, adapter_name = find_method(method_name), resolved(cfg.adapter)
-    adapter_entry = ADAPTERS[adapter_name]
+    entry, adapter_entry = find_method(method_name), find_adapter(cfg.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
-            f"adapter: {adapter_name!r} works inside attention, and the backbone has none; nearest: 'full'"
+            f"adapter: {cfg.adapter!r} works inside attention, and the backbone has none; nearest: 'full'"
         )
-    adapter = adapter_entry.build(config.part(adapter_entry.options, cfg), sizes, network)
+    _, own, of_adapter = config.option_groups(method_name, cfg.adapter).values()
+    adapter = adapter_entry.build(config.part(of_adapter, cfg), sizes, network)
     aggregation = make_aggregation(config.part(AggregationOptions, cfg))
     terms = (prox(cfg.prox_weight),) if cfg.prox_weight else ()
     terms += (norm_bound(cfg.norm_bound),) if cfg.norm_bound is not None else ()
     run = Run(sizes, network, adapter, make_train(cfg), aggregation, terms)
-    options = entry.options_with.get(adapter_name, entry.options)
-    method = entry.build(config.part(options, cfg), run)
+    method = entry.build(config.part(own, cfg), run)
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} is not honoured by {method_name}, which merges by "
             f"{method.aggregation!r}"
         )
-    return corrupt(method, cfg.attack or "sign_flip", cfg.malicious) if cfg.malicious else method
+    return corrupt(method, cfg.attack, cfg.malicious) if cfg.malicious else method
 
 
 def _with_faults(method: Method, cfg: RunConfig, inputs: Inputs, example: Example) -> Method:
