@@ -30,9 +30,9 @@ class ProgramOptions:
 def keep_compiled(option: str | None) -> None:
     """Set up what of compiled programs is kept, as `--compile-cache` says; a line on stderr if nothing can
     be."""
-    from fcljax.runs import compiled
+    from fcljax.runs import compile_cache
 
-    compiled.keep(option, lambda line: say(Console(stderr=True), line))
+    compile_cache.keep(option, lambda line: say(Console(stderr=True), line))
 
 
 def passed_on(options: ProgramOptions) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         return _play(method, resolved, paths, paths.resume or paths.out or _folder(method, resolved))
     if paths.seeds or (paths.resume and _seeds(resolved, paths)):
         raise InputError("seeds: processes with a coordinator run one seed at a time; leave out --seeds")
-    command = ["-m", "fcljax.commands.worker", "LOG", *arguments]
+    command = ["-m", "fcljax.worker", "LOG", *arguments]
     return hosts.supervised(command, host_options, lambda out: _go_on(method, out or paths.resume))
 
 
@@ -50,14 +50,15 @@ def join(arguments: list[str], log: TextIO) -> int:
     """The same in the child of a process that has a coordinator; `log` is read by its parent."""
     method, given, paths, host_options = _read(arguments)
     with hosts.joined(host_options, log):
-        resolved = hosts.agreed(lambda: settings(method, given, paths))
+        together = hosts.Hosts.connected()
+        resolved = together.agree(lambda: settings(method, given, paths))
         asked = resolved.devices if paths.resume or resolved.devices > 1 else given.get("devices")
-        devices = hosts.agreed(lambda: hosts.devices_of(asked))
+        devices = together.agree(lambda: together.devices(asked))
         resolved = dataclasses.replace(resolved, devices=devices)
-        out = hosts.told(lambda: paths.resume or paths.out or _folder(method, resolved))
-        hosts.tell_folder(out, log)
+        out = together.from_first(lambda: paths.resume or paths.out or _folder(method, resolved))
+        hosts.report_folder(out, log)
         same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
-        hosts.check_same({"options": same})
+        together.check_same({"options": same})
         return _play(method, resolved, paths, out)
 
 
@@ -78,7 +79,8 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
     from fcljax.runs import loop
     from fcljax.runs.summary import learned_nothing
 
-    console, resume, failed = Console(quiet=not hosts.leads()), paths.resume is not None, False
+    first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
+    console = Console(quiet=not first)
     seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
     keep_compiled(paths.compile_cache)
     try:
@@ -90,8 +92,8 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
                 figure = Path(out) / "accuracy.png"
                 tables, _ = compare([out], figure)
             else:
-                summary = loop.run(method, resolved, out, resume, stop=stop, track=track)
-                tables = [results_table([summary])] if hosts.leads() else []
+                summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
+                tables = [results_table([summary])] if first else []
                 figure = Path(out) / "figures" / "accuracy.png"
                 failed = learned_nothing(summary)
     except KeyboardInterrupt as error:
@@ -103,7 +105,7 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
         if made.exists():
             say(console, f"{name}: {made}")
     if failed:
-        err = Console(stderr=True, quiet=not hosts.leads())
+        err = Console(stderr=True, quiet=not first)
         say(err, "fcljax: no upload was valid in any round: the model is as it began")
     return int(failed)
 
@@ -147,7 +149,7 @@ def check(arguments: list[str]) -> int:
 
     from fcljax.checks import conformance
 
-    statements = conformance.check(method, resolved)
+    statements = conformance.check(resolved)
     table = Table("statement", "holds", "found")
     for name, holds, found in statements:
         add_row(table, name, "yes" if holds else "NO", found)

@@ -37,8 +37,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 class HostOptions:
     """Processes that share a run, on one host or several; each gets the same options and its own number."""
 
-    # HOST:PORT of process 0; the run uses the devices of all processes; auto: asks Slurm, Open MPI, Kubernetes
-    # or the TPU runtime
+    # HOST:PORT of process 0; the run uses the devices of all processes; auto: asks Slurm, Open MPI,
+    # Kubernetes or the TPU runtime
     coordinator: str | None = None
     processes: int | None = None  # how many there are
     process: int | None = option(None, least=0)  # this one's number, from 0
