@@ -17,7 +17,7 @@ from fcljax.commands import running
 from fcljax.methods.hepco import hepco
 from fcljax.runs import loop
 from fcljax.runs.build import build
-from fcljax.runs.inputs import frozen_features
+from fcljax.runs.features import frozen_features
 
 
 def real_latents(feature: Float[Array, "N D"], label: Int[Array, " N"], classes: int):
@@ -48,12 +48,12 @@ def main(arguments: list[str]) -> None:
     given = running.parse_run("hepco", arguments, "python experiments/hepco_real_latents.py", "")
     out = given.pop("out", None) or "runs/real-latents"
     cfg = running.settings("hepco", given, running.Paths())
-    exp = build("hepco", cfg)
+    exp = build(cfg)
     feature = frozen_features(exp.inputs, cfg.eval_batch_size)(exp.frozen, exp.train)
     label = jnp.asarray(exp.scenario.train_label)
     # the method has no place for this, on purpose: a server that could draw these would need no generators
     hepco.draw_latents = real_latents(jnp.asarray(feature), label, exp.sizes.classes)
-    summary = loop.run("hepco", cfg, out)
+    summary = loop.run(cfg, out)
     print(f"A_last {100 * summary['A_last']:.1f} %")
 
 

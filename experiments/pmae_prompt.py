@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     own, rest = parse(arguments)
     given = running.parse_run("pmae", rest, "python experiments/pmae_prompt.py", "")
     cfg = running.settings("pmae", given, running.Paths())
-    exp = build("pmae", cfg)
+    exp = build(cfg)
     loss, pair = loss_of(exp, cfg.mask_ratio, own.negative)
     test = np.flatnonzero(np.isin(exp.scenario.test_label, exp.scenario.tasks[0].classes))
     mine = exp.scenario.partitions[0][0].rows

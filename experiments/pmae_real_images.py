@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     # the method has no place for this, on purpose: it is what it exists to avoid
     pmae.autoencoder_of = lambda network: lossless(pair_of(network))
     pmae.no_restore = room_for_images
-    summary = loop.run("pmae", cfg, out)
+    summary = loop.run(cfg, out)
     print(f"A_last {100 * summary['A_last']:.1f} %")
 
 

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--mask", type=float, nargs="+", default=[0.75], help="shares that are hidden")
     own, rest = parser.parse_known_args(arguments)
     given = running.parse_run("pmae", rest, "python experiments/pmae_rebuilt_features.py", "")
-    exp = build("pmae", running.settings("pmae", given, running.Paths()))
+    exp = build(running.settings("pmae", given, running.Paths()))
     scenario, classes = exp.scenario, exp.scenario.tasks[0].classes
     train, test = scenario.partitions[0][0].rows, np.flatnonzero(np.isin(scenario.test_label, classes))
     label = scenario.train_label[train]

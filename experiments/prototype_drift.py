@@ -22,21 +22,23 @@ from fcljax.adapters import find_adapter
 from fcljax.methods.fppl_robust import prototype_mean
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import learner
-from fcljax.runs import checkpoint, loop
+from fcljax.runs import checkpoint
 from fcljax.runs.build import build
-from fcljax.runs.features import make_features
 from fcljax.runs.inputs import network_of
+from fcljax.runs.predict import make_features
+from fcljax.runs.rounds import first_state
 from fcljax.types import Batch
 
 
 def main(run_dir: str) -> None:
     """Print the measurements of one run."""
     values = config.load_yaml(Path(run_dir) / "config.yaml")
-    method = values.pop("method")
-    cfg = config.resolve(config.from_mapping(method, values, run_dir))
-    exp = build(method, cfg)
+    cfg = config.resolve(config.from_mapping(values["method"], values, run_dir))
+    exp = build(cfg)
     with checkpoint.open_checkpoints(Path(run_dir) / "checkpoints", cfg.keep_checkpoints) as manager:
-        server = loop.begin(exp, manager, print)[0].server
+        found = checkpoint.latest(manager, first_state(exp), print)
+    assert found is not None, "no checkpoint"
+    server = found.state.server
     network, classes, task = network_of(exp.inputs.backbone), exp.sizes.classes, exp.scenario.tasks[-1]
     adapter = find_adapter(cfg.adapter)
     built = adapter.build(config.part(adapter.options, cfg), exp.sizes, network)

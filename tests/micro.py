@@ -84,7 +84,7 @@ def resolved(name, **values):
 
 def method_of(name, sizes=SIZES, network=NETWORK, **values):
     """A method as a run makes it."""
-    return make_method(name, resolved(name, **values), sizes, network)
+    return make_method(resolved(name, **values), sizes, network)
 
 
 # ---- through the engine ------------------------------------------------------------------------------------

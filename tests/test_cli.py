@@ -366,7 +366,7 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     def works(name, **options):
         try:
             resolved = config.resolve(config.from_mapping(name, options, "test"))
-            make_method(name, resolved, sizes, network)
+            make_method(resolved, sizes, network)
         except InputError:
             return False
         return True

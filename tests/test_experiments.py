@@ -204,7 +204,7 @@ def test_the_upload_in_the_header_is_what_a_client_sends(file):
     classes = CLASSES[cfg.dataset]
     sizes = Sizes(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, examples=100)
     network, frozen = network_with_shapes(cfg.backbone)
-    built = make_method(method, cfg, sizes, network)
+    built = make_method(cfg, sizes, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)

@@ -20,7 +20,8 @@ FLOORS = (
     {"runs"},
     {"studies", "checks", "pretraining", "bridges"},
     {"commands"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__", "worker"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

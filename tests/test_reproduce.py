@@ -169,7 +169,7 @@ def can_be_built(run):
     scenario = make_scenario(labels_only(cfg), cfg, cfg.rounds, find_method(run.method).joint)
     first = scenario.tasks[0]
     sizes = Sizes(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
-    assert make_method(run.method, cfg, sizes, network(cfg.backbone))
+    assert make_method(cfg, sizes, network(cfg.backbone))
     rows = sum(int(partition.count.sum()) for of_task in scenario.partitions for partition in of_task[:1])
     assert 200 <= rows <= 10_000
 

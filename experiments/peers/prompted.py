@@ -22,8 +22,8 @@ from fcljax.data.store import Split
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
-from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
+from fcljax.runs.predict import Predicted, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, deal, mean_tree, rows_of, task_of
 
@@ -86,7 +86,7 @@ def game_of(work: Work) -> Game:
     sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)
-    method, frozen = make_method(work.method, resolved, sizes, network), frozen_of(work.vit)
+    method, frozen = make_method(resolved, sizes, network), frozen_of(work.vit)
     server = jax.jit(method.init)(KEY, frozen)
     server = with_past(work, method.begin_task(RoundContext.on_host(frozen, task, 0, False), server, KEY))
     return Game(

@@ -66,7 +66,7 @@ from fcljax.pretraining.training import (
 )
 from fcljax.results import figures as report
 from fcljax.runs import checkpoint
-from fcljax.runs.inputs import load_network, load_split, tell_notes, with_constants
+from fcljax.runs.inputs import load_network, load_split, report_notes, with_constants
 from fcljax.types import PyTree
 
 LETTERS = "letters"
@@ -537,7 +537,7 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
     # named as a file, a packaged encoder comes without the packaged decoder
     cfg = dataclasses.replace(cfg, checkpoint=packaged(name) if cfg.checkpoint is None else cfg.checkpoint)
     backbone = load_network(cfg, cfg.image_size)
-    tell_notes(backbone.notes, console or Console(stderr=True))
+    report_notes(backbone, console or Console(stderr=True))
     images = (_letters if cfg.dataset == LETTERS else _from_dataset)(cfg, backbone.config.image_size)
     plan = _plan(cfg, backbone, images)
     folder = _claim(cfg, backbone, images)

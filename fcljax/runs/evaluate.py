@@ -1,4 +1,5 @@
-"""Accuracy after a task on the test images of all tasks so far: of the global model, or of the clients' own."""
+"""Accuracy after a task on the test images of all tasks so far: of the global model, or of the clients'
+own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from fcljax.runs.predict import Predicted, make_predict
 from fcljax.runs.records import Evaluated, Records
 from fcljax.types import RoundContext, Task
 
-# evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's test split, perhaps with
-# query features. The records get the confusion matrix and the calibration, and the accuracies of each client
-# where clients are evaluated with models of their own.
+# evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's test split, perhaps
+# with query features. The records get the confusion matrix and the calibration, and the accuracies of each
+# client where clients are evaluated with models of their own.
 Evaluate = Callable[[Split | Host, State, int, Records], Evaluated]
 
 
@@ -83,14 +84,12 @@ def personal_accuracy(exp: Experiment, state: State) -> list[float | None] | Non
         return None
     label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
     predicted = predict(exp.test, state, len(exp.scenario.tasks) - 1)
-    return [
-        float(np.mean(found.label == label[index])) if len(index) else None for index, found in predicted
-    ]
+    return [float(np.mean(found.label == label[index])) if len(index) else None for index, found in predicted]
 
 
 def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
-    """Calibration after the last task of a Bayesian method that averages its predictions over parameters drawn
-    from the posterior, instead of predicting with their means; None for other methods."""
+    """Calibration after the last task of a Bayesian method that averages its predictions over parameters
+    drawn from the posterior, instead of predicting with their means; None for other methods."""
     if exp.method.predict_drawn is None:
         return None
     predict = _predict_by_client(exp, exp.method.predict_drawn)

@@ -1,22 +1,30 @@
-"""Query features of frozen images, computed when the first task needs them, so that the first round does not
-wait for images of later tasks."""
+"""Features of the frozen backbone, which prompt methods query: computed once for each image whose input is
+deterministic, and kept between runs if `fcljax embed` has written them to files."""
 
 import contextlib
+import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
-from fcljax.config import RunConfig
+from fcljax.config import InputConfig
+from fcljax.data.files.sources import data_folder
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, whole
+from fcljax.files import atomic, open_regular
 from fcljax.runs.build import Experiment
-from fcljax.runs.inputs import frozen_features, saved_features
+from fcljax.runs.inputs import Inputs, network_of, read_clean
+from fcljax.runs.predict import make_features
 from fcljax.scenario import Scenario
-from fcljax.types import PyTree
+from fcljax.types import Frozen, PyTree
 
 Part = Literal["test", "train"]
 PARTS: tuple[Part, ...] = ("test", "train")
@@ -26,44 +34,70 @@ TIMED_AS = {"train": "client", "test": "eval"}  # the part of a run's time in wh
 Fill = Callable[[Experiment, Iterable[int], Callable], Experiment]
 
 
-def make_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PARTS) -> Fill:
-    """fill(exp, tasks, section): the experiment with query features cached for what clients and evaluations
-    read in these tasks, wherever the input is deterministic.
+def frozen_features(
+    inputs: Inputs,
+    batch_size: int,
+    on_progress: Callable[[int], None] = lambda images: None,
+    mesh: Mesh | None = None,
+) -> Callable[..., Array | np.ndarray]:
+    """(frozen, split, index) -> the backbone's class token [n, width] of these images, by default of all,
+    under the clean view.
 
-    That is the test split always, and the training split if some phase reads it without augmentation. Tasks
-    are filled in their order, each once; images of tasks to come have NaN. Features that `fcljax embed` left
-    are taken as they are, all at once. `section` is entered as "eval" and "client", to time them.
+    Args:
+      inputs: the backbone, and how images become its input.
+      batch_size: images per step of a device.
+      on_progress: called with the number of images that have been added.
+      mesh: the devices that share the batches; None: the first one.
+    """
+    network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
+
+    def class_token(frozen: Frozen, image: Array) -> Array:
+        return network.apply(frozen.network, image, None, False)[0].cls
+
+    def read(split: Split, index: Array) -> Array:
+        return read_clean(preprocess, split, index)
+
+    return make_features(class_token, read, batch_size, on_progress, mesh)
+
+
+def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
+    """fill(exp, tasks, section): the experiment with the query features that clients and evaluations read in
+    these tasks, for all splits whose input is deterministic.
+
+    Those are the test split, and the training split if some phase reads it without augmentation. Features are
+    computed when the first task needs them, so that the first round does not wait for images of later tasks:
+    tasks are filled in their order, each once, and images of later tasks have NaN. Features that `fcljax
+    embed` has written are taken all at once. `section` is entered as "eval" or "client", to time the work.
 
     Args:
       exp: the experiment.
-      cfg: its settings.
-      parts: the splits that somebody reads.
+      parts: the splits that are read.
     """
     read = ("test", "train") if _reads_clean(exp) else ("test",)
     wanted: list[Part] = [part for part in parts if part in read] if exp.method.queries else []
-    saved = {part: saved_features(cfg, exp.inputs, part) for part in wanted}
-    compute = frozen_features(exp.inputs, cfg.eval_batch_size, mesh=exp.engine.mesh)
+    saved = {part: saved_features(exp.settings, exp.inputs, part) for part in wanted}
+    compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
     def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
         split, known = getattr(exp, part), whole(getattr(exp, part)).query
-        rows = (rows_held if part == "train" else rows_evaluated)(exp.scenario, t)
-        if not len(rows) and known is not None:
+        index = (newly_assigned if part == "train" else newly_evaluated)(exp.scenario, t)
+        if not len(index) and known is not None:
             return known
-        rows = rows if len(rows) else np.zeros(1, int)
-        # without those that are known: the compiled loop takes splits of one kind
-        found = np.asarray(compute(exp.frozen, _with_query(split, None), rows))
+        index = index if len(index) else np.zeros(1, int)
+        # without known features: the compiled loop takes splits of one kind
+        found = np.asarray(compute(exp.frozen, _with_query(split, None), index))
         shape = (len(whole(split).label), *found.shape[1:])
         known = np.full(shape, np.nan, found.dtype) if known is None else np.array(known)
-        known[rows] = found
+        known[index] = found
         return known
 
     def filled(exp: Experiment, part: Part, t: int) -> Experiment:
         split = getattr(exp, part)
         if saved[part] is not None and whole(split).query is not None:
             return exp
-        mine = features(exp, part, t) if saved[part] is None else saved[part]
-        mine = mine if isinstance(split, Host) else exp.engine.place(jnp.asarray(mine))
-        new = _with_query(split, mine)
+        query = features(exp, part, t) if saved[part] is None else saved[part]
+        query = query if isinstance(split, Host) else exp.engine.place(jnp.asarray(query))
+        new = _with_query(split, query)
         return exp._replace(train=new) if part == "train" else exp._replace(test=new)
 
     def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
@@ -75,22 +109,21 @@ def make_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PART
     return fill
 
 
-def with_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PARTS) -> Experiment:
+def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment:
     """The experiment with the query features of all tasks."""
-    return make_queries(exp, cfg, parts)(exp, range(len(exp.scenario.tasks)), contextlib.nullcontext)
+    return make_fill(exp, parts)(exp, range(len(exp.scenario.tasks)), contextlib.nullcontext)
 
 
-def rows_held(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
-    """The training rows that some client holds in task t, and none did before."""
-    of = [
-        np.concatenate([partition.rows for partition in partitions])
-        for partitions in scenario.partitions[: t + 1]
+def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
+    """Indices of the training images that some client has in task t, and none had before."""
+    of_tasks = [
+        np.concatenate([partition.rows for partition in of_task]) for of_task in scenario.partitions[: t + 1]
     ]
-    return np.setdiff1d(of[-1], np.concatenate([of[-1][:0], *of[:-1]]))
+    return np.setdiff1d(of_tasks[-1], np.concatenate([of_tasks[-1][:0], *of_tasks[:-1]]))
 
 
-def rows_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
-    """The test rows of the classes that evaluations after task t read, and those before did not."""
+def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
+    """Indices of the test images of those classes that are evaluated after task t, and were not before."""
     read = [np.asarray(scenario.tasks[i].seen) | scenario.learned(i).any(axis=0) for i in range(t + 1)]
     new = read[-1] & ~np.any([np.zeros_like(read[-1]), *read[:-1]], axis=0)
     return np.flatnonzero(new[scenario.test_label])
@@ -106,3 +139,49 @@ def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
     if isinstance(split, Host):
         return split._replace(tree=split.tree._replace(query=query))
     return split._replace(query=query)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
+    """The file of a split's features. Its name depends on everything that decides their bits: weights,
+    images, view, batches, and what computes them."""
+    facts = {
+        "weights": inputs.backbone.digest,
+        "network": repr(inputs.backbone.config),
+        "positions": options.positions,
+        "view": repr(inputs.preprocess),
+        "images": inputs.dataset.digest,
+        "split": part,
+        "batch": options.eval_batch_size,
+        "computed by": [jax.__version__, jax.devices()[0].device_kind],
+    } | ({"devices": options.devices} if options.devices > 1 else {})
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return data_folder(options.data_dir) / "features" / f"{name}.npz"
+
+
+def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
+    """The features that `fcljax embed` has written for these options, if they are there and intact."""
+    count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
+    try:
+        with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
+            features, sha256 = file["features"], str(file["sha256"])
+    except Exception:  # a damaged file may raise anything in the parsers of zip and npy
+        return None
+    fits = features.shape == (count, inputs.backbone.config.width) and features.dtype == np.float32
+    return features if fits and sha256 == _sha256(features) else None
+
+
+def save_features(
+    options: InputConfig, inputs: Inputs, part: Part, features: Float[np.ndarray, "N D"]
+) -> None:
+    """Keep the features of a split for later runs."""
+    path = feature_file(options, inputs, part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        np.savez(temporary, features=features, sha256=np.array(_sha256(features)))
+
+
+def _sha256(features: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()

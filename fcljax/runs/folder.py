@@ -52,7 +52,8 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def created(out: Path, settings: RunConfig) -> Iterator[None]:
-    """Make the run directory, with config.yaml, and lock it for the block. If that fails, no part of it stays.
+    """Make the run directory, with config.yaml, and lock it for the block. If that fails, no part of it
+    stays.
 
     Raises:
       InputError: if it cannot be written, or another process has made it in the meantime.

@@ -1,4 +1,5 @@
-"""One round of a run: the clients train, the server aggregates, the model is evaluated, the result recorded."""
+"""One round of a run: the clients train, the server aggregates, the model is evaluated, the result
+recorded."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.schedule import participants
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
-from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate
-from fcljax.runs.records import Clock, Records
+from fcljax.runs.evaluate import make_evaluate
+from fcljax.runs.records import NOT_EVALUATED, Clock, Records
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
 INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
@@ -66,7 +67,7 @@ def make_play_round(
         last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
         state, kept, report = play(exp, state, past, t, r)
         if kept is not None:
-            records.add(current_buffer=len(kept.label))
+            records.add(kept_examples=len(kept.label))
         if evaluate and (last or settings.eval_every_round):
             with clock("eval"):
                 evaluated = evaluate(exp.test, state, t, records)

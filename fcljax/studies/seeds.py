@@ -12,10 +12,12 @@ from rich.console import Console
 from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
-from fcljax.files import check_folder, write_text
+from fcljax.files import write_text
 from fcljax.results import figures as report
 from fcljax.results import metrics, page
-from fcljax.runs import loop, origin
+from fcljax.runs import loop
+from fcljax.runs.folder import check_new, locked
+from fcljax.runs.resume import check_file
 from fcljax.terminal import say
 
 LIST = "seeds.yaml"
@@ -87,7 +89,7 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out = Path(out)
-    check = (lambda: origin.check_file(out, method, cfg)) if resume else None
+    check = (lambda: check_file(out, cfg)) if resume else None
     with folder_of_runs(out, check):
         return _run_all(method, cfg, seeds, out, console, stop, track)
 
@@ -103,10 +105,9 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
     if resumed is not None:
         resumed()
     else:
-        loop.check_new(out)
-        check_folder(out)
+        check_new(out)
         out.mkdir(parents=True, exist_ok=True)
-    with loop.alone(out):
+    with locked(out):
         yield
 
 
@@ -127,7 +128,7 @@ def _run_all(
         say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
         begun = (folder / "config.yaml").exists()
         own = dataclasses.replace(cfg, seed=seed)
-        summaries.append(loop.run(method, own, folder, begun, console, stop, track))
+        summaries.append(loop.run(own, folder, begun, loop.Observer(console, stop, track)))
     report.write_json(out / "seeds.json", over_seeds(summaries))
     page.try_report([out], out / page.NAME, lambda line: say(console, line))
     return summaries

@@ -23,7 +23,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import write_text
 from fcljax.results import figures as report
 from fcljax.results.comparison import compare
-from fcljax.runs import origin
+from fcljax.runs.resume import check_file
 from fcljax.runs.signals import number_of, postponed
 from fcljax.runs.summary import learned_nothing
 from fcljax.studies import engines
@@ -124,7 +124,7 @@ def _check_same(runs: Sequence[Planned], out: Path) -> None:
             raise InputError(
                 f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file has not"
             )
-        origin.check_file(out / name, now[name].method, now[name].cfg)
+        check_file(out / name, now[name].cfg)
 
 
 def _settings(run: Planned, out: Path) -> Path:
