@@ -95,9 +95,10 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
     words = Words("NAME", tuple(datasets()))
     names, filled = parsed(options, arguments, ["data", command], about, words)
     if len(names) != 1:
+        count = "several names" if names else "no name"
         raise InputError(
-            f"dataset: {len(names) or 'no'} names given; usage: fcljax data {command} NAME [options]; "
-            "`fcljax data list` has the names"
+            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; `fcljax data list` has the "
+            "names"
         )
     return dataclasses.replace(filled, dataset=names[0])
 
