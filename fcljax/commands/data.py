@@ -97,8 +97,8 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
     if len(names) != 1:
         count = "several names" if names else "no name"
         raise InputError(
-            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; `fcljax data list` has the "
-            "names"
+            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; "
+            "`fcljax data list` has the names"
         )
     return dataclasses.replace(filled, dataset=names[0])
 
