@@ -24,7 +24,7 @@ from jaxtyping import Int, PRNGKeyArray
 from rich.console import Console
 
 from fcljax.bridges import node
-from fcljax.bridges.node import Assignment, Facts, OwnData
+from fcljax.bridges.node import Exchange, Facts, OwnData
 from fcljax.bridges.records import (
     config,
     from_arrays,
@@ -129,7 +129,7 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
     state = node.first_state(exp, me.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
-    work = node.work(exp, me.id, _assignment(me.call), broadcast, state)
+    work = node.work(exp, me.id, _exchange(me.call), broadcast, state)
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
@@ -137,9 +137,9 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
 
-def _assignment(call: ConfigRecord) -> Assignment:
+def _exchange(call: ConfigRecord) -> Exchange:
     key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
-    return Assignment(int(call["index"]), int(call["task"]), int(call["round"]), key)
+    return Exchange(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
