@@ -176,7 +176,7 @@ class Strips(NamedTuple):
 
 def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
     if cfg.epochs is not None:
-        raise InputError(f"epochs: {cfg.epochs}, but letters are new in every step; give --steps")
+        raise InputError(f"epochs: {cfg.epochs} of letters, which are new in every step; give --steps")
     fields = glyph_fields(PRETRAIN)
 
     def draw(seed: int, step: int, count: int) -> Shown:
