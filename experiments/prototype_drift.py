@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
-from fcljax.federated.aggregation import prototype_mean
+from fcljax.adapters import find_adapter
+from fcljax.methods.fppl_robust import prototype_mean
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import learner
 from fcljax.runs import checkpoint
@@ -40,7 +40,7 @@ def main(run_dir: str) -> None:
     assert found is not None, "no checkpoint"
     server = found.state.server
     network, classes, task = network_of(exp.inputs.backbone), exp.sizes.classes, exp.scenario.tasks[-1]
-    adapter = ADAPTERS[cfg.adapter]
+    adapter = find_adapter(cfg.adapter)
     built = adapter.build(config.part(adapter.options, cfg), exp.sizes, network)
     model, params = learner(network, built, linear(network.width, classes)), server.params
     pool, head = server.steps[0], params.classifier

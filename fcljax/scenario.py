@@ -24,7 +24,6 @@ from fcljax.data.streams import own_streams, pool_of, shared_streams
 from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
 from fcljax.errors import InputError
 from fcljax.federated.schedule import ClientPartition
-from fcljax.options import resolved
 from fcljax.types import Task
 
 
@@ -165,7 +164,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     stream = np.random.RandomState(options.seed)
     classes = len(dataset.class_names)
     order = _class_order(classes, options, stream)
-    used = first_share(dataset.y_train, resolved(options.train_share))
+    used = first_share(dataset.y_train, options.train_share)
     if options.partition == "private":
         return _private(dataset, options, order, used, stream)
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
@@ -254,11 +253,11 @@ def _private(
     if options.pool is None:
         tasks = make_tasks(classes, options.tasks)
         shared = [np.flatnonzero(task.current) for task in tasks]
-        share = resolved(options.category_ratio)
+        share = options.category_ratio or 0.5
         streams = shared_streams(label[used], shared, options.clients, share, rng)
     else:
         names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
-        size = resolved(options.pool_classes)
+        size = options.pool_classes
         pool = pool_of(options.pool, names, sources[order], size, options.pool_most)
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
         of_tasks = zip(*(stream.classes for stream in streams), strict=True)
@@ -311,9 +310,9 @@ def _sampled(
     draw = functools.partial(
         sample_client,
         labels[mine],
-        split=resolved(options.split_ratio),
-        category=resolved(options.category_ratio),
-        imbalance=resolved(options.imbalance),
+        split=options.split_ratio,
+        category=options.category_ratio or 0.6,
+        imbalance=options.imbalance,
         applied=options.long_tail == "applied",
     )
     drawn = [draw(seed=(first + client) % 2**32) for client in range(options.clients)]

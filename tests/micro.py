@@ -12,9 +12,9 @@ import toys
 from fcljax import config
 from fcljax.checks.conformance import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
-from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, keep_task, make_engine, run_round
+from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions

@@ -17,8 +17,9 @@ from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
-from fcljax.models.networks import CONVNETS, make_network
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.networks import make_network
+from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario

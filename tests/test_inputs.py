@@ -25,7 +25,8 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.check import check_method
 from fcljax.models.networks import network_name
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit

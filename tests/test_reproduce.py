@@ -106,7 +106,7 @@ def test_rows_are_runs_with_the_files_first_seeds(folder):
 
 def test_what_the_plan_gives_a_run_is_all_of_it():
     run = planned("hepco", "table3").runs[2]
-    again = config.resolve(run.method, config.from_mapping(run.method, run.given, "given"))
+    again = config.resolve(config.from_mapping(run.method, run.given, "given"))
     assert again == run.cfg
 
 

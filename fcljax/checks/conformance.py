@@ -32,7 +32,6 @@ from fcljax.federated.engine import (
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
 from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
-from fcljax.options import resolved
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
 from fcljax.types import (
@@ -143,7 +142,8 @@ def read(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, 
     """The images as they are: there is nothing to augment. In place of query features, the content of
     padding."""
     del keys, augment
-    return data.image[index], data.label[index], resolved(data.query)[index]
+    assert data.query is not None
+    return data.image[index], data.label[index], data.query[index]
 
 
 def _padding(pixel: float, label: int, width: int) -> Array:
@@ -156,7 +156,8 @@ def _with_padding(method: Method) -> Method:
     """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
 
     def filled(batch: Batch) -> Batch:
-        pixel, label, *_ = jnp.max(resolved(batch.query), axis=0)
+        assert batch.query is not None
+        pixel, label, *_ = jnp.max(batch.query, axis=0)
         image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
         return batch._replace(
             image=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
@@ -327,7 +328,8 @@ def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     indices = np.concatenate([partition.rows for partition in made.partitions])
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, made.data.image, jnp.nan)
-    query = _padding(*GARBAGE, resolved(made.data.query).shape[1])
+    assert made.data.query is not None
+    query = _padding(*GARBAGE, made.data.query.shape[1])
     poisoned = play(made, made.data._replace(image=image, query=query))
     worst = _difference(poisoned[-1], history[-1])
     return Statement(

@@ -1,6 +1,5 @@
 """`fcljax data show`: images of a data set, and the examples that each client would get."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,7 @@ from fcljax.scenario import make_scenario
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
-@dataclasses.dataclass(frozen=True)
-class ShowConfig(PartitionConfig):
-    """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
-
-    out: str | None = None  # folder for the two PNG files; default: the current one
-
-
-def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
+def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
     """Draw images of the first classes to images.png, and the examples of each client and class to
     classes.png; of a redrawn population those of the first round of each task.
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.config import EngineConfig, RunConfig, TrainConfig
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
@@ -25,7 +25,6 @@ from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
-from fcljax.options import resolved
 from fcljax.parts.federate import Run, Train
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
@@ -142,20 +141,18 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
     """
-    entry, adapter_name = find_method(settings.method), resolved(settings.adapter)
-    adapter_entry = ADAPTERS[adapter_name]
+    entry, adapter_entry = find_method(settings.method), find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
-            f"adapter: {adapter_name!r} works inside attention, which the backbone does not have; nearest: "
-            f"'full'"
+            f"adapter: {settings.adapter!r} works inside attention, which the backbone does not have; "
+            "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound is not None else ()
     run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
-    options = entry.options_with.get(adapter_name, entry.options)
-    method = entry.build(config.part(options, settings), run)
+    method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} is not honoured by {settings.method}, which merges by "
@@ -163,7 +160,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
         )
     if not settings.malicious:
         return method
-    return corrupt(method, settings.attack or "sign_flip", settings.malicious)
+    return corrupt(method, settings.attack, settings.malicious)
 
 
 def make_train(cfg: TrainConfig) -> Train:

@@ -13,6 +13,7 @@ from fcljax.data.streaming import ready
 from fcljax.errors import InputError
 from fcljax.files import atomic, check_folder
 from fcljax.models.networks import network_name
+from fcljax.options import option
 from fcljax.results.metrics import nearest_class_mean
 from fcljax.runs.features import frozen_features, save_features
 from fcljax.runs.inputs import device_mesh, load_inputs, make_splits, report_notes
@@ -24,8 +25,10 @@ from fcljax.types import Frozen
 class EmbedConfig(InputConfig):
     """Options of `fcljax embed`, beside those that it shares with `fcljax run`."""
 
-    out: str | None = None  # new .npz file; default: DATASET-BACKBONE.npz
-    keep_head: bool = False  # also write the logits of the checkpoint's classification head
+    out: str | None = option(None, unset="DATASET-BACKBONE.npz")
+    """File of the features, .npz, a new one."""
+    keep_head: bool = False
+    """Also write the logits of the checkpoint's classification head."""
 
 
 def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:

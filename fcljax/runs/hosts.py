@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from fcljax.errors import InputError, one_line
-from fcljax.options import check_ranges, option
+from fcljax.options import check_ranges
+from fcljax.settings import HostOptions
 
 Value = TypeVar("Value")
 
@@ -31,24 +32,6 @@ LOST = 75  # exit code when another process has ended: the run can be resumed (E
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
 _JOINED, _OUT = "fcljax-joined", "fcljax-out "  # lines of the child's log
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """Processes that share a run, on one host or several; each gets the same options and its own number."""
-
-    # HOST:PORT of process 0; the run uses the devices of all processes; auto: asks Slurm, Open MPI,
-    # Kubernetes or the TPU runtime
-    coordinator: str | None = None
-    processes: int | None = None  # how many there are
-    process: int | None = option(None, least=0)  # this one's number, from 0
-    # seconds to wait for the others: to come, and for a sign of life; default: 100
-    host_timeout: int | None = option(None, least=5, most=3600)
-
-    @property
-    def seconds(self) -> int:
-        """Of `host_timeout`."""
-        return 100 if self.host_timeout is None else self.host_timeout
 
 
 def check(hosts: HostOptions) -> None:

@@ -27,7 +27,7 @@ from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
-from fcljax.options import SurrogateOptions, resolved
+from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
@@ -61,7 +61,7 @@ def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
     dataset = load_split(cfg, size) if dataset is None else dataset
     # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
     # a whole, without the margin.
-    preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)
+    preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
     preprocess = with_constants(preprocess, cfg, backbone)
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
@@ -80,9 +80,7 @@ def load_network(
         cfg.checkpoint,
         image_size,
         cfg.dtype,
-        WeightOptions(
-            heads=cfg.heads, positions=resolved(cfg.positions), decoder=decoder, stem=cfg.stem, seed=seed
-        ),
+        WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),
     )
 
 
@@ -106,7 +104,7 @@ def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretra
         return preprocess
     if cfg.normalise == "checkpoint":
         return preprocess.with_pixels(backbone.mean, backbone.std)
-    return preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
+    return preprocess.with_pixels(*NORMALISE[cfg.normalise])
 
 
 def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
@@ -134,7 +132,7 @@ def surrogate_images(
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
     chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
-    plain = preset(resolved(cfg.preprocess), image_size, fills_frame=not dataset.augment)
+    plain = preset(cfg.preprocess, image_size, fills_frame=not dataset.augment)
     view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
     size = dataset.size_train
 
@@ -155,7 +153,7 @@ def report_notes(backbone: Pretrained, console: Console) -> None:
 def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
     """The options of `load_dataset` and `prepare` under these settings, for a network that takes images of
     image_size pixels."""
-    geometry = preset(resolved(cfg.preprocess), image_size).geometry
+    geometry = preset(cfg.preprocess, image_size).geometry
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
         data_dir=cfg.data_dir,

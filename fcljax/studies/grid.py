@@ -195,12 +195,11 @@ def _points(parts: Sections) -> Iterator[Point]:
 def _planned(point: Point, grid: list[str]) -> Planned:
     given = point.given()
     try:
-        read = config.from_mapping(point.method, given, "options")
-        cfg = config.resolve(point.method, read)
+        cfg = config.from_mapping(point.method, given, "options")
     except InputError as error:
         said = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, said)}: {said}") from None
-    given = {option: getattr(read, option) for option in given}  # 1e-3 is text in YAML
+    given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
     return Planned(name_of(point.method, point.variant, values, cfg.seed), point.method, given, cfg)
 

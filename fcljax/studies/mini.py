@@ -143,12 +143,12 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
     small |= _data(settings) | _schedule(settings)
     changed = {name: value for name, value in small.items() if name not in kept}
     changed |= _rates(method, settings, system, kept)
-    return config.resolve(method, dataclasses.replace(settings, **changed))
+    return config.resolve(dataclasses.replace(settings, **changed))
 
 
 def _rates(method: str, settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
     """Those of the row or the method, some of them many times."""
-    usual = config.run_class(method, settings.adapter)()
+    usual = config.preset(method, settings.adapter)
     names = [name for name in USUAL if hasattr(settings, name)]
     rates = {name: getattr(settings if name in kept else usual, name) for name in names}
     factors = FACTORS.get(system, {}).get(method, {})

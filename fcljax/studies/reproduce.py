@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from rich.table import Table as Shown
 
 from fcljax import config
-from fcljax.config import SAMPLED, YAML_BYTES, RunConfig
+from fcljax.config import YAML_BYTES, PartitionConfig, RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
 from fcljax.methods import find_method
@@ -100,9 +100,10 @@ def settings_of(table: Table, row: Row, read: Read) -> RunConfig:
         own = _fields(row.method, adapter)
         foreign = _fields(main_method(table), values.get("adapter")) - own
         if given.get("partition", "sampled") != "sampled":
-            foreign |= set(SAMPLED)
+            fields = dataclasses.fields(PartitionConfig)
+            foreign |= {field.name for field in fields if "sampled" in field.metadata.get("only", ())}
         kept = {name: value for name, value in values.items() if name not in foreign}
-        return config.resolve(row.method, config.from_mapping(row.method, kept | given, "options"))
+        return config.from_mapping(row.method, kept | given, "options")
     except InputError as error:
         raise InputError(f"{table.path}: row {row.words()!r}: {error}") from None
 
