@@ -82,7 +82,7 @@ USUAL = (
 
 # By how much the rates of a method are multiplied in a system's tables. Most are higher than by default: what
 # moves in hundreds of steps at the paper's scale has a few dozens here. Chosen on held-out training images,
-# never by the order of rows: experiments/mini_rates.py tries, experiments/RESULTS.md has what came of it.
+# never by the order of rows: experiments/mini_rates.py tries, docs/results/history.md has the accuracies.
 _PROMPT, _WHOLE, _PAIR = {"lr": 10}, {"lr": 10, "full_lr": 10}, {"lora_lr": 100}
 FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "hepco": {
