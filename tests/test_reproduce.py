@@ -230,8 +230,8 @@ def test_mini_keeps_the_design_and_what_a_row_sets():
         for field in dataclasses.fields(full)
         if getattr(full, field.name) != getattr(small, field.name)
     }
-    told = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "pool"}
-    assert changed <= told and all(
+    known = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "pool"}
+    assert changed <= known and all(
         name in mini.__doc__ for name in ("classes_per_client", "surrogate", "exemplars")
     )
 

@@ -198,8 +198,8 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
         result([None], [[99.0]], "glfc"),  # no number
     ]
     pairs = tables.orderings(rows)
-    told = {(pair.more.split()[0], pair.less.split()[0]): pair for pair in pairs}
-    assert set(told) == {
+    by_name = {(pair.more.split()[0], pair.less.split()[0]): pair for pair in pairs}
+    assert set(by_name) == {
         ("fppl", "ewc"),
         ("fppl", "lwf"),
         ("icarl", "ewc"),
@@ -209,9 +209,9 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
         ("lwf", "joint"),
         ("icarl", "joint"),
     }
-    assert told["fppl", "lwf"].alike and told["fppl", "lwf"][3:] == (10.0, 11.0)
-    assert not told["fppl", "ewc"].alike and told["fppl", "ewc"].ours == -4.0
-    assert told["fppl", "joint"].ours is None and not told["fppl", "joint"].alike
+    assert by_name["fppl", "lwf"].alike and by_name["fppl", "lwf"][3:] == (10.0, 11.0)
+    assert not by_name["fppl", "ewc"].alike and by_name["fppl", "ewc"].ours == -4.0
+    assert by_name["fppl", "joint"].ours is None and not by_name["fppl", "joint"].alike
     lines = tables.order_lines(pairs)
     assert "Of 4 pairs" in lines[0] and " 1 are ordered alike" in lines[0] and "Of 4 further" in lines[1]
     assert len(tables.otherwise(pairs)) == 3

@@ -25,7 +25,7 @@ from fcljax.runs.build import make_method
 from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
-from peers.game import KEY, Game, deal, mean_tree, rows_of, task_of
+from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
 
 TASKS, TASK_CLASSES = 2, 10
 CLASSES = TASKS * TASK_CLASSES
@@ -94,7 +94,7 @@ def game_of(work: Work) -> Game:
         frozen,
         server,
         Split(jnp.asarray(image), jnp.asarray(label)),
-        deal(work.rows, label, CLASSES),
+        partition(work.rows, label, CLASSES),
         task,
         functools.partial(fetch, preprocess, work.augment),
     )

@@ -25,8 +25,6 @@ numbers of a row are a list.
 
 import dataclasses
 import shlex
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,19 +32,13 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from fcljax import config
-from fcljax.errors import InputError, choose, nearest
+from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
 from fcljax.options import flag
+from fcljax.studies import typed
 
 Status = Literal["unverified", "reproduced", "not reproduced"]
 MARK, VERIFIED = "\ntables:", "\nverified:"
-KINDS: dict[object, str] = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    list: "a list",
-    dict: "a mapping",
-}
 
 
 class Number(NamedTuple):
@@ -74,7 +66,6 @@ class ColumnEntry:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     upload: int | None = None
     seeds: list[int] = dataclasses.field(default_factory=list)
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +199,7 @@ def parse(path: str, values: Mapping[str, Any]) -> Paper:
     Raises:
       InputError: one line with the file, the place in it, and what is wrong.
     """
-    paper: Paper = _converted(Paper, dict(values), path)
+    paper = typed.read(Paper, values, path)
     if not paper.seeds:
         raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
     if list(values)[-1] != "verified":
@@ -243,7 +234,7 @@ def columns(path: str, paper: Paper, table: str) -> list[Column]:
 def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
     numbers, where = entry.numbers, f"{where}.numbers"
     if numbers is not None and column:
-        by_column = _converted(dict[str, list], numbers, where)
+        by_column = typed.converted(dict[str, list], numbers, where)
         for name in by_column:
             choose(where, name, table.columns)
         numbers, where = by_column.get(column), f"{where}.{column}"
@@ -258,51 +249,8 @@ def _number(value: object, where: str) -> Number | None:
     if value is None:
         return None
     parts = value if isinstance(value, list) and len(value) == 2 else [value, None]
-    mean = _converted(float, parts[0], where)
-    return Number(mean, None if parts[1] is None else _converted(float, parts[1], where))
-
-
-def _converted(kind: Any, value: Any, where: str) -> Any:
-    """A value of YAML as one of the annotated type, dataclasses within it included.
-
-    Raises:
-      InputError: naming the place, and the nearest key for an unknown one.
-    """
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if outer is types.UnionType:
-        return None if value is None else _converted(inner[0], value, where)
-    if outer is Literal:
-        return choose(where, value, inner)
-    expected = dict if dataclasses.is_dataclass(kind) else outer or kind
-    accepted = (int, float) if expected is float else expected
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise InputError(f"{where}: {value!r} is not {KINDS[expected]}")
-    if dataclasses.is_dataclass(kind):
-        return _filled(kind, value, where)
-    if outer is list:
-        return [_converted(inner[0], each, f"{where}[{place}]") for place, each in enumerate(value)]
-    if outer is dict:
-        return {str(key): _converted(inner[1], each, f"{where}.{key}") for key, each in value.items()}
-    return expected(value)
-
-
-def _filled(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A dataclass of this module from a mapping."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in values:
-        if name not in fields:
-            raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
-    for name, field in fields.items():
-        missing = dataclasses.MISSING
-        if name not in values and field.default is missing and field.default_factory is missing:
-            raise InputError(f"{where}: the key {name!r} is missing")
-    mark = ": " if kind is Paper else "."
-    read = {
-        name: _converted(fields[name].type, value, f"{where}{mark}{name}") for name, value in values.items()
-    }
-    return kind(**read)
+    mean = typed.converted(float, parts[0], where)
+    return Number(mean, None if parts[1] is None else typed.converted(float, parts[1], where))
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
