@@ -111,7 +111,7 @@ def with_past(work: Work, server: PyTree) -> PyTree:
     if work.method == "fppl":
         pool = server.steps[0]
         vector = jax.random.normal(jax.random.key(2), pool.vector.shape)
-        return server._replace(steps=(Prototypes(vector, jnp.ones_like(pool.held)), *server.steps[1:]))
+        return server._replace(steps=(Prototypes(vector, jnp.ones_like(pool.present)), *server.steps[1:]))
     pairs = server.params.adapter
     noise = lambda key, x: 0.02 * jax.random.normal(jax.random.key(key), x.shape)
     pairs = pairs._replace(b_q=noise(3, pairs.b_q), b_v=noise(4, pairs.b_v))
