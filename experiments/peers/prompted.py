@@ -362,7 +362,7 @@ def clients_step(game: Game, image: Array, label: Array) -> tuple[float, PyTree,
     sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     ids = jnp.arange(len(label), dtype=jnp.int32)
     info = ClientInfo(jnp.int32(0), jnp.int32(len(label)), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
-    context = ClientContext(game.frozen, sent.payload, sent.held, task, info)
+    context = ClientContext(game.frozen, sent.payload, sent.cached, task, info)
     program = game.method.rounds[0].program
     local = program.start(context, game.method.init_client(KEY, game.server), KEY)
     after, metrics = jax.jit(program.phases[0].step)(context, local, Batch(image, label, ids >= 0, ids), KEY)
