@@ -26,7 +26,8 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
-from fcljax.models.networks import CONVNETS, make_network
+from fcljax.models.networks import make_network
+from fcljax.models.shapes import CONVNETS
 from fcljax.parts.federate import Run, Train
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes

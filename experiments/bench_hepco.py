@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from peers.machine import peak, processor, seconds
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.pool import PoolOptions
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.hepco.hepco import HepcoOptions, latent_distillation
@@ -83,9 +83,9 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     key."""
     sizes = Sizes(CLASSES, TASKS, CLASSES // TASKS, clients)
     network = Network(lambda key: (), lambda *_: None, width, 12, (8, 8, 3))  # pyrefly: ignore
-    adapter = ADAPTERS["pool"].build(PoolOptions(), sizes, network)
+    adapter = find_adapter("pool").build(PoolOptions(), sizes, network)
     model = learner(network, adapter, linear(width, CLASSES))
-    cfg = config.resolve("hepco", config.from_mapping("hepco", {}, "options"))
+    cfg = config.resolve(config.from_mapping("hepco", {}, "options"))
     options, run = config.part(HepcoOptions, cfg), Run(sizes, network, adapter, Train(1, 1, 1e-3))
     latent, task = latent_distillation(options, run), jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
     keys = jax.random.split(jax.random.key(0), clients + 2)

@@ -113,7 +113,7 @@ def make_round(split: Split):
     loaded, label = load_backbone("vit_micro", None, None), split.label
     sizes, frozen = Sizes(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
     settings = config.from_mapping("linear", {"epochs": 1, "batch_size": BATCH}, "bench")
-    method = make_method("linear", config.resolve("linear", settings), sizes, network_of(loaded))
+    method = make_method(config.resolve(settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
     rows, offset = client_rows(parts, label, task)

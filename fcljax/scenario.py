@@ -24,7 +24,6 @@ from fcljax.data.streams import own_streams, pool_of, shared_streams
 from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
 from fcljax.errors import InputError
 from fcljax.federated.schedule import ClientPartition
-from fcljax.options import resolved
 from fcljax.types import Task
 
 
@@ -166,7 +165,7 @@ def deal(dataset: Dataset, cfg: PartitionConfig, rounds: int = 1) -> Deal:
     classes = len(dataset.class_names)
     order = _order(classes, cfg, stream)
     label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
-    used = first_share(dataset.y_train, resolved(cfg.train_share))
+    used = first_share(dataset.y_train, cfg.train_share)
     test_label = relabel(dataset.y_test, order)
     if cfg.partition == "private":
         return _private(dataset, cfg, order, label, test_label, used, stream)
@@ -212,10 +211,10 @@ def _private(
     if cfg.pool is None:
         tasks = make_tasks(classes, cfg.tasks)
         shared = [np.flatnonzero(task.current) for task in tasks]
-        streams = shared_streams(label[used], shared, cfg.clients, resolved(cfg.category_ratio), rng)
+        streams = shared_streams(label[used], shared, cfg.clients, cfg.category_ratio or 0.5, rng)
     else:
         names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
-        pool = pool_of(cfg.pool, names, sources[order], resolved(cfg.pool_classes), cfg.pool_most)
+        pool = pool_of(cfg.pool, names, sources[order], cfg.pool_classes, cfg.pool_most)
         streams = own_streams(label[used], pool, cfg.clients, cfg.tasks, rng)
         union = [np.unique(np.concatenate(each)) for each in zip(*(s.classes for s in streams), strict=True)]
         tasks = tasks_of(union, classes)
@@ -253,9 +252,9 @@ def _sampled(
     draw = functools.partial(
         sample_client,
         labels[mine],
-        split=resolved(cfg.split_ratio),
-        category=resolved(cfg.category_ratio),
-        imbalance=resolved(cfg.imbalance),
+        split=cfg.split_ratio,
+        category=cfg.category_ratio or 0.6,
+        imbalance=cfg.imbalance,
         applied=cfg.long_tail == "applied",
     )
     drawn = [draw(seed=(first + client) % 2**32) for client in range(cfg.clients)]

@@ -12,9 +12,9 @@ import toys
 from fcljax import config
 from fcljax.checks.conformance import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
-from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, keep_task, make_engine, run_round
+from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
@@ -79,12 +79,12 @@ def read(data, index, keys, augment):
 
 def resolved(name, **values):
     """Settings of a method as a run has them."""
-    return config.resolve(name, config.from_mapping(name, values, "test"))
+    return config.resolve(config.from_mapping(name, values, "test"))
 
 
 def method_of(name, sizes=SIZES, network=NETWORK, **values):
     """A method as a run makes it."""
-    return make_method(name, resolved(name, **values), sizes, network)
+    return make_method(resolved(name, **values), sizes, network)
 
 
 # ---- through the engine ------------------------------------------------------------------------------------

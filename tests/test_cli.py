@@ -26,7 +26,8 @@ from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
-from fcljax.models.vit import VITS, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.runs.build import make_method
 from fcljax.types import Sizes
@@ -364,8 +365,8 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
 
     def works(name, **options):
         try:
-            resolved = config.resolve(name, config.from_mapping(name, options, "test"))
-            make_method(name, resolved, sizes, network)
+            resolved = config.resolve(config.from_mapping(name, options, "test"))
+            make_method(resolved, sizes, network)
         except InputError:
             return False
         return True

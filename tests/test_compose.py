@@ -16,7 +16,7 @@ import pytest
 import small_runs
 from micro import FPPL, PILORA
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.federated.engine import Lanes
 from fcljax.methods.ewc import elastic
 from fcljax.methods.fppl import prototype_step, unified_term
@@ -100,7 +100,7 @@ FEW = pairwise(ALL)
 
 
 def kit_of(adapter: str) -> Run:
-    entry = ADAPTERS[adapter]
+    entry = find_adapter(adapter)
     options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
     return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Train(2, 4, 0.05, GRADIENT))
 

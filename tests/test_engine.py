@@ -25,8 +25,8 @@ from toys import (
     tasks,
 )
 
-from fcljax.federated.aggregation import coordinate_median
 from fcljax.federated.engine import Lanes, init_clients, run_round
+from fcljax.federated.rules import coordinate_median
 from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
 

@@ -14,8 +14,9 @@ from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
-from fcljax.models.networks import CONVNETS, make_network
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.networks import make_network
+from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario
@@ -85,7 +86,7 @@ def test_every_row_is_a_run(column):
     assert len(set(column.seeds)) == len(column.seeds)
     for row in column.rows:
         cfg = reproduce.settings_of(column, row)
-        given = running.parse_run(row.method, papers.words_of(row.options), "", "")
+        given = running.parse_run(row.method, papers.words_of(row.options), "run", "")
         assert {name: getattr(cfg, name) for name in given} == given
         assert cfg.seed == column.seeds[0]
         shared = ("dataset", "checkpoint", "tasks", "fidelity", "lr", "rounds")
@@ -150,7 +151,7 @@ def test_the_upload_is_what_a_client_sends(column):
     classes = CLASSES[cfg.dataset]
     sizes = Sizes(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, examples=100)
     network, frozen = network_with_shapes(cfg.backbone)
-    built = make_method(method, cfg, sizes, network)
+    built = make_method(cfg, sizes, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)

@@ -17,9 +17,10 @@ from fcljax.commands import running
 from fcljax.errors import InputError
 from fcljax.results import figures as report
 from fcljax.results import page, svg
+from fcljax.results.command import run_command
 from fcljax.results.page import render
 from fcljax.results.page_parts import Run
-from fcljax.runs import loop, origin
+from fcljax.runs import loop
 
 HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
 VOID = {"meta", "link", "br", "img"}
@@ -221,8 +222,8 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
     (command,) = re.findall(r"fcljax run linear [^\n]*", found.text)
     given = running.parse_run("linear", shlex.split(command)[3:], "", "")
     stored = json.loads((out / "summary.json").read_text())
-    assert config.resolve("linear", config.from_mapping("linear", given, "test")) == config.resolve(
-        "linear", config.from_mapping("linear", stored["config"], "test")
+    assert config.resolve(config.from_mapping("linear", given, "test")) == config.resolve(
+        config.from_mapping("linear", stored["config"], "test")
     )
     assert len(command) < 300, "only what differs from the defaults"
     assert len(stored["holdings"]) == 3 and sum(map(sum, stored["holdings"])) == 1438
@@ -231,9 +232,8 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
 
 
 def test_the_command_of_an_unknown_method_names_every_setting():
-    words = origin.command(
-        "absent", {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
-    )
+    settings = {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
+    words = run_command({"method": "absent"} | settings)
     assert words[2:] == ["absent", "--seed=3", "--lr=-0.5", "--no-augment", "--wo-pool", "--decoder=None"]
 
 

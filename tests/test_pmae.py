@@ -13,7 +13,7 @@ from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
@@ -30,11 +30,12 @@ from fcljax.models.mae import (
     reconstruction_loss,
     unpatchify,
 )
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import Model, learner
 from fcljax.pixels import NORMALISE, between
-from fcljax.runs import archive
+from fcljax.runs import checkpoint
 from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
 from fcljax.types import Autoencoder, Features, Frozen, Network, ReplayBuffer, Restored, Sizes
@@ -118,7 +119,7 @@ def prompt_of(server):
 def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, expected):
     sizes, vit, decoder = Sizes(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
     network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    method = make_method(name, resolved(name), sizes, network)
+    method = make_method(resolved(name), sizes, network)
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
@@ -154,7 +155,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
     some = pmae.ReplayBatch(
         rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
     )
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     batch = pmae.restored_batch(options, round_context, model, server.steps[0], some)
     prompt = server.steps[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
@@ -164,7 +165,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
 
 
 def adapter_options():
-    return config.part(ADAPTERS["vpt"].options, resolved("pmae", **VALUES))
+    return config.part(find_adapter("vpt").options, resolved("pmae", **VALUES))
 
 
 def test_a_network_without_a_decoder_is_refused_by_name():
@@ -205,7 +206,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     keys = jax.random.split(KEY, 4)
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
@@ -248,7 +249,7 @@ def test_the_prompt_is_averaged_by_rows():
 
 
 def communication_mean(values, weight):
-    from fcljax.federated.aggregation import weighted_mean
+    from fcljax.federated.rules import weighted_mean
 
     return weighted_mean(values, weight, jnp.ones(2, bool))
 
@@ -434,8 +435,8 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
 
 
 def learner_of(values):
-    adapter = ADAPTERS["vpt"].build(
-        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SIZES, NETWORK
+    adapter = find_adapter("vpt").build(
+        config.part(find_adapter("vpt").options, resolved("pmae", **values)), SIZES, NETWORK
     )
     return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
@@ -513,17 +514,17 @@ def test_noise_on_the_mean_would_not_protect_what_is_uploaded_and_is_refused():
 
 def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_path):
     kept = history_kept(0)
-    noted = [archive.save_task(tmp_path, task, kept) for task in range(2)]
-    for found in archive.load_tasks(tmp_path, noted, kept):
+    noted = [checkpoint.save_task(tmp_path, task, kept) for task in range(2)]
+    for found in checkpoint.load_tasks(tmp_path, noted, kept):
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
-        archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
+        checkpoint.load_tasks(tmp_path, [*noted, noted[0]], kept)
     other = ReplayBuffer(kept.rows._replace(order=kept.rows.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
-        archive.load_tasks(tmp_path, noted[:1], other)
+        checkpoint.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
     with pytest.raises(InputError, match="cannot be read"):
-        archive.load_tasks(tmp_path, noted, kept)
+        checkpoint.load_tasks(tmp_path, noted, kept)
 
 
 # ---- what is given away ------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_rows_are_runs_with_the_files_first_seeds(folder):
 
 def test_what_the_plan_gives_a_run_is_all_of_it():
     for run in first_of_each():
-        again = config.resolve(run.method, config.from_mapping(run.method, run.given, "given"))
+        again = config.from_mapping(run.method, run.given, "given")
         assert again == run.cfg
 
 
@@ -127,7 +127,7 @@ def test_the_printed_command_makes_the_same_run():
     for run in first_of_each():
         program, verb, method, *options = shlex.split(reproduce.command(run))
         assert (program, verb, method) == ("fcljax", "run", run.method)
-        given = running.parse_run(method, options, "", "")
+        given = running.parse_run(method, options, "run", "")
         assert running.settings(method, given, running.Paths()) == run.cfg
 
 
@@ -206,7 +206,7 @@ def can_be_built(run):
     scenario = make_scenario(labels_only(cfg), cfg, cfg.rounds, find_method(run.method).joint)
     first = scenario.tasks[0]
     sizes = Sizes(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
-    assert make_method(run.method, cfg, sizes, network(cfg.backbone))
+    assert make_method(cfg, sizes, network(cfg.backbone))
     rows = sum(int(partition.count.sum()) for of_task in scenario.partitions for partition in of_task[:1])
     assert 200 <= rows <= 10_000
 
@@ -214,7 +214,7 @@ def can_be_built(run):
 def test_mini_keeps_the_design_and_what_a_row_sets():
     (column,) = papers.find(FOLDER, "hepco", "table3")
     full = reproduce.settings_of(column, column.rows[1])
-    small = mini("hepco", full, "hepco")
+    small = mini(full, "hepco")
     same = ("partition", "imbalance", "category_ratio", "wo_previous", "class_order", "fidelity", "pool_size")
     assert all(getattr(small, name) == getattr(full, name) for name in same) and small.wo_previous
     assert (small.tasks, small.clients, small.rounds, small.epochs, small.batch_size) == (5, 5, 3, 3, 16)
@@ -224,7 +224,7 @@ def test_mini_keeps_the_design_and_what_a_row_sets():
         None,
         "checkpoint",
     )
-    assert mini("hepco", full, "hepco", {"epochs"}).epochs == 10
+    assert mini(full, "hepco", {"epochs"}).epochs == 10
     changed = {
         field.name
         for field in dataclasses.fields(full)
@@ -301,10 +301,10 @@ def test_all_rows_of_a_file_see_the_same_images():
 
 
 def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
-    def refuse(method, settings, system, kept):
+    def refuse(settings, system, kept):
         if settings.lr == 0.01:
             raise InputError("lr: not so fast")
-        return mini(method, settings, system, kept)
+        return mini(settings, system, kept)
 
     monkeypatch.setattr(reproduce, "mini", refuse)
     made = planned("x", "table1", folder=folder)

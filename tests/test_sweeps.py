@@ -15,7 +15,7 @@ import pytest
 from small_runs import ROOT, finished
 
 from fcljax import cli
-from fcljax.runs.loop import alone
+from fcljax.runs.folder import locked
 from fcljax.studies import sweeps
 from fcljax.studies.engines import SlurmOptions, Task, slurm_parameters
 from fcljax.studies.grid import plan_of
@@ -199,7 +199,7 @@ def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
         assert cli.main(["sweep", *arguments.split()]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err
-    with alone(here / "out"):
+    with locked(here / "out"):
         assert cli.main(["sweep", "sweep.yaml", "--resume", "out"]) == 2
     assert "another process is at work" in capsys.readouterr().err
 
@@ -253,7 +253,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
     assert "go on with: fcljax sweep two.yaml --resume out" in said
     assert {run["state"] for run in record().values()} == {"not finished"}
     assert not any((here / "out" / name / "summary.json").exists() for name in NAMES)
-    with alone(here / "out" / NAMES[0]), alone(here / "out" / NAMES[1]):
+    with locked(here / "out" / NAMES[0]), locked(here / "out" / NAMES[1]):
         pass  # nobody is at work there any more
     assert subprocess.run([*arguments, "--resume", "out"], env=own).returncode == 0
     stopped = metrics()
@@ -284,5 +284,5 @@ def test_other_engines_leave_the_same_and_are_stopped(engine, package, here):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(timeout=60) == 143
-    with alone(log.parent):
+    with locked(log.parent):
         pass

@@ -24,7 +24,7 @@ from micro import (
 )
 from small_runs import some
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
@@ -53,7 +53,7 @@ OWN = {
 
 def with_terms(*terms: Term):
     """FedAvg of a linear classifier by gradient descent, with these terms."""
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
     return averaging(Run(SIZES, FORMULA, adapter, Train(1, 4, RATE, optax.identity())), terms=terms)
 
 

@@ -32,8 +32,9 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import AggregationOptions, conflate, make_aggregation
+from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
+from fcljax.methods.vfcl.conflation import conflate
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
 from fcljax.parts.classifiers import linear

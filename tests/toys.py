@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fcljax.federated.aggregation import conflate_sums
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
 from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
+from fcljax.methods.vfcl.conflation import conflate_sums
 from fcljax.types import (
     Aggregate,
     Batch,

@@ -16,7 +16,8 @@ import numpy as np
 
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
-from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig
 from peers.contest import has_torch
 from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, seconds

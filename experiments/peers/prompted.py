@@ -22,8 +22,8 @@ from fcljax.data.store import Split
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
-from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
+from fcljax.runs.predict import Predicted, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
 
@@ -82,11 +82,11 @@ def game_of(work: Work) -> Game:
     if work.method == "pilora":
         settings["weight_decay"] = DECAY if work.optimiser == "adam" else 0.0
         settings["lora_lr"] = LORA_RATE if work.optimiser == "adam" else work.rate
-    resolved = config.resolve(work.method, config.from_mapping(work.method, settings, "bench"))
+    resolved = config.resolve(config.from_mapping(work.method, settings, "bench"))
     sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)
-    method, frozen = make_method(work.method, resolved, sizes, network), frozen_of(work.vit)
+    method, frozen = make_method(resolved, sizes, network), frozen_of(work.vit)
     server = jax.jit(method.init)(KEY, frozen)
     server = with_past(work, method.begin_task(RoundContext.on_host(frozen, task, 0, False), server, KEY))
     return Game(

@@ -1,6 +1,5 @@
 """`fcljax data show`: what a data set looks like, and who would hold it."""
 
-import dataclasses
 import functools
 from pathlib import Path
 
@@ -18,14 +17,7 @@ from fcljax.scenario import deal
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
-@dataclasses.dataclass(frozen=True)
-class ShowConfig(PartitionConfig):
-    """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
-
-    out: str | None = None  # folder for the two PNG files; default: the current one
-
-
-def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
+def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
     """Draw images of the first classes, and the client-by-class chart of the chosen partition.
 
     They go to images.png and classes.png; of a redrawn population the first round of each task is drawn.

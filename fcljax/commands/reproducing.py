@@ -8,45 +8,46 @@ from typing import Any, Literal
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, names_before, new_folder, parse, passed_on
+from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on
 from fcljax.errors import InputError
 from fcljax.options import option
 from fcljax.runs import signals
 from fcljax.terminal import say
-
-USAGE = "fcljax reproduce SYSTEM TABLE"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceOptions(ProgramOptions):
     """Options of `fcljax reproduce`."""
 
-    # mini: the same design in minutes on two CPU cores, without downloads, for the order of the rows; paper:
-    # the paper's settings, after which status and cost are written into the paper's file
     scale: Literal["mini", "paper"] = "mini"
-    # number of seeds of each row; default: 1, and at the paper's scale as many as the paper had
-    seeds: int | None = option(None, most=config.MOST_SEEDS)
-    out: str | None = None  # folder of the runs and tables, a new one; default: runs/reproduce-...-TIME
-    resume: str | None = None  # folder to go on with; the number of seeds may be larger than before
-    jobs: int = 1  # runs at a time
-    # run this row alone: method and options, such as "pilora --headtune", or with the column in brackets
-    row: str | None = None
-    experiments: str = "experiments"  # folder with the files of the papers, that of the repository
-    dry_run: bool = False  # only list the runs, with --row also their commands
+    """The same design in minutes on two CPU cores, without downloads, for the order of the rows; or the
+    paper's scale, after which status and cost are written into the paper's file."""
+    seeds: int | None = option(None, most=config.MOST_SEEDS, unset="1; paper: as many as the paper had")
+    """Number of seeds of each row, from the first of its column on."""
+    out: str | None = option(None, unset="runs/reproduce-...-TIME")
+    """Folder of the runs and tables, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Folder to resume; the number of seeds may be larger than before."""
+    jobs: int = 1
+    """Number of runs at a time."""
+    row: str | None = option(None, unset="all")
+    """The only row to run: method and options, such as "pilora --headtune", for one column of the table with
+    its name in brackets."""
+    experiments: str = "experiments"
+    """Folder with the files of the papers, that of the repository."""
+    dry_run: bool = False
+    """Only list the runs, with --row also their commands."""
 
 
 def reproduce(arguments: list[str]) -> int:
     """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
-    missing = f"table: none given; usage: {USAGE} [options], such as fppl table3"
-    names, rest = names_before(arguments, 2, missing)
-    given = parse(
-        {"reproduce": ReproduceOptions()},
-        rest,
-        USAGE,
-        "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds.",
-    )
-    options = config.fill(ReproduceOptions, given, "options")
-    config.check_ranges(options)
+    about = "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds."
+    words = Words("SYSTEM TABLE", files=False)
+    names, options = parsed(ReproduceOptions(), arguments, ["reproduce"], about, words)
+    if len(names) != 2:
+        raise InputError(
+            "table: none given; usage: fcljax reproduce SYSTEM TABLE [options], such as fppl table3"
+        )
 
     from fcljax.studies import papers, sweeps
     from fcljax.studies import reproduce as work

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.federated.aggregation import add_rows, finite_guard, is_finite, sum_zeros
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.schedule import Capacity, Chunk
+from fcljax.federated.sums import add_stacked, align, finite_guard, is_finite, sum_zeros
 from fcljax.mesh import AXIS, add_over_devices
 from fcljax.types import (
     Batch,
@@ -170,8 +170,8 @@ def _receive(
     position = jnp.where(valid, position, acc.valid.shape[0])
     write = functools.partial(jax.tree.map, lambda buffer, x: buffer.at[position].set(x, mode="drop"))
     return acc._replace(
-        mean=add_rows(acc.mean, upload.mean, valid, weight),
-        sum=add_rows(acc.sum, upload.sum, valid),
+        mean=add_stacked(acc.mean, upload.mean, valid, weight),
+        sum=add_stacked(acc.sum, upload.sum, valid),
         gather=write(acc.gather, upload.gather),
         weight=write(acc.weight, weight),
         id=write(acc.id, id_),
@@ -259,7 +259,7 @@ def over_devices(carry: Carry, mesh: Mesh) -> Carry:
     them, so what belongs to clients adds up without rounding in any order; sums over clients are added in the
     order of the devices."""
     ordered = functools.partial(jax.tree.map, functools.partial(add_over_devices, mesh=mesh))
-    new = jax.tree.map(lambda x: jnp.where(_align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
+    new = jax.tree.map(lambda x: jnp.where(align(carry.written, x), x, jnp.zeros_like(x)), carry.states)
     got, written, new = jax.tree.map(_sum_devices, (carry.accumulator, carry.written, new))
     sums = {name: ordered(getattr(carry.accumulator, name)) for name in ("mean", "sum", "metrics")}
     return carry._replace(accumulator=got._replace(**sums), states=new, written=written)
@@ -468,7 +468,7 @@ def _read(fetch: Fetch, augment: bool, data: PyTree, rows, place, mask, key, dra
     """A batch whose padding rows are zeros whatever the data holds there."""
     keys = jax.random.split(key, rows.shape[0])
     image, label, query = fetch(data, jnp.where(mask, place, 0), keys, augment)
-    clear = lambda x: jnp.where(_align(mask, x), x, jnp.zeros_like(x))
+    clear = lambda x: jnp.where(align(mask, x), x, jnp.zeros_like(x))
     query = None if query is None else clear(query)
     draws = jax.vmap(jax.random.fold_in, (None, 0))(draw, jnp.where(mask, rows, 0))
     return Batch(clear(image), clear(label), mask, jnp.where(mask, rows, -1), query, draws)
@@ -506,14 +506,9 @@ def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), shapes)
 
 
-def _align(mask: Array, x: Array) -> Array:
-    """`mask` with trailing axes of size 1 so that it broadcasts against x from the left."""
-    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
-
-
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
     """The leaves of `new` where the mask, which has their leading axes, is True, else those of `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(_align(mask, b), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(align(mask, b), a, b), new, old)
 
 
 def squeeze(tree: PyTree) -> PyTree:

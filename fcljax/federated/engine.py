@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.data.streaming import Host, over_windows, ready
-from fcljax.federated.aggregation import sum_value
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import (
     Accumulator,
@@ -52,6 +51,7 @@ from fcljax.federated.server_replay import (
     rehearse,
     spoiled,
 )
+from fcljax.federated.sums import sum_value
 from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (

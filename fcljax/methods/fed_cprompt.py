@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
 from fcljax.models.heads import masked_sum
 from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner
@@ -23,9 +23,18 @@ from fcljax.types import Method
 class CPromptOptions(PromptedOptions):
     """Options of Fed-CPrompt; the values are those of HePCo's release."""
 
-    contrast_near: float = 1e3  # weight of the distance to the newest global model
-    contrast_far: float = 10.0  # weight of the distance to the model that the task began with
-    contrast_margin: float = 1.0  # by how much the second is to be larger
+    contrast_near: float = 1e3
+    """Weight of the distance to the newest global model."""
+    contrast_far: float = 10.0
+    """Weight of the distance to the model at the start of the task."""
+    contrast_margin: float = 1.0
+    """Margin by which the distance to the model at the start of the task is to be larger."""
+
+
+PRESETS = {
+    name: preset._replace(options=CPromptOptions(epoch_schedule=preset.options.epoch_schedule))
+    for name, preset in CLIENT.items()
+}
 
 
 def fed_cprompt(options: CPromptOptions, run: Run) -> Method:

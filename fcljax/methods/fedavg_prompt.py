@@ -5,9 +5,15 @@ is FedProx on prompts.
 """
 
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
 from fcljax.parts.federate import Run
+from fcljax.settings import changed
 from fcljax.types import Method
+
+FEDPROX = changed(CLIENT, prox_weight=0.01)
+CENTRALIZED = changed(
+    CLIENT, partition="iid", long_tail="applied", aggregator="mean", clients=1, rounds=1, epochs=20
+)
 
 
 def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:

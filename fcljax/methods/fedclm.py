@@ -10,10 +10,12 @@ whose accuracy depends on who holds what, as it does there; `fedncm` itself trai
 import dataclasses
 from typing import Literal
 
+from fcljax.adapters.lora import LoraOptions
 from fcljax.methods.fedncm import class_mean_step
 from fcljax.parts.classifiers import linear, nearest_mean
 from fcljax.parts.federate import Run, Survey, federate
 from fcljax.parts.learner import learner
+from fcljax.settings import Preset
 from fcljax.types import Method
 
 
@@ -21,8 +23,11 @@ from fcljax.types import Method
 class FedCLMOptions:
     """Options of FedCLM."""
 
-    # the nearest mean, or, as FedNCM has it, mean features of length 1 as weights
     classifier: Literal["nearest", "linear"] = "nearest"
+    """Classifier: the nearest mean or, as in FedNCM, mean features of length 1 as weights."""
+
+
+PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
 
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:

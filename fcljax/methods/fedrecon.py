@@ -32,9 +32,9 @@ from fcljax.types import Aggregate, ClientContext, Method, RoundContext, Sizes
 class FedReconOptions:
     """Options of FedRecon."""
 
-    # server: the prototypes are tested on all classes so far; clients: once for each client, on the classes
-    # that it has learned and among these alone, as VFCL's tables have it
     evaluated: Literal["server", "clients"] = "server"
+    """Where the prototypes are evaluated: on all classes so far, or per client on the classes that it has
+    learned, as in VFCL's tables."""
 
 
 def fedrecon(options: FedReconOptions, run: Run) -> Method:

@@ -12,11 +12,12 @@ of the highest. What is kept are row numbers; the engine reads the images.
 import dataclasses
 
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.lwf import distil
+from fcljax.methods.lwf import RELEASED_RUN, distil
 from fcljax.options import option
 from fcljax.parts.federate import Run
 from fcljax.parts.learner import Objective
 from fcljax.parts.replay import replay
+from fcljax.settings import Preset
 from fcljax.types import Method
 
 
@@ -24,9 +25,15 @@ from fcljax.types import Method
 class ICaRLOptions:
     """Options of iCaRL; weight and temperature are those of TARGET's release, which keeps 2,000 images."""
 
-    memory_size: int = 200  # rows that a client remembers
-    distill_weight: float = 1.0  # weight of the distillation
-    distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
+    memory_size: int = 200
+    """Examples in the memory of a client."""
+    distill_weight: float = 1.0
+    """Weight of the distillation."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the distillation."""
+
+
+PRESETS = {"intended": Preset(ICaRLOptions(), *RELEASED_RUN)}
 
 
 def icarl(options: ICaRLOptions, run: Run) -> Method:

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.lora import LoraOptions
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import distillation
 from fcljax.options import option
 from fcljax.parts.federate import Run, Seen, Term
 from fcljax.parts.learner import Learner, Model
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method
 
 
@@ -24,8 +26,18 @@ from fcljax.types import ClientContext, Method
 class LwFOptions:
     """Options of LwF; the values are those of TARGET's release."""
 
-    distill_weight: float = 3.0  # weight of the distillation
-    distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
+    distill_weight: float = 3.0
+    """Weight of the distillation."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the distillation."""
+
+
+# how TARGET's release trains this baseline and iCaRL (specification C0), with one LoRA pair for all tasks
+RELEASED_RUN = (
+    RunConfig(optimiser="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4),
+    (LoraOptions(lora_pairs="one", lora_lr=0.01),),
+)
+PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
 
 
 class Teacher(NamedTuple):

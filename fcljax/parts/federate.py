@@ -15,9 +15,9 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation, weighted_mean
+from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
+from fcljax.federated.rules import weighted_mean
 from fcljax.models.heads import correct, cross_entropy
-from fcljax.options import resolved
 from fcljax.parts.learner import Adapter, Learner, Model, Objective, Output, hits, objective_loss
 from fcljax.types import (
     Aggregate,
@@ -390,7 +390,8 @@ def _predictions(parts: _Parts, predicts: str, draws: int) -> dict[str, Any]:
         return predict(round_context, server._replace(params=mine), batch)
 
     def predict_drawn(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
-        mine, sample = server.params._replace(**_stays(parts, state)), resolved(learner.sample)
+        mine, sample = server.params._replace(**_stays(parts, state)), learner.sample
+        assert sample is not None
 
         def probabilities(key: PRNGKeyArray) -> Array:
             drawn = server._replace(params=sample(key, mine))

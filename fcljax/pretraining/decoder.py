@@ -56,7 +56,7 @@ from fcljax.models.mae import (
 from fcljax.models.networks import network_name
 from fcljax.models.vit import Injection, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, decoder_metadata, packaged, save_native
-from fcljax.options import check_ranges, option, resolved
+from fcljax.options import check_ranges, option
 from fcljax.pretraining.training import (
     VALIDATION_SEED,
     check_weights_file,
@@ -66,7 +66,7 @@ from fcljax.pretraining.training import (
 )
 from fcljax.results import figures as report
 from fcljax.runs import checkpoint
-from fcljax.runs.inputs import load_network, load_split, tell_notes, with_constants
+from fcljax.runs.inputs import load_network, load_split, report_notes, with_constants
 from fcljax.types import PyTree
 
 LETTERS = "letters"
@@ -82,35 +82,50 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Options of `fcljax pretrain-decoder`, beside those of images and backbone that it shares with `fcljax
     run`. The packaged decoder was made with `--visible-weight 1`."""
 
-    # letters: what the packaged encoder was trained on, drawn afresh for every step; or a data set as for
-    # `fcljax run`, whose test images are not looked at
     dataset: str = LETTERS
-    # share of each class's training images that is kept for the validation loss
+    """Letters that are drawn anew for every step, as for the packaged encoder (letters), or a data set as for
+    `fcljax run`, whose test images are not used."""
     holdout: float = option(0.05, positive=True, below=1.0)
-    validate: int = 600  # images of the validation loss, at most
-    out: Path = Path("vit_micro_decoder.safetensors")  # where the decoder goes
-    steps: int = 5000  # optimiser steps
-    epochs: int | None = None  # passes over the training images, in place of steps
-    batch_size: int = 64  # images per step
-    # the peak learning rate for batches of 256: the peak is lr * batch_size / 256 (MAE's rule; it has 1.5e-4)
+    """Share of each class's training images that is kept for the validation loss."""
+    validate: int = 600
+    """Largest number of images of the validation loss."""
+    out: Path = Path("vit_micro_decoder.safetensors")
+    """File of the decoder."""
+    steps: int = 5000
+    """Number of optimiser steps."""
+    epochs: int | None = option(None, unset="as many as --steps")
+    """Passes over the training images, in place of steps."""
+    batch_size: int = 64
+    """Images per step."""
     lr: float = option(8e-3, positive=True, most=1.0)
-    beta1: float = option(0.9, below=1.0)  # AdamW's decay of the mean gradient
-    beta2: float = option(0.95, below=1.0)  # and of its square
-    weight_decay: float = 0.05  # of the matrices
-    warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rate rises from 0
-    mask_ratio: float = option(0.75, positive=True, below=1.0)  # share of the patches that is hidden
-    # weight of the visible patches' error in the loss: 0 as in MAE, whose output counts where patches were
-    # hidden alone. pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is
-    # better there.
+    """Peak learning rate for batches of 256; the peak is lr * batch_size / 256 (MAE: 1.5e-4)."""
+    beta1: float = option(0.9, below=1.0)
+    """Decay of the mean gradient in AdamW."""
+    beta2: float = option(0.95, below=1.0)
+    """Decay of the mean squared gradient in AdamW."""
+    weight_decay: float = 0.05
+    """Weight decay of the matrices."""
+    warmup: float = option(0.05, most=1.0)
+    """Share of the steps in which the learning rate rises from 0."""
+    mask_ratio: float = option(0.75, positive=True, below=1.0)
+    """Share of the patches that is masked."""
+    # pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is better there
     visible_weight: float = option(0.0, most=1.0)
-    # least share of the area that a crop of a photograph takes; letters and digits are not cropped
+    """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
-    decoder_width: int = 96  # channels of the decoder's tokens; MAE: 512
-    decoder_depth: int = 3  # its blocks; MAE: 8
-    decoder_heads: int = 4  # its attention heads; MAE: 16
-    decoder_mlp: int = 384  # hidden units of its blocks; MAE: 2048
-    checkpoint_every: int = 500  # steps between checkpoints, in a folder beside `out`, removed at the end
-    resume: bool = False  # go on from the newest checkpoint
+    """Smallest share of the area of a crop of a photograph; letters and digits are not cropped."""
+    decoder_width: int = 96
+    """Channels of the decoder's tokens (MAE: 512)."""
+    decoder_depth: int = 3
+    """Blocks of the decoder (MAE: 8)."""
+    decoder_heads: int = 4
+    """Attention heads of the decoder (MAE: 16)."""
+    decoder_mlp: int = 384
+    """Hidden units of the decoder's blocks (MAE: 2048)."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, in a folder beside `out` that is removed at the end."""
+    resume: bool = False
+    """Resume from the newest checkpoint."""
 
 
 Shown = tuple[np.ndarray, np.ndarray | None]  # images uint8 [N, H, W, 3], and sizes [N, 2] before squeezing
@@ -236,7 +251,8 @@ def _reconstruct(
 ) -> Float[Array, "batch patches pixels"]:
     """The decoder's pixels from what the frozen encoder makes of the visible patches."""
     latent = apply_vit(plan.encoder, encoder, image, Injection(keep=masking.keep), full=True).tokens
-    return decode(plan.decoder, params, resolved(latent), masking.restore)
+    assert latent is not None
+    return decode(plan.decoder, params, latent, masking.restore)
 
 
 def _optimiser(plan: Plan) -> optax.GradientTransformation:
@@ -373,11 +389,11 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> P
         cfg.decoder_mlp,
         cfg.dtype,
     )
-    views = preset(resolved(cfg.preprocess), vit.image_size, fills_frame=not images.crops)
+    views = preset(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
     )
-    steps = cfg.steps if cfg.epochs is None else cfg.epochs * resolved(images.per_epoch)
+    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.per_epoch or 0)
     return Plan(_trained(cfg), steps, vit, decoder, views, images.crops)
 
 
@@ -531,12 +547,12 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
     """
     began = time.monotonic()
     _check(config)
-    cfg = settings.settle(config)
+    cfg = config
     name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
     # named as a file, a packaged encoder comes without the packaged decoder
     cfg = dataclasses.replace(cfg, checkpoint=packaged(name) if cfg.checkpoint is None else cfg.checkpoint)
     backbone = load_network(cfg, cfg.image_size)
-    tell_notes(backbone.notes, console or Console(stderr=True))
+    report_notes(backbone, console or Console(stderr=True))
     images = (_letters if cfg.dataset == LETTERS else _from_dataset)(cfg, backbone.config.image_size)
     plan = _plan(cfg, backbone, images)
     folder = _claim(cfg, backbone, images)

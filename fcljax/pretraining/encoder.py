@@ -26,7 +26,8 @@ import optax.contrib
 from jaxtyping import Array, Float, UInt8
 
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields, glyphs
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import check_ranges, option
 from fcljax.pretraining.training import (
@@ -47,21 +48,30 @@ _EVERY = 20  # steps between updates of the progress bar
 class PretrainConfig:
     """Options of `fcljax pretrain`. The defaults made the packaged weights."""
 
-    out: Path = Path("vit_micro.safetensors")  # where the weights go
-    steps: int = 2000  # optimiser steps
-    batch_size: int = 128  # fresh images per step
-    # peak learning rate of Muon (the matrices of the blocks) after the warm-up, then cosine decay to 0
+    out: Path = Path("vit_micro.safetensors")
+    """File of the weights."""
+    steps: int = 2000
+    """Number of optimiser steps."""
+    batch_size: int = 128
+    """New images per step."""
     lr: float = option(0.02, positive=True, most=1.0)
-    adam_lr: float = option(2e-3, positive=True, most=1.0)  # the same for Adam (everything else)
-    warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rates rise from 0
-    ramp: float = option(0.4, most=1.0)  # share of the steps in which distortions rise from slight to full
-    smoothing: float = option(0.1, most=1.0)  # label smoothing
-    # factor of the cosines of class tokens and class weights: the logits
+    """Peak learning rate of Muon, which trains the matrices of the blocks; cosine decay to 0 follows."""
+    adam_lr: float = option(2e-3, positive=True, most=1.0)
+    """Peak learning rate of Adam, which trains everything else."""
+    warmup: float = option(0.05, most=1.0)
+    """Share of the steps in which the learning rates rise from 0."""
+    ramp: float = option(0.4, most=1.0)
+    """Share of the steps in which distortions rise from slight to full."""
+    smoothing: float = option(0.1, most=1.0)
+    """Label smoothing of the cross-entropy."""
     temperature: float = option(16.0, positive=True)
-    # how many characters of the alphabet to learn
+    """Factor from the cosines of class tokens and class weights to the logits."""
     classes: int = option(len(PRETRAIN), least=2, most=len(PRETRAIN))
-    validate: int = 20  # images per class of GLYPHS for the class means, and as many for the test
-    seed: int = option(0, least=0, most=2**32 - 1)  # of initial weights and images
+    """Number of characters of the alphabet to learn."""
+    validate: int = 20
+    """Images per class of the validation's class means, and as many for its test."""
+    seed: int = option(0, least=0, most=2**32 - 1)
+    """Seed of initial weights and images."""
 
 
 class State(NamedTuple):

@@ -11,9 +11,9 @@ import numpy as np
 from markupsafe import Markup
 
 from fcljax.results import svg
+from fcljax.results.command import run_command
 from fcljax.results.comparison import ASIDE, Group, Summary, differences, groups_of
 from fcljax.results.metrics import over_seeds
-from fcljax.runs import origin
 
 MOST_MATRICES = 24
 MOST_CELLS = 40_000  # of all tables of who holds what together; a cell has some 20 bytes
@@ -508,7 +508,7 @@ def _commands(view: View, again: str) -> Part:
 
 def _command(group: Group) -> str:
     one = group.runs[0]
-    words = origin.command(one["method"], {"seed": one["seed"], **one.get("config", {})})
+    words = run_command({"method": one["method"], "seed": one["seed"], **one.get("config", {})})
     if len(group.runs) > 1:
         words = [word for word in words if not word.startswith("--seed=")]
         words.append(f"--seeds={','.join(str(run['seed']) for run in group.runs)}")

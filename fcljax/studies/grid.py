@@ -42,11 +42,15 @@ class Planned(NamedTuple):
 
     name: str
     """Of its folder."""
-    method: str
     given: dict[str, Any]
     """The options that the file gives it."""
     cfg: RunConfig
     """All its settings."""
+
+    @property
+    def method(self) -> str:
+        """Its method."""
+        return self.cfg.method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +178,13 @@ def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Ite
 def _planned(point: Point, grid: list[str]) -> Planned:
     given = point.given()
     try:
-        read = config.from_mapping(point.method, given, "options")
-        cfg = config.resolve(point.method, read)
+        cfg = config.from_mapping(point.method, given, "options")
     except InputError as error:
         said = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, said)}: {said}") from None
-    given = {option: getattr(read, option) for option in given}  # 1e-3 is text in YAML
+    given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
-    return Planned(name_of(point.method, point.variant, values, cfg.seed), point.method, given, cfg)
+    return Planned(name_of(point.method, point.variant, values, cfg.seed), given, cfg)
 
 
 def _blamed(point: Point, message: str) -> str:
@@ -224,9 +227,9 @@ def _check_different(planned: list[Planned]) -> None:
     Raises:
       InputError: naming two that are.
     """
-    found: dict[tuple[str, RunConfig], str] = {}
+    found: dict[RunConfig, str] = {}
     for run in planned:
-        other = found.setdefault((run.method, run.cfg), run.name)
+        other = found.setdefault(run.cfg, run.name)
         if other is not run.name:
             raise InputError(f"grid: {other} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]

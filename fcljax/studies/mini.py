@@ -98,12 +98,11 @@ FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
 }
 
 
-def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
+def mini(settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
     """The settings of a row at mini scale.
 
     Args:
-      method: of the row.
-      settings: resolved, at the paper's scale.
+      settings: of a row, at the paper's scale.
       system: whose table the row is of: hepco, pilora and so on.
       kept: fields that the row itself sets or that the table varies. They stay as they are, except for
         learning rates that FACTORS multiplies.
@@ -141,16 +140,16 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
     }
     small |= _data(settings) | _schedule(settings)
     changed = {name: value for name, value in small.items() if name not in kept}
-    changed |= _rates(method, settings, system, kept)
-    return config.resolve(method, dataclasses.replace(settings, **changed))
+    changed |= _rates(settings, system, kept)
+    return config.resolve(dataclasses.replace(settings, **changed))
 
 
-def _rates(method: str, settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
+def _rates(settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
     """The learning rates of the row or the method, some of them multiplied."""
-    usual = config.run_class(method, settings.adapter)()
+    usual = config.preset(settings.method, settings.adapter)
     names = [name for name in USUAL if hasattr(settings, name)]
     rates = {name: getattr(settings if name in kept else usual, name) for name in names}
-    factors = FACTORS.get(system, {}).get(method, {})
+    factors = FACTORS.get(system, {}).get(settings.method, {})
     return rates | {name: rates[name] * factor for name, factor in factors.items() if name in rates}
 
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from rich.table import Table
 
 from fcljax import config
-from fcljax.config import SAMPLED, RunConfig
+from fcljax.config import PartitionConfig, RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import write_text
 from fcljax.methods import find_method
@@ -79,9 +79,10 @@ def settings_of(column: Column, row: Row) -> RunConfig:
         adapter = given.get("adapter") or values.get("adapter")
         foreign = _fields(column.paper.method, values.get("adapter")) - _fields(row.method, adapter)
         if given.get("partition", "sampled") != "sampled":
-            foreign |= set(SAMPLED)
+            fields = dataclasses.fields(PartitionConfig)
+            foreign |= {field.name for field in fields if "sampled" in field.metadata.get("only", ())}
         kept = {name: value for name, value in values.items() if name not in foreign}
-        return config.resolve(row.method, config.from_mapping(row.method, kept | given, "options"))
+        return config.from_mapping(row.method, kept | given, "options")
     except InputError as error:
         raise InputError(f"{column.path}: {column.key}: row {row.words()!r}: {error}") from None
 
@@ -134,7 +135,7 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
         # a schedule that the row itself sets is also one of the paper's length
         kept = varied | (set(row.options) - set(MOST))
         try:
-            small.append((row, mini(row.method, cfg, column.system, kept), ""))
+            small.append((row, mini(cfg, column.system, kept), ""))
         except InputError as error:
             small.append((row, None, f"cannot run at mini scale: {error}"))
     images = max((cfg.glyph_train for _, cfg, _ in small if cfg), default=0)
@@ -152,20 +153,21 @@ def seeds_of(column: Column, scale: Scale, count: int | None) -> list[int]:
 def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str:
     """The name of the run of a row with a seed; it is added to `runs` if none has its settings yet."""
     cfg = dataclasses.replace(cfg, seed=seed)
-    key = row.method, cfg
-    if key not in runs:
+    if cfg not in runs:
         words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
         usual = dataclasses.replace(
-            config.run_class(row.method, cfg.adapter)(), adapter=find_method(row.method).adapter
+            config.preset(row.method, cfg.adapter, cfg.fidelity),
+            adapter=find_method(row.method).adapter,
+            fidelity=RunConfig.fidelity,
         )
         given = {
             field.name: getattr(cfg, field.name)
             for field in dataclasses.fields(cfg)
             if getattr(cfg, field.name) != getattr(usual, field.name)
         }
-        runs[key] = Planned(name_of(row.method, variant, [], seed), row.method, given, cfg)
-    return runs[key].name
+        runs[cfg] = Planned(name_of(row.method, variant, [], seed), given, cfg)
+    return runs[cfg].name
 
 
 def command(run: Planned) -> str:

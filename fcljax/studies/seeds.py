@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
-from fcljax.files import check_folder, write_text
+from fcljax.files import write_text
 from fcljax.results import figures as report
 from fcljax.results import metrics, page
-from fcljax.runs import loop, origin
-from fcljax.terminal import say
+from fcljax.runs import loop
+from fcljax.runs.folder import check_new, locked
+from fcljax.runs.loop import Observer
+from fcljax.runs.resume import check_file
 
 LIST = "seeds.yaml"
 
@@ -58,27 +59,18 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 
 def run_seeds(
-    method: str,
-    cfg: RunConfig,
-    seeds: Sequence[int],
-    out: str | Path,
-    resume: bool,
-    console: Console,
-    stop: Callable[[], int | None] = lambda: None,
-    track: Sequence[str] = (),
+    cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, observer: Observer
 ) -> list[dict[str, Any]]:
     """Run a method once with each seed, into `out`/seed-S; finished runs in `out` are not repeated.
 
     Writes seeds.json (mean, standard deviation and values over the seeds) and report.html.
 
     Args:
-      method: of the package, or from outside.
-      cfg: resolved settings; the seed is replaced.
+      cfg: settings; the seed is replaced.
       seeds: all of them; with `resume` the previous ones and any more.
       out: the folder; a new one, unless `resume`.
       resume: resume the runs in `out`.
-      console: where progress bars and warnings go.
-      stop, track: as of `loop.run`.
+      observer: of all runs.
 
     Returns:
       The runs' summaries.
@@ -87,18 +79,18 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out, summaries = Path(out), []
-    check = (lambda: origin.check_file(out, method, cfg)) if resume else None
+    check = (lambda: check_file(out, cfg)) if resume else None
     with folder_of_runs(out, check):
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
-        write_text(out / "config.yaml", config.to_yaml(method, cfg))
+        write_text(out / "config.yaml", config.to_yaml(cfg))
         for i, seed in enumerate(seeds):
             folder = out / f"seed-{seed}"
-            say(console, f"seed {seed}, {i + 1} of {len(seeds)}")
+            observer.say(f"seed {seed}, {i + 1} of {len(seeds)}")
             begun = (folder / "config.yaml").exists()
             own = dataclasses.replace(cfg, seed=seed)
-            summaries.append(loop.run(method, own, folder, begun, console, stop, track))
+            summaries.append(loop.run(own, folder, begun, observer))
         report.write_json(out / "seeds.json", over_seeds(summaries))
-        page.try_report([out], out / page.NAME, lambda line: say(console, line))
+        page.try_report([out], out / page.NAME, observer.say)
     return summaries
 
 
@@ -116,10 +108,9 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
     if resumed is not None:
         resumed()
     else:
-        loop.check_new(out)
-        check_folder(out)
+        check_new(out)
         out.mkdir(parents=True, exist_ok=True)
-    with loop.alone(out):
+    with locked(out):
         yield
 
 

@@ -22,7 +22,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import write_text
 from fcljax.results import figures as report
 from fcljax.results.comparison import compare
-from fcljax.runs import origin
+from fcljax.runs.resume import check_file
 from fcljax.runs.signals import number_of, postponed
 from fcljax.runs.summary import learned_nothing
 from fcljax.studies import engines
@@ -102,7 +102,7 @@ def _write_plan(runs: Sequence[Planned], out: Path) -> None:
     for name in (SETTINGS, LOGS):
         (out / name).mkdir(exist_ok=True)
     for run in runs:
-        write_text(_settings(run, out), config.to_yaml(run.method, run.cfg))
+        write_text(_settings(run, out), config.to_yaml(run.cfg))
     write_text(out / PLAN, yaml.safe_dump(plan_of(runs), sort_keys=False))
 
 
@@ -127,7 +127,7 @@ def _check_same(runs: Sequence[Planned], out: Path) -> None:
             raise InputError(
                 f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file has not"
             )
-        origin.check_file(out / name, now[name].method, now[name].cfg)
+        check_file(out / name, now[name].cfg)
 
 
 def _settings(run: Planned, out: Path) -> Path:

@@ -17,13 +17,13 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from rich.console import Console
 
-from fcljax.data.augment import Geometry
 from fcljax.data.files import download, listings, prepared
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.images import one_line
 from fcljax.data.files.listings import NAMED, Raw, same_classes
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
+from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest
 from fcljax.files import check_folder, in_home, machine_memory

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.full import FullOptions
+from fcljax.adapters.lora import LoraOptions
 from fcljax.methods.glfc.lenet import LeNet
 from fcljax.methods.glfc.proxy import (
     REPORT,
@@ -33,13 +35,13 @@ from fcljax.methods.glfc.proxy import (
     share_right,
 )
 from fcljax.models.heads import class_sums, mask_logits, reduce_rows, unit
-from fcljax.options import resolved
 from fcljax.parts.classifiers import linear_on
 from fcljax.parts.federate import Run, Seen, Term, federate
 from fcljax.parts.learner import Learner, Model, Objective, learner
 from fcljax.parts.replay import Budget, Gathered, Herded, draw_union, gather, gathering, no_memory, renew
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Batch, ClientContext, Method, Task, View
 
 Schedule = Literal["constant", "steps", "released"]
@@ -51,32 +53,25 @@ DIVISOR = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class GLFCOptions(ProxyOptions):
-    """Options of GLFC. Fields with default None take the value of the fidelity preset."""
+    """Options of GLFC."""
 
-    memory_size: int | None = None  # rows that a client remembers, shared by its old classes
-    memory_repeats: bool | None = None  # may herding choose a row again, as the release's does?
-    # by how much the mean entropy of a client's rows must rise for it to take its task as new
-    entropy_rise: float | None = None
-    # in nats, or as a share of the entropy of a uniform guess among the seen classes: few classes never
-    # reach 1.2 nats
-    entropy_unit: Literal["share", "nats"] | None = None
-    # of the rate over a task: constant; steps: a fifth from half of its epochs on, a fifth of that from three
-    # quarters, again from nine tenths; released: the same, forgotten at the end of the round of each step
-    rate_schedule: Schedule | None = None
+    memory_size: int = 200
+    """Examples in the memory of a client, shared by its old classes."""
+    memory_repeats: bool = False
+    """Whether herding may choose an example again, as the release's does."""
+    entropy_rise: float = 0.02
+    """Rise of the mean entropy of a client's examples at which it takes its task as new."""
+    entropy_unit: Literal["share", "nats"] = "share"
+    """Unit of that rise: nats, or the entropy of a uniform guess among the seen classes."""
+    rate_schedule: Schedule = "constant"
+    """Learning-rate schedule over a task: constant, divided by 5 after 1/2, 3/4 and 9/10 of its epochs
+    (steps), or the same but for the round of each step alone (released)."""
 
 
-_INTENDED = dict(
-    memory_size=200,
-    memory_repeats=False,
-    entropy_rise=0.02,
-    entropy_unit="share",
-    rate_schedule="constant",
-    match_steps=100,
-    match_start="grey",
-    monitor_images=4,
-    reset_best="arrival",
-)
-_RELEASED = dict(
+# clients are averaged equally, whatever they have
+_RUN = RunConfig(aggregator="uniform", lr=1e-3)
+_ADAPTERS = (LoraOptions(lora_pairs="one"), FullOptions(full_lr=3e-4))
+_RELEASED = GLFCOptions(
     memory_size=2000,
     memory_repeats=True,
     entropy_rise=1.2,
@@ -87,10 +82,11 @@ _RELEASED = dict(
     monitor_images=20,
     reset_best="never",
 )
-FIDELITY = {
-    "intended": _INTENDED,
-    "paper": _RELEASED | dict(memory_repeats=False, rate_schedule="steps", reset_best="arrival"),
-    "released": _RELEASED,
+_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, rate_schedule="steps", reset_best="arrival")
+PRESETS = {
+    "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
+    "paper": Preset(_PAPER, _RUN, _ADAPTERS),
+    "released": Preset(_RELEASED, _RUN, _ADAPTERS),
 }
 
 
@@ -124,7 +120,7 @@ def compensated(options: GLFCOptions, run: Run, rule: Rule, judge: Judge) -> Met
     """
     head = linear_on(run.adapter, run.network.width, run.sizes.classes)
     model = learner(run.network, run.adapter, head)
-    schedule, epochs = resolved(options.rate_schedule), run.train.epochs
+    schedule, epochs = options.rate_schedule, run.train.epochs
     factor = lambda round_, rounds, epoch: rate_factor(schedule, epochs, round_, rounds, epoch)
     terms = (client(options, run, model, rule), *run.terms)
     steps = (proxy_server(options, run.sizes, run.network, judge),)
@@ -200,7 +196,7 @@ def client(options: GLFCOptions, run: Run, model: Learner, rule: Rule) -> Term:
       rule: how the loss is put together.
     """
     sizes, size = run.sizes, run.train.batch_size
-    budget = Budget(resolved(options.memory_size), "client", resolved(options.memory_repeats))
+    budget = Budget(options.memory_size, "client", options.memory_repeats)
     view, room = View(1, size, shuffle=False, augment=False), gathering(sizes, run.network.width)
     fires = functools.partial(task_changed, options)
 
@@ -303,7 +299,7 @@ def entropy_of(logits: Float[Array, "B C"], seen: Bool[Array, " C"]) -> Float[Ar
 def mean_entropy(options: GLFCOptions, work: Work, task: Task) -> Float[Array, ""]:
     """Of a client's rows, in nats or as a share of a uniform guess's."""
     mean = work.entropy / jnp.maximum(work.rows, 1)
-    if resolved(options.entropy_unit) == "nats":
+    if options.entropy_unit == "nats":
         return mean
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
@@ -311,7 +307,7 @@ def mean_entropy(options: GLFCOptions, work: Work, task: Task) -> Float[Array, "
 def task_changed(options: GLFCOptions, work: Work, task: Task) -> Bool[Array, ""]:
     """The signal: the entropy is higher than in the client's last round by more than the threshold."""
     rise = mean_entropy(options, work, task) - work.known.entropy
-    return rise > resolved(options.entropy_rise)
+    return rise > options.entropy_rise
 
 
 # ---- the loss (B6, B7) -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.methods.glfc.lenet import LeNet, gradient_of, init_lenet, label_of
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.federate import ServerStep
 from fcljax.parts.learner import Learner, Model
 from fcljax.parts.task_start import unlabelled
@@ -29,22 +29,26 @@ LINE_SEARCH = 10  # evaluations of a step of L-BFGS at the most
 
 @dataclasses.dataclass(frozen=True)
 class ProxyOptions:
-    """How prototypes travel and how the proxy judges models. Fields with default None take the value of the
-    fidelity preset."""
+    """How prototypes travel, and how the proxy judges models."""
 
-    prototype_steps: int = option(50, least=0)  # of gradient descent that perturb a prototype
-    prototype_lr: float = option(0.2, positive=True)  # their rate
-    prototype_decay: float = 1e-5  # their weight decay
-    # side in pixels in which prototypes are sent and rebuilt; larger images are resized to it
+    prototype_steps: int = option(50, least=0)
+    """Steps of gradient descent that perturb a prototype."""
+    prototype_lr: float = option(0.2, positive=True)
+    """Learning rate of the steps that perturb a prototype."""
+    prototype_decay: float = 1e-5
+    """Weight decay of the steps that perturb a prototype."""
     gradient_side: int = 32
-    # steps of L-BFGS that rebuild an image; the release: 250 of 20 each
-    match_steps: int | None = None
-    # what an image is rebuilt from: noise of a tenth around grey, or of deviation 1 around black
-    match_start: Literal["grey", "normal"] | None = None
-    monitor_images: int | None = None  # last states of each rebuilt image that models must predict
-    monitor_padding: float = option(0.125, most=1.0)  # of these before a crop, over the side
-    # when the best score starts anew: with new gradients, with the second task, or never
-    reset_best: Literal["arrival", "second", "never"] | None = None
+    """Side in pixels at which prototypes are sent and rebuilt; larger images are resized to it."""
+    match_steps: int = 100
+    """Steps of L-BFGS that rebuild an image (release: 250 of 20 each)."""
+    match_start: Literal["grey", "normal"] = "grey"
+    """Noise that an image is rebuilt from: of a tenth around grey, or standard normal."""
+    monitor_images: int = 4
+    """Last states of each rebuilt image that models must predict."""
+    monitor_padding: float = option(0.125, most=1.0)
+    """Padding of these images before a crop, over the side."""
+    reset_best: Literal["arrival", "second", "never"] = "arrival"
+    """When the best score starts anew: with new gradients, with the second task, or never."""
 
 
 class Sent(NamedTuple):
@@ -154,7 +158,7 @@ def proxy_server(options: ProxyOptions, sizes: Sizes, network: Network, judge: J
         proxy = jax.lax.cond(arrived, arrive, lambda proxy: proxy, proxy)
         second = (round_context.task.index == 1) & (round_context.round == 0)
         reset = {"arrival": arrived, "second": second, "never": jnp.bool_(False)}
-        best = jnp.where(reset[resolved(options.reset_best)], 0.0, proxy.best)
+        best = jnp.where(reset[options.reset_best], 0.0, proxy.best)
         score = judge(round_context, learner, params, proxy, score_key)
         choice = proxy.choice._replace(
             current=_pick(score >= best, _now(round_context, learner, params), proxy.choice.current)
@@ -180,7 +184,7 @@ def _new(options: ProxyOptions, sizes: Sizes, network: Network, part: Model) -> 
     no_task = Task(jnp.int32(-1), jnp.full(sizes.task_classes, -1, jnp.int32), classes, classes)
     none = Old(part._replace(extra={}), no_task)
     places = sizes.clients, sizes.task_classes
-    image = jnp.zeros((*places, resolved(options.monitor_images), *side_of(options, network), 3))
+    image = jnp.zeros((*places, options.monitor_images, *side_of(options, network), 3))
     monitor = Monitor(image, jnp.zeros(places, jnp.int32), jnp.zeros(places, bool))
     return Proxy(Choice(none, none), monitor, jnp.zeros(()), jnp.float32(0.15))
 
@@ -230,7 +234,7 @@ def _rebuild_client(
     there: Bool[Array, " Ct"],
 ) -> Float[Array, "Ct states h w 3"]:
     """The images of one client's gradients; zeros where it sent none."""
-    states = resolved(options.monitor_images)
+    states = options.monitor_images
     nothing = jnp.zeros((states, *side, 3))
 
     def one(args: tuple) -> Array:
@@ -257,8 +261,8 @@ def rebuild(
         gap = jax.tree.map(jnp.subtract, gradient_of(lenet, image, target), gradient)
         return optax.tree.norm(gap, squared=True)
 
-    noise, count = jax.random.normal(key, (*side, 3)), resolved(options.monitor_images)
-    start = 0.5 + 0.1 * noise if resolved(options.match_start) == "grey" else noise
+    noise, count = jax.random.normal(key, (*side, 3)), options.monitor_images
+    start = 0.5 + 0.1 * noise if options.match_start == "grey" else noise
     lbfgs = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(LINE_SEARCH))
 
     def step(i: Array, carry: tuple) -> tuple:
@@ -269,7 +273,7 @@ def rebuild(
         return image, state, last.at[i % count].set(image)
 
     first = start, lbfgs.init(start), jnp.broadcast_to(start, (count, *start.shape))
-    last = jax.lax.fori_loop(0, resolved(options.match_steps), step, first)[2]
+    last = jax.lax.fori_loop(0, options.match_steps, step, first)[2]
     return jnp.clip(last, 0.0, 1.0)
 
 

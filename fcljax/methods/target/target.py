@@ -22,10 +22,10 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, scheduled
 from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.federate import Run, Seen, ServerStep, Term
 from fcljax.parts.learner import Learner, Model, Objective
 from fcljax.parts.task_start import distil_start, start_of_task, unlabelled
@@ -39,57 +39,62 @@ REPTILE = 67.0  # times the way that a generator went in a round is its gradient
 
 @dataclasses.dataclass(frozen=True)
 class TargetOptions(PromptedOptions):
-    """Options of TARGET. Fields with default None take the value of the fidelity preset: `released` has the
-    release's constants for CIFAR-100, with which the warm-up never ends; `paper` the same with as many rounds
-    as its 8,000 images need; `intended` those of a port to vision transformers, with half of its generator's
-    steps and channels, for the sake of machines without an accelerator."""
+    """Options of TARGET. `released` has the release's constants for CIFAR-100, with which the warm-up never
+    ends; `paper` the same with as many rounds as its 8,000 images need; `intended` those of a port to vision
+    transformers, with half of its generator's steps and channels, for machines without an accelerator."""
 
-    distill_weight: float = 25.0  # of the clients' distillation on synthetic images
-    distill_temperature: float = option(2.0, positive=True)  # of student and teacher
-    synthetic_batch: int = 64  # synthetic images of a client's step; the release: all of them in an epoch
-    local_classes: Literal["current", "seen", "all"] = "current"  # classes in the clients' cross-entropy
-    synthesis_rounds: int | None = None  # of the generator; each leaves synthesis_batch images
-    synthesis_batch: int | None = None  # images of a round
-    synthesis_warmup: int = 20  # rounds before the student learns and the disagreement counts
-    generator_steps: int | None = None  # of a round
-    generator_lr: float | None = option(None, positive=True)  # learning rate of the generator
-    noise_lr: float = option(0.01, positive=True)  # learning rate of the noise, which is new in every round
-    meta: Literal["fomaml", "reptile"] | None = None  # what the generator keeps of a round
-    label_weight: float | None = None  # of the global model's cross-entropy
-    adversarial_weight: float = 1.0  # of the disagreement of global model and student
-    student_steps: int | None = None  # of the student in a round
-    student_lr: float | None = option(None, positive=True)  # its learning rate
-    student_temperature: float = option(20.0, positive=True)  # of its distillation
-    noise_width: int = 256  # of the generator's noise
-    generator_channels: int | None = None  # of the generator's last hidden layer
-    crop_padding: float = option(0.125, most=1.0)  # of synthetic images before a crop, over the side
+    distill_weight: float = 25.0
+    """Weight of the clients' distillation on synthetic images."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the clients' distillation."""
+    synthetic_batch: int = 64
+    """Synthetic images per step of a client (release: all of them in an epoch)."""
+    local_classes: Literal["current", "seen", "all"] = "current"
+    """Classes in the cross-entropy of the clients."""
+    synthesis_rounds: int = 30
+    """Rounds of the generator, each of which adds synthesis_batch images."""
+    synthesis_batch: int = 16
+    """Images per round of the generator."""
+    synthesis_warmup: int = 20
+    """Rounds of the generator before the student learns and the disagreement counts."""
+    generator_steps: int = 40
+    """Steps of the generator in each of its rounds."""
+    generator_lr: float = option(2e-3, positive=True)
+    """Learning rate of the generator."""
+    noise_lr: float = option(0.01, positive=True)
+    """Learning rate of the noise, which is new in every round of the generator."""
+    meta: Literal["fomaml", "reptile"] = "fomaml"
+    """Meta-learning update by which the generator carries over what it learned in a round."""
+    label_weight: float = 0.5
+    """Weight of the global model's cross-entropy in the generator's loss."""
+    adversarial_weight: float = 1.0
+    """Weight of the disagreement of global model and student in the generator's loss."""
+    student_steps: int = 50
+    """Steps of the student in each round of the generator."""
+    student_lr: float = option(2e-3, positive=True)
+    """Learning rate of the student."""
+    student_temperature: float = option(20.0, positive=True)
+    """Temperature of the student's distillation."""
+    noise_width: int = 256
+    """Width of the generator's noise."""
+    generator_channels: int = 32
+    """Channels of the generator's last hidden layer."""
+    crop_padding: float = option(0.125, most=1.0)
+    """Padding of synthetic images before a crop, over the side."""
 
 
-_CIFAR = dict(
+_CIFAR = TargetOptions(
+    epoch_schedule="cosine_lag",
     synthesis_batch=256,
     generator_steps=10,
-    generator_lr=2e-3,
-    meta="fomaml",
-    label_weight=0.5,
     student_steps=400,
     student_lr=0.2,
     generator_channels=64,
 )
-FIDELITY = {
-    "intended": CLIENT["intended"]
-    | dict(
-        synthesis_rounds=30,
-        synthesis_batch=16,
-        generator_steps=40,
-        generator_lr=2e-3,
-        meta="fomaml",
-        label_weight=0.5,
-        student_steps=50,
-        student_lr=2e-3,
-        generator_channels=32,
-    ),
-    "paper": CLIENT["paper"] | _CIFAR | dict(synthesis_rounds=32),
-    "released": CLIENT["released"] | _CIFAR | dict(synthesis_rounds=10),
+PRESETS = {
+    "intended": WHOLE["intended"]._replace(options=TargetOptions()),
+    "paper": WHOLE["paper"]._replace(options=dataclasses.replace(_CIFAR, synthesis_rounds=32)),
+    "released": WHOLE["released"]._replace(options=dataclasses.replace(_CIFAR, synthesis_rounds=10)),
 }
 
 
@@ -154,8 +159,8 @@ def synthesis(options: TargetOptions, run: Run) -> ServerStep:
     """After the last round of every task but the last one, images of all classes seen so far; they go down
     with the model in every round of the next task."""
     (height, width, _), sizes = run.network.image, run.sizes
-    shape = ImageGeneratorConfig(height, width, options.noise_width, resolved(options.generator_channels))
-    count = resolved(options.synthesis_rounds) * resolved(options.synthesis_batch)
+    shape = ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
+    count = options.synthesis_rounds * options.synthesis_batch
 
     def step(
         round_context: RoundContext,
@@ -189,7 +194,7 @@ def synthesise(
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """New images of the classes that `params` has seen, and the mean of the rounds' lowest losses."""
-    rounds, size = resolved(options.synthesis_rounds), resolved(options.synthesis_batch)
+    rounds, size = options.synthesis_rounds, options.synthesis_batch
     first, second, rest = jax.random.split(key, 3)
     cached = learner.init(second, frozen)
     part = learner.part(cached, task)
@@ -212,7 +217,7 @@ def synthesise(
         grey = jnp.round(best.image * 255).astype(jnp.uint8)
         images = jax.lax.dynamic_update_slice(made.images, grey, (r * size, 0, 0, 0))
         teach = functools.partial(_taught, options, global_model, student_model, sgd, task, images, learn)
-        student = teach(made.student, (r + 1) * size, jnp.where(late, resolved(options.student_steps), 0))
+        student = teach(made.student, (r + 1) * size, jnp.where(late, options.student_steps, 0))
         generator = optax.apply_updates(made.generator, update)
         return Making(generator, optimiser, student, images), total + best.loss
 
@@ -234,12 +239,12 @@ def _logits(
 
 
 def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
-    return optax.adam(resolved(options.generator_lr) * resolved(options.generator_steps), *BETAS)
+    return optax.adam(options.generator_lr * options.generator_steps, *BETAS)
 
 
 def _student_optimiser(options: TargetOptions) -> optax.GradientTransformation:
     """Gradient descent on gradients of at most norm 1."""
-    steps = optax.sgd(resolved(options.student_lr), MOMENTUM)
+    steps = optax.sgd(options.student_lr, MOMENTUM)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(DECAY), steps)
 
 
@@ -255,7 +260,7 @@ def synthesis_loss(
     """oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student))."""
     theirs = teacher(pixels)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
-    loss = resolved(options.label_weight) * right
+    loss = options.label_weight * right
 
     def against() -> Float[Array, ""]:
         own = student(pixels)
@@ -278,7 +283,7 @@ def _one_round(
     noise_key, label_key, view_key = jax.random.split(key, 3)
     noise = jax.random.normal(noise_key, (size, shape.noise))
     label = jax.random.categorical(label_key, jnp.where(task.seen, 0.0, -jnp.inf), shape=(size,))
-    rates = {"generator": resolved(options.generator_lr), "noise": options.noise_lr}
+    rates = {"generator": options.generator_lr, "noise": options.noise_lr}
     adams: dict[Hashable, optax.GradientTransformation] = {
         name: optax.adam(rate, *BETAS) for name, rate in rates.items()
     }
@@ -298,13 +303,13 @@ def _one_round(
     fast = (generator, noise)
     nothing = jnp.zeros((size, shape.height, shape.width, 3))
     start = Best(fast, adam.init(fast), optax.tree.zeros_like(generator), jnp.float32(jnp.inf), nothing)
-    return jax.lax.fori_loop(0, resolved(options.generator_steps), step, start)
+    return jax.lax.fori_loop(0, options.generator_steps, step, start)
 
 
 def _kept(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
     """The generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that its copy
     has gone (Reptile)."""
-    if resolved(options.meta) == "fomaml":
+    if options.meta == "fomaml":
         return best.total
     return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.fast[0])
 
@@ -322,7 +327,7 @@ def _taught(
     steps: Int[Array, ""],
 ) -> Student:
     """The student after so many steps of distillation on the images made so far."""
-    heat, size = options.student_temperature, resolved(options.synthesis_batch)
+    heat, size = options.student_temperature, options.synthesis_batch
 
     def step(i: Array, now: Student) -> Student:
         pick, move = jax.random.split(jax.random.fold_in(key, i))

@@ -17,7 +17,8 @@ from flax.traverse_util import unflatten_dict
 
 from fcljax.errors import InputError, choose
 from fcljax.models.mae import DecoderConfig
-from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig
 from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]

@@ -19,15 +19,16 @@ from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic, check_folder
-from fcljax.models.convnet import Stem
 from fcljax.models.mae import DecoderConfig, sincos_positions
-from fcljax.models.networks import CONVNETS, Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
+from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
+from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
+from fcljax.options import option
 from fcljax.pixels import NORMALISE
+from fcljax.settings import Positions, Stem
 from fcljax.types import PyTree
 
-PACKAGED = {"vit_micro": "vit_micro.safetensors"}
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 # sha256 of these files as they were packaged
 ASSET_DIGESTS = {
@@ -81,25 +82,26 @@ class Pretrained(NamedTuple):
     notes: tuple[str, ...]
 
 
-# how position embeddings come to another image size: as timm does today, or as it did until version 0.6
-Positions = Literal["antialiased", "plain"]
-
-
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """Options of `fcljax convert`."""
 
-    heads: int | None = None  # attention heads; default: as the file says, else width / 64
-    # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
-    decoder_heads: int | None = None
-    keep_head: bool = False  # keep the classification head, if there is one
-    part: Literal["teacher", "student"] = "teacher"  # which network to take from a checkpoint that holds both
-    # side in pixels; position embeddings are interpolated; default: the network's own
-    image_size: int | None = None
-    # pixel constants; default: as the file says or its kind suggests
-    normalise: Literal["half", "unit", "imagenet"] | None = None
-    positions: Positions = "antialiased"  # how position embeddings are interpolated
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
+    heads: int | None = option(None, unset="the file's, else width / 64")
+    """Number of attention heads."""
+    decoder_heads: int | None = option(None, unset="the file's, else 16")
+    """Number of attention heads of a masked autoencoder's decoder."""
+    keep_head: bool = False
+    """Keep the classification head, if there is one."""
+    part: Literal["teacher", "student"] = "teacher"
+    """Network to take from a checkpoint that holds both."""
+    image_size: int | None = option(None, unset="the network's own")
+    """Side in pixels of the images, to which position embeddings are interpolated."""
+    normalise: Literal["half", "unit", "imagenet"] | None = option(None, unset="the file's, or its kind's")
+    """Pixel range that the network expects."""
+    positions: Positions = "antialiased"
+    """Interpolation of position embeddings."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Number format in which all weights are stored."""
 
 
 class _Loaded(NamedTuple):
@@ -228,9 +230,9 @@ def _sized(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNet
 
 
 def _refuse_for_convnets(options: dict[str, object]) -> None:
-    for option, value in options.items():
+    for name, value in options.items():
         if value is not None:
-            raise InputError(f"{option}: {value!r} is of a ViT, and the backbone is a convolutional network")
+            raise InputError(f"{name}: {value!r} is of a ViT, and the backbone is a convolutional network")
 
 
 def _refuse_stem(stem: Stem | None, name: str | None) -> None:

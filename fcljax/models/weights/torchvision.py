@@ -7,10 +7,11 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from fcljax.errors import InputError
-from fcljax.models.convnet import Stem, Variables
+from fcljax.models.convnet import Variables
 from fcljax.models.densenet import DenseNetConfig
 from fcljax.models.networks import ConvNetConfig, network_name
 from fcljax.models.resnet import ResNetConfig
+from fcljax.settings import Stem
 from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]

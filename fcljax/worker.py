@@ -1,4 +1,4 @@
-"""The child of `fcljax run --coordinator`, which does the work: python -m fcljax.commands.worker LOG ..."""
+"""The child of `fcljax run --coordinator`, which does the work: python -m fcljax.worker LOG ..."""
 
 import os
 import sys

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from small_runs import COMMON, ROOT
 
-from fcljax.runs import compiled
-from fcljax.runs.compiled import Entry, oldest_beyond
+from fcljax.runs import compile_cache
+from fcljax.runs.compile_cache import Entry, oldest_beyond
 
 # what jax looked up, found and wrote, as it reports it, and the exit code
 COUNTING = """
@@ -83,7 +83,7 @@ def set_up(monkeypatch, tmp_path):
 def kept_in(set_up, option=None):
     """The folder, above that of the machine, in which programs are kept, and what is said."""
     said = []
-    compiled.keep(option, said.append)
+    compile_cache.keep(option, said.append)
     return [folder.parent if isinstance(folder, Path) else folder for folder in set_up], said
 
 
