@@ -3,7 +3,7 @@
     python experiments/bench_streaming.py --images 3000 --side 256 --repeats 3
 
 One round of a linear classifier on the packaged micro ViT over images in a file that the page cache has been
-told to forget, so that every read goes to the disk, as with a data set larger than memory. Four times per
+made to forget, so that every read goes to the disk, as with a data set larger than memory. Four times per
 repetition, in this order: images resident on the device, windows without overlap, windows with overlap, and
 the reads alone. The share of the reads that overlap hides is (without - with) / reads; 1 means that they cost
 nothing, and what is missing from it is contention for cores or memory bandwidth. Results of all three runs
