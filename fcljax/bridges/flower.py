@@ -42,7 +42,7 @@ from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.methods import find_method
-from fcljax.results import figures as report
+from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.folder import check_new, created
@@ -260,7 +260,7 @@ def serve(
         _play(exp, records, link, out, on_round)
         summary = _summary(exp, records, link)
         if out:
-            report.write_json(out / "summary.json", summary)
+            write_json(out / "summary.json", summary)
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
                 if name != _CLASSES:
                     draw(out / "figures" / name)

@@ -67,7 +67,7 @@ from fcljax.pretraining.training import (
     update,
     warmup_cosine,
 )
-from fcljax.results import figures as report
+from fcljax.results import figures
 from fcljax.runs import checkpoint
 from fcljax.runs.inputs import load_network, load_split, report_notes, with_constants
 from fcljax.types import PyTree
@@ -510,7 +510,8 @@ def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown
     training, validation = np.asarray(state.curve)
     curves = {"training": training, "validation": validation}
     named = dict(zip(strips._fields, map(np.asarray, strips), strict=True))
-    report.reconstructions(path, ends, curves, baseline_loss(plan, held_out), named)
+    figure = figures.reconstructions(ends, curves, baseline_loss(plan, held_out), named)
+    figures.save(path, figure)
 
 
 @functools.partial(jax.jit, static_argnums=0)
