@@ -78,8 +78,8 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
 
 
 def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop", "unroll"]) -> Iterator[Found]:
-    """Client images per second by the number of lanes, from few to many: memory is the peak so far. What is
-    begun is told first, for who would stop it."""
+    """Client images per second by the number of lanes, from few to many: memory is the peak so far. Each
+    setting is announced before it begins, so that a stopped process leaves a trace."""
     work = work_of(sizes, dtype)
     game = game_of(work)
     for i, lanes in enumerate(sizes.lanes):

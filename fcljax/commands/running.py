@@ -108,7 +108,7 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
             if seeds:
                 from fcljax.studies.seeds import run_seeds
 
-                run_seeds(resolved, seeds, out, resume, Console(stderr=True), stop, track)
+                run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
                 figure = Path(out) / "accuracy.png"
                 tables, _ = compare([out], figure)
             else:

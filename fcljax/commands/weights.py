@@ -11,8 +11,8 @@ from fcljax.runs import signals
 
 def convert(arguments: list[str]) -> int:
     """`fcljax convert SRC [DST] [options]`."""
-    from fcljax.models.weights.pretrained import ConvertOptions
-    from fcljax.models.weights.pretrained import convert as write
+    from fcljax.models.weights.convert import ConvertOptions
+    from fcljax.models.weights.convert import convert as write
 
     about, words = "A checkpoint as .safetensors with its provenance.", Words("SRC [DST]")
     files, options = parsed(ConvertOptions(), arguments, ["convert"], about, words)
