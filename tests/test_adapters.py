@@ -8,7 +8,7 @@ import pytest
 from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.federated.communication import scalars
 from fcljax.parts.classifiers import linear, nearest_mean, prototypes
 from fcljax.parts.learner import learner
@@ -52,7 +52,7 @@ of_prompts = pytest.mark.parametrize("variant", [name for name in VARIANTS if na
 
 def adapter_of(variant):
     cfg = resolved("fppl", **VARIANTS[variant])
-    entry = ADAPTERS[cfg.adapter]
+    entry = find_adapter(cfg.adapter)
     return entry.build(config.part(entry.options, cfg), SIZES, FORMULA)
 
 

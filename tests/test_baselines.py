@@ -28,7 +28,7 @@ from small_runs import COMMON
 from test_conformance import federation, history
 
 from fcljax import cli, config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import Lanes, run_round
 from fcljax.methods.ewc import Anchor, consolidate
@@ -42,8 +42,8 @@ from fcljax.parts.replay import Exemplars, draw, keep_highest
 from fcljax.types import Batch, ClientContext, Weighted
 
 KEY = jax.random.key(0)
-PAIR = ADAPTERS["lora"].build(
-    config.part(ADAPTERS["lora"].options, resolved("joint", lora_blocks=2)), SIZES, NETWORK
+PAIR = find_adapter("lora").build(
+    config.part(find_adapter("lora").options, resolved("joint", lora_blocks=2)), SIZES, NETWORK
 )
 LEARNER = learner(NETWORK, PAIR, linear(TINY.width, SIZES.classes))
 

@@ -12,7 +12,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
-from fcljax.runs import loop
+from fcljax.runs import rounds
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -269,14 +269,14 @@ def test_a_run_with_faults_says_how_many_uploads_were_left_out(tmp_path, capsys)
 @pytest.mark.long
 def test_uploads_are_looked_through_one_by_one_after_a_bad_one(tmp_path, monkeypatch):
     """So that a client whose uploads are bad has a round played twice once, and not in every round."""
-    told, play = [], loop.run_round
+    told, play = [], rounds.run_round
 
     def watched(*args, guarded, **options):
         result = play(*args, guarded=guarded, **options)
         told.append((guarded, result[2].rejected))
         return result
 
-    monkeypatch.setattr(loop, "run_round", watched)
+    monkeypatch.setattr(rounds, "run_round", watched)
     options = [*COMMON, "--rounds", "3", "--clients", "4", "--faults", "late=0.2"]
     assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "late")]) == 0
     before = np.cumsum([0, *(rejected for _, rejected in told)])[:-1]

@@ -54,7 +54,8 @@ from fcljax.methods.fedweit.fedweit import (
     remember,
     sparsity,
 )
-from fcljax.models.resnet import RESNETS, resnet_network
+from fcljax.models.resnet import resnet_network
+from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import ClientStep, Run, Training
 from fcljax.parts.learner import Params, learner

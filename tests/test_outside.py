@@ -50,9 +50,9 @@ from fcljax.parts.federate import federate
 from fcljax.parts.learner import learner
 from fcljax.methods.fedavg import NoOptions
 
-def spoiled(options, kit):
-    model = learner(kit.network, kit.adapter, linear(kit.network.width, kit.setting.classes))
-    return federate(model, kit.setting, kit.train, (Term("spoiled", LOSS),))
+def spoiled(options, run):
+    model = learner(run.network, run.adapter, linear(run.network.width, run.setting.classes))
+    return federate(model, run.setting, run.train, (Term("spoiled", LOSS),))
 
 METHOD = MethodEntry("wrong on purpose", NoOptions, spoiled, adapter="linear")
 """

@@ -19,7 +19,7 @@ from micro import begin as first_state
 from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
@@ -28,7 +28,8 @@ from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
-from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes
 
@@ -270,7 +271,7 @@ def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_i
     """Its own fields and those of its adapter."""
     undecided = {
         field.name
-        for options in (PiloraLoraOptions, ADAPTERS["lora"].options)
+        for options in (PiloraLoraOptions, find_adapter("lora").options)
         for field in dataclasses.fields(options)
         if field.default is None
     }

@@ -25,11 +25,16 @@ from fcljax.types import Features, Network, Sizes, Task
 class L2POptions:
     """Options of the adapter `l2p`; the values are those of pMAE's release."""
 
-    l2p_size: int = 10  # prompts in the pool
-    l2p_length: int = 5  # tokens of a prompt
-    l2p_chosen: int = 5  # prompts that an image gets
-    l2p_pull: float = 0.1  # weight of the cosine of the chosen keys and the query, which is raised
-    l2p_batchwise: bool = True  # does a batch choose together?
+    l2p_size: int = 10
+    """Prompts in the pool."""
+    l2p_length: int = 5
+    """Tokens of a prompt."""
+    l2p_chosen: int = 5
+    """Prompts that are chosen for an image."""
+    l2p_pull: float = 0.1
+    """Weight of the cosine similarity of the chosen keys and the query."""
+    l2p_batchwise: bool = True
+    """Whether the images of a batch share their choice."""
 
 
 class KeyedPrompts(NamedTuple):

@@ -1,7 +1,7 @@
-"""What every method must hold, as statements that `fcljax check` tries on any of them.
+"""The invariants that every method must satisfy, as statements that `fcljax check` tests.
 
-A tiny random ViT, five classes in two tasks, four clients of which one has no rows in the first task: small
-enough for seconds, large enough for partial batches, padding classes and absent clients.
+A tiny random ViT, five classes in two tasks, four clients, one of which has no examples of the first task:
+small enough for seconds, large enough for partial batches, padding classes and absent clients.
 """
 
 import dataclasses
@@ -36,24 +36,36 @@ from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import Frozen, Method, Network, ReplayBuffer, RoundContext, Sizes, Task
+from fcljax.types import (
+    Batch,
+    Frozen,
+    Method,
+    Network,
+    Phase,
+    ReplayBuffer,
+    Round,
+    RoundContext,
+    Sizes,
+    Task,
+)
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
 SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
-EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
+EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # of each client in each task
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
-SHORT = 2  # rows of a short batch
+SHORT = 2  # examples of a short batch
+GARBAGE = (7.0, 1)  # pixels and label of padding, where the engine has zeros
 
 
 class Statement(NamedTuple):
-    """One statement: what it says, whether it holds, and what was found."""
+    """One tested invariant."""
 
     name: str
     holds: bool
-    found: str
+    found: str  # the measurement behind it
 
 
 class Federation(NamedTuple):
@@ -69,24 +81,23 @@ class Federation(NamedTuple):
 
 
 class State(NamedTuple):
-    """What goes from round to round, and what the server keeps of finished tasks."""
+    """What goes from round to round."""
 
     server: PyTree
     clients: PyTree
-    past: tuple[ReplayBuffer, ...] = ()
+    past: tuple[ReplayBuffer, ...] = ()  # what the server keeps of finished tasks
 
 
-def check(method_name: str, cfg: RunConfig) -> list[Statement]:
-    """Try every statement on a method.
+def check(settings: RunConfig) -> list[Statement]:
+    """Test every statement on a method.
 
     Args:
-      method_name: of the package, or from outside.
-      cfg: resolved settings, of which the method's, the adapter's and the training's count.
+      settings: resolved; those of the method, the adapter and the training count.
 
     Raises:
-      InputError: for a method that does not keep to the protocol.
+      InputError: for a method that does not follow the protocol.
     """
-    made = federation(make_method(method_name, cfg, SIZES, network(TINY)))
+    made = federation(make_method(settings, SIZES, network(TINY)))
     history = play(made)
     return [statement(made, history) for statement in STATEMENTS]
 
@@ -112,13 +123,15 @@ def federation(
     """The method on 60 random images.
 
     Args:
-      vit: the network, of images of 8 pixels.
-      sizes: `[tasks][clients]`, rows.
+      method: the method.
+      vit: the network, for images of 8 pixels.
+      sizes: examples, [task][client].
     """
+    method = _with_padding(method)
     label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
-    data = Split(image, jnp.asarray(label, jnp.int32))
-    partitions = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
+    data = Split(image, jnp.asarray(label, jnp.int32), query=_padding(0.0, 0, vit.width))
+    partitions = [_partition(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
     frozen = frozen_parameters(vit, surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
@@ -127,14 +140,46 @@ def federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read(data: Split, rows, keys, augment: bool):
-    """The rows as they are: there is nothing to augment, and nothing is cached."""
+def read(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
+    """The images as they are: there is nothing to augment. In place of query features, the content of
+    padding."""
     del keys, augment
-    return data.image[rows], data.label[rows], None
+    assert data.query is not None
+    return data.image[index], data.label[index], data.query[index]
 
 
-def _roster(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
-    """Clients with so many rows of the task, in `order`; row 0 of the task belongs to nobody."""
+def _padding(pixel: float, label: int, width: int) -> Array:
+    """The content of padding in place of query features: every example carries it, since the engine clears
+    padding itself."""
+    return jnp.zeros((60, width)).at[:, 0].set(pixel).at[:, 1].set(label)
+
+
+def _with_padding(method: Method) -> Method:
+    """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
+
+    def filled(batch: Batch) -> Batch:
+        assert batch.query is not None
+        pixel, label, *_ = jnp.max(batch.query, axis=0)
+        image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
+        return batch._replace(
+            image=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
+        )
+
+    def phase_of(phase: Phase) -> Phase:
+        def step(context, local, batch, key):
+            return phase.step(context, local, filled(batch), key)
+
+        return phase._replace(step=step)
+
+    def round_of(each: Round) -> Round:
+        phases = tuple(map(phase_of, each.program.phases))
+        return each._replace(program=each.program._replace(phases=phases))
+
+    return method._replace(rounds=tuple(map(round_of, method.rounds)))
+
+
+def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
+    """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
     owned = [owned[i] for i in order]
@@ -269,13 +314,19 @@ def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
 
 
 def padding_is_inert(made: Federation, history: list[State]) -> Statement:
-    """Rows that nobody holds, which padding reads, may be NaN."""
-    held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in made.partitions]))
-    image = jnp.where(held[:, None, None, None], made.data.image, jnp.nan)
-    poisoned = play(made, made.data._replace(image=image))
+    """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
+    False, and images that no client has."""
+    indices = np.concatenate([partition.indices for partition in made.partitions])
+    owned = np.isin(np.arange(60), indices)[:, None, None, None]
+    image = jnp.where(owned, made.data.image, jnp.nan)
+    assert made.data.query is not None
+    query = _padding(*GARBAGE, made.data.query.shape[1])
+    poisoned = play(made, made.data._replace(image=image, query=query))
     worst = _difference(poisoned[-1], history[-1])
     return Statement(
-        "padding is inert: poisoned with NaN, nothing changes", worst == 0, f"difference {worst:.1e}"
+        "padding is inert: with other images and labels in it, nothing changes",
+        worst == 0,
+        f"difference {worst:.1e}",
     )
 
 
@@ -283,7 +334,7 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
     """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
     del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
-    renamed = _roster(label, TASKS[0], made.partitions[0].count.tolist(), order)
+    renamed = _partition(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
     state = State(begin(round_context, made.server, KEY), made.states)

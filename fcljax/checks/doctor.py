@@ -28,7 +28,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import check_folder, machine_memory
 from fcljax.models.networks import network_name
 from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_backbone
-from fcljax.runs.compiled import asked_folders
+from fcljax.runs.compile_cache import asked_folders
 
 # failed: no run could start; missing: something that only some runs need; warning: worth knowing
 State = Literal["ok", "missing", "warning", "failed"]

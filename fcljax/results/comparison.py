@@ -18,8 +18,10 @@ from fcljax.results.run_folder import Number, Summary, load_summary, run_folders
 from fcljax.terminal import add_row, plain
 
 SETUP = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
-# settings that decide where and how fast a run is made, and its numbers by rounding at most
+# settings that decide where and how fast a run is made, and its numbers by rounding at most; and the method,
+# which has a name of its own in a summary
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
+    "method",
     "seed",
     "data_dir",
     "data_budget",
