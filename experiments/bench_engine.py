@@ -25,10 +25,10 @@ from peers.machine import best
 
 from fcljax import config
 from fcljax.data.partition import count_matrix, dirichlet
-from fcljax.data.store import client_rows
+from fcljax.data.store import client_indices
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
 from fcljax.models.heads import cross_entropy
 from fcljax.models.weights.pretrained import load_backbone
@@ -106,7 +106,7 @@ def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndar
     """Labels of 10 balanced classes and who holds them, Dirichlet(beta)."""
     label = np.repeat(np.arange(CLASSES), rows // CLASSES)
     parts = dirichlet(label, clients, beta, np.random.RandomState(seed), min_size=0)
-    return label, ClientPartition(*client_rows(parts, label, TASK), count_matrix(label, parts, CLASSES))
+    return label, ClientPartition(*client_indices(parts, label, TASK), count_matrix(label, parts, CLASSES))
 
 
 def timed_round(
@@ -132,12 +132,12 @@ def timed_round(
 
     def once():
         _, states[0], report = run_round(
-            engine, frozen, server, states[0], data, partition, ids, task, 0, KEY
+            engine, server, states[0], RoundInputs(frozen, data, partition, ids, task, 0, KEY)
         )
         reports.append(report)
 
     seconds = best(once, repeats)
-    return seconds, reports[-1].rows, max(engine.traces.values())
+    return seconds, reports[-1].examples, max(engine.traces.values())
 
 
 def slots() -> None:
@@ -173,7 +173,7 @@ def packed() -> None:
     def dispatched():
         mean, context = jax.tree.map(jnp.zeros_like, server), ClientContext((), server, (), TASK, info)
         for client in range(100):
-            rows = partition.rows[partition.offset[client] : partition.offset[client + 1]]
+            rows = partition.indices[partition.offset[client] : partition.offset[client + 1]]
             local = start(context, (), KEY)
             for i in range(0, len(rows), BATCH):
                 mine = np.resize(rows[i : i + BATCH], BATCH)

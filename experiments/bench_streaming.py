@@ -24,11 +24,11 @@ import numpy as np
 
 from fcljax import config
 from fcljax.data.augment import preset
-from fcljax.data.store import Split, client_rows
+from fcljax.data.store import Split, client_indices
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import RoundInputs, default_lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
@@ -116,7 +116,7 @@ def make_round(split: Split):
     method = make_method("linear", config.resolve("linear", settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
-    rows, offset = client_rows(parts, label, task)
+    rows, offset = client_indices(parts, label, task)
     present = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
     partition = ClientPartition(rows, offset, present)
     lanes = default_lanes(jax.default_backend(), CLIENTS)
@@ -132,7 +132,7 @@ def make_round(split: Split):
     def play(data):
         states, ids = init_clients(method, server, CLIENTS, key), np.arange(CLIENTS)
         return jax.device_get(
-            run_round(engine, frozen, server, states, data, partition, ids, task, 0, key)[0]
+            run_round(engine, server, states, RoundInputs(frozen, data, partition, ids, task, 0, key))[0]
         )
 
     return play, rows

@@ -19,7 +19,7 @@ import numpy as np
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
-from fcljax.federated.aggregation import prototype_mean
+from fcljax.methods.fppl_robust import prototype_mean
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import learner
 from fcljax.runs import checkpoint, loop

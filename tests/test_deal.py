@@ -287,7 +287,7 @@ def test_sampled_clients_depend_on_seed_task_round_and_place(digits):
         for client, mine in enumerate(held(dealt, task, round_)):
             seed = client + 1 + 3 * round_ + 12 * task + 18000
             sample = sample_client(digits.y_train[rows], seed, 0.2, 0.5, 1.0)
-            assert mine == rows[sample.rows].tolist() and len(sample.told) == 1 and mine
+            assert mine == rows[sample.indices].tolist() and len(sample.reported) == 1 and mine
     assert held(dealt, 0, 0) == held(deal(digits, cfg, rounds=4), 0, 0) != held(dealt, 0, 1)
 
 
@@ -306,9 +306,9 @@ def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
     )
     said, done = told.partitions[0][1], real.partitions[0][1]
-    np.testing.assert_array_equal(said.class_rows, done.class_rows)
-    assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
-    assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
+    np.testing.assert_array_equal(said.class_examples, done.class_examples)
+    assert (done.class_examples.sum(1) == np.diff(done.offset)).all()
+    assert (np.diff(said.offset) > 1.5 * said.class_examples.sum(1)).all()
     assert told.holdings.sum() == sum(len(each.rows) for of_task in told.partitions for each in of_task)
 
 

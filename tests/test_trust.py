@@ -344,7 +344,9 @@ def shelf(tmp_path):
             for i in range(3):
                 Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8)).save(folder / f"{i}.png")
     name = f"folder:{tmp_path / 'raw'}"
-    return lambda **options: sources.load_dataset(name, data_dir=tmp_path / "data", **options)
+    return lambda verify=False, **options: sources.load_dataset(
+        name, sources.DataOptions(data_dir=tmp_path / "data", **options), verify
+    )
 
 
 def images_file(tmp_path):
@@ -671,7 +673,7 @@ def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch
     name = f"npz:{tmp_path / 'a.npz'}"
     assert len(sources.load_dataset(name).y_train) == 2
     monkeypatch.setattr(sources, "machine_memory", lambda: 2 * blank.nbytes)
-    with pytest.raises(InputError, match="would unpack to .* GiB; the limit is half"):
+    with pytest.raises(InputError, match="would unpack to .* GiB, and the limit is"):
         sources.load_dataset(name)
 
 

@@ -40,7 +40,7 @@ from fcljax.bridges.records import (
 from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
-from fcljax.federated.engine import Played
+from fcljax.federated.engine import Exchange, Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.files import check_folder
 from fcljax.methods import find_method
@@ -446,19 +446,11 @@ class Link:
             for name, value in counts.items():
                 tally[f"wire_{name}"] = tally.get(f"wire_{name}", 0) + value
 
-    def play(
-        self,
-        index: int,
-        round_context: RoundContext,
-        broadcast: Broadcast,
-        states: PyTree,
-        partition: ClientPartition,
-        ids: Int[np.ndarray, " n"],
-        key: PRNGKeyArray,
-    ) -> Played:
+    def play(self, exchange: Exchange, states: PyTree) -> Played:
         """`engine.Clients`: ask the nodes of these clients, and receive what they send."""
         for line in self.nodes.refresh(len(self.exp.scenario.tasks), self.timeout):
             self.tell(f"warning: {line}")
+        index, round_context, broadcast, partition, ids, key = exchange
         replies = self._replies(index, round_context, broadcast, [int(client) for client in ids], key)
         player = self.exp.engine.players[index]
         accumulator, present = player.empty(), np.array(sorted(replies), np.int64)
@@ -580,7 +572,7 @@ def _ctx(
     info = ClientInfo(
         number(client),
         number(partition.count[client]),
-        number(partition.class_rows[client]),
+        number(partition.class_examples[client]),
         round_context.round,
     )
     return ClientContext(round_context.frozen, broadcast.payload, broadcast.cached, round_context.task, info)

@@ -65,8 +65,8 @@ class Records:
         self.add(
             rejected=done.rejected,
             refused=done.refused,
-            client_images=done.rows,
-            trained_images=done.training_rows,
+            client_images=done.examples,
+            trained_images=done.training_examples,
             useful_steps=done.useful_steps,
             paid_steps=done.paid_steps,
         )

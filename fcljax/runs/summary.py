@@ -174,9 +174,9 @@ def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dic
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
-    slots = len(kept.label)
-    example_bytes = communication.num_bytes(kept.rows) // slots
+    buffer = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
+    slots = len(buffer.label)
+    example_bytes = communication.num_bytes(buffer.examples) // slots
     examples, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
