@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
     exp = build("pmae", cfg)
     loss, pair = loss_of(exp, cfg.mask_ratio, own.negative)
     test = np.flatnonzero(np.isin(exp.scenario.test_label, exp.scenario.tasks[0].classes))
-    mine = exp.scenario.partitions[0][0].rows
+    mine = exp.scenario.partitions[0][0].indices
     look, unit = jax.jit(loss), float(np.mean(np.square(pair.std)))
 
     def error(prompt) -> float:

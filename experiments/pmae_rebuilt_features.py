@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     given = running.parse_run("pmae", rest, "python experiments/pmae_rebuilt_features.py", "")
     exp = build("pmae", running.settings("pmae", given, running.Paths()))
     scenario, classes = exp.scenario, exp.scenario.tasks[0].classes
-    train, test = scenario.partitions[0][0].rows, np.flatnonzero(np.isin(scenario.test_label, classes))
+    train, test = scenario.partitions[0][0].indices, np.flatnonzero(np.isin(scenario.test_label, classes))
     label = scenario.train_label[train]
     seen = features(exp, exp.test, test, None)
     for ratio in (None, *own.mask):

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from fcljax.methods.fppl_robust import prototype_mean
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS
-from fcljax.federated.aggregation import prototype_mean
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import learner
 from fcljax.runs import checkpoint, loop

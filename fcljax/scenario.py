@@ -45,7 +45,9 @@ class Scenario(NamedTuple):
 
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
         """Of which classes each client has held rows, up to a task's end."""
-        return np.any([r.class_rows > 0 for of_task in self.partitions[: task + 1] for r in of_task], axis=0)
+        return np.any(
+            [r.class_examples > 0 for of_task in self.partitions[: task + 1] for r in of_task], axis=0
+        )
 
 
 def make_scenario(dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool) -> Scenario:

@@ -12,12 +12,22 @@ from hypothesis import strategies as st
 
 from fcljax.errors import InputError
 from fcljax.federated import aggregation as agg
+from fcljax.federated import rules, sums
+from fcljax.methods import fppl_robust, pilora_prototypes
+from fcljax.methods.vfcl import conflation
 
 K = 5
-RULES = {name: jax.jit(rule) for name, rule in agg.AGGREGATORS.items()}
-CONFLATE = jax.jit(agg.conflate)
-REWEIGHT = jax.jit(agg.prototype_reweight, static_argnames=("distance", "temperature_mode"))
-WEIGHTS = jax.jit(agg.prototype_weights, static_argnames=("distance", "temperature_mode"))
+AGGREGATORS = {
+    "mean": rules.weighted_mean,
+    "uniform": rules.uniform_mean,
+    "median": rules.coordinate_median,
+    "trimmed_mean": rules.trimmed_mean,
+    "geometric_median": rules.geometric_median,
+}
+RULES = {name: jax.jit(rule) for name, rule in AGGREGATORS.items()}
+CONFLATE = jax.jit(conflation.conflate)
+REWEIGHT = jax.jit(pilora_prototypes.prototype_reweight, static_argnames=("distance", "temperature_mode"))
+WEIGHTS = jax.jit(pilora_prototypes.prototype_weights, static_argnames=("distance", "temperature_mode"))
 RELEASED = {"distance": "l2", "temperature_mode": "divide"}
 PAPER = {"distance": "l2sq", "temperature_mode": "multiply"}
 ALL = jnp.ones(K, bool)
@@ -104,7 +114,7 @@ def test_a_tenth_of_thirty_rows_is_three():
 @pytest.mark.parametrize("trim", [-0.1, 0.5, float("nan")])
 def test_trimming_half_or_more_is_refused(trim):
     with pytest.raises(InputError, match="trim"):
-        agg.trimmed_mean(jnp.ones(3), jnp.ones(3), jnp.ones(3, bool), trim=trim)
+        rules.trimmed_mean(jnp.ones(3), jnp.ones(3), jnp.ones(3, bool), trim=trim)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
@@ -192,7 +202,7 @@ def test_rules_batch_under_vmap(rule):
     trees = [stacked(seed) for seed in range(3)]
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     valid = jnp.array([[True] * 5, [True, False, True, True, False], [False] * 4 + [True]])
-    out = jax.jit(jax.vmap(agg.AGGREGATORS[rule], in_axes=(0, None, 0)))(batch, jnp.arange(1.0, 6.0), valid)
+    out = jax.jit(jax.vmap(AGGREGATORS[rule], in_axes=(0, None, 0)))(batch, jnp.arange(1.0, 6.0), valid)
     for i, tree in enumerate(trees):
         close(rows(out, i), RULES[rule](tree, jnp.arange(1.0, 6.0), valid[i]))
 
@@ -202,9 +212,9 @@ def test_rules_batch_under_vmap(rule):
 
 FAR = 3e38
 GEOMETRIC = RULES["geometric_median"]
-KRUM = jax.jit(agg.krum, static_argnames="malicious")
-MULTI_KRUM = jax.jit(agg.multi_krum, static_argnames=("malicious", "chosen"))
-CENTRED = jax.jit(agg.centred_clipping, static_argnames=("radius", "steps"))
+KRUM = jax.jit(rules.krum, static_argnames="malicious")
+MULTI_KRUM = jax.jit(rules.multi_krum, static_argnames=("malicious", "chosen"))
+CENTRED = jax.jit(rules.centred_clipping, static_argnames=("radius", "steps"))
 KITE = [[0.0, 0.0], [2.0, 3.0], [10.0, 0.0], [3.0, -6.0]]  # its diagonals cross at (7/3, 0)
 LINE = jnp.array([0.0, 1.0, 3.0, 7.0, 100.0])
 
@@ -284,12 +294,12 @@ def test_centred_clipping_of_nobody_is_its_centre():
 
 
 ROBUST = {
-    "median": agg.coordinate_median,
-    "trimmed_mean": functools.partial(agg.trimmed_mean, trim=0.25),
-    "geometric_median": agg.geometric_median,
-    "krum": functools.partial(agg.krum, malicious=2),
-    "multi_krum": functools.partial(agg.multi_krum, malicious=2),
-    "centred_clipping": lambda x, w, v: agg.centred_clipping(
+    "median": rules.coordinate_median,
+    "trimmed_mean": functools.partial(rules.trimmed_mean, trim=0.25),
+    "geometric_median": rules.geometric_median,
+    "krum": functools.partial(rules.krum, malicious=2),
+    "multi_krum": functools.partial(rules.multi_krum, malicious=2),
+    "centred_clipping": lambda x, w, v: rules.centred_clipping(
         x, w, v, jax.tree.map(lambda a: 0 * a[0], x), 1.0
     ),
 }
@@ -308,12 +318,12 @@ def test_two_finite_uploads_of_either_huge_sign_leave_a_robust_rule_near_the_oth
 
 
 OF_UNITS = {
-    "geometric_median": lambda x, unit: agg.geometric_median(
+    "geometric_median": lambda x, unit: rules.geometric_median(
         x, jnp.ones(4), jnp.ones(4, bool), smoothing=1e-6 * unit
     ),
-    "krum": lambda x, unit: agg.krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=0),
-    "multi_krum": lambda x, unit: agg.multi_krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=1),
-    "centred_clipping": lambda x, unit: agg.centred_clipping(
+    "krum": lambda x, unit: rules.krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=0),
+    "multi_krum": lambda x, unit: rules.multi_krum(x, jnp.ones(4), jnp.ones(4, bool), malicious=1),
+    "centred_clipping": lambda x, unit: rules.centred_clipping(
         x, jnp.ones(4), jnp.ones(4, bool), 0 * x[0], unit
     ),
 }
@@ -340,11 +350,11 @@ def streamed(upload: dict, clients: int, weight: float | None, lanes: int = 8) -
 
     def receive(i, total):
         valid = i * lanes + jnp.arange(lanes) < clients
-        dirty = jax.tree.map(lambda x: jnp.where(agg._rows(valid, x), x, x * jnp.nan), rows)
-        return agg.add_rows(total, dirty, valid, None if weight is None else jnp.full(lanes, weight))
+        dirty = jax.tree.map(lambda x: jnp.where(sums.align(valid, x), x, x * jnp.nan), rows)
+        return sums.add_stacked(total, dirty, valid, None if weight is None else jnp.full(lanes, weight))
 
     ticks = -(-clients // lanes)
-    start = agg.sum_zeros(upload, floating=weight is not None)
+    start = sums.sum_zeros(upload, floating=weight is not None)
     return jax.jit(lambda: jax.lax.fori_loop(0, ticks, receive, start))()
 
 
@@ -352,7 +362,7 @@ def test_the_streamed_mean_of_3001_bfloat16_uploads_is_the_upload():
     # in bfloat16 the running total stops growing: [0.157, 0.629]
     upload = {"x": jnp.array([1.0, 3.0], jnp.bfloat16)}
     total = streamed(upload, 3001, weight=30.0)
-    mean = agg.sum_value(jax.tree.map(lambda x: x / (30.0 * 3001), total), upload)
+    mean = sums.sum_value(jax.tree.map(lambda x: x / (30.0 * 3001), total), upload)
     assert mean["x"].dtype == jnp.bfloat16 and mean["x"].tolist() == [1.0, 3.0]
 
 
@@ -360,23 +370,23 @@ def test_a_streamed_sum_becomes_bfloat16_only_at_its_end():
     upload = jnp.ones((), jnp.bfloat16)
     total = streamed({"x": upload}, 3000, weight=None)["x"]
     assert total.dtype == jnp.float32 and float(total) == 3000
-    assert float(agg.sum_value(total, upload)) == 3008  # the bfloat16 nearest to 3000
+    assert float(sums.sum_value(total, upload)) == 3008  # the bfloat16 nearest to 3000
 
 
 def test_sums_of_integers_are_exact_and_of_booleans_mean_any():
     total = {"n": jnp.array(2**24, jnp.int32), "b": jnp.array([False, False, True])}
     rows = {"n": jnp.array([1, 1, 9]), "b": jnp.array([[True, False, False]] * 2 + [[True, True, True]])}
-    out = jax.jit(agg.add_rows)(total, rows, jnp.array([True, False, False]))
+    out = jax.jit(sums.add_stacked)(total, rows, jnp.array([True, False, False]))
     assert (int(out["n"]), out["b"].tolist()) == (2**24 + 1, [True, False, True])
-    zeros = agg.sum_zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), total))
+    zeros = sums.sum_zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), total))
     assert (zeros["n"].dtype, zeros["b"].dtype) == (jnp.int32, jnp.bool_)
 
 
 def test_a_weighted_mean_of_integers_is_rounded_once_at_the_end():
     rows, weight = {"n": jnp.array([1, 2, 2])}, jnp.array([0.2, 0.3, 0.5])
-    zeros = agg.sum_zeros({"n": jax.ShapeDtypeStruct((), jnp.int32)}, floating=True)
-    total = jax.jit(agg.add_rows)(zeros, rows, jnp.ones(3, bool), weight)
-    assert float(total["n"]) == pytest.approx(1.8) and int(agg.sum_value(total, rows)["n"]) == 2
+    zeros = sums.sum_zeros({"n": jax.ShapeDtypeStruct((), jnp.int32)}, floating=True)
+    total = jax.jit(sums.add_stacked)(zeros, rows, jnp.ones(3, bool), weight)
+    assert float(total["n"]) == pytest.approx(1.8) and int(sums.sum_value(total, rows)["n"]) == 2
 
 
 # one Aggregation: clipping, merging, noise, server optimiser
@@ -393,11 +403,11 @@ def one_round(aggregation: agg.Aggregation, uploads, reference, weight, seed: in
     def play(uploads, reference, weight, state, key):
         if aggregation.pre:
             uploads, weight = jax.vmap(aggregation.pre, in_axes=(0, None, 0))(uploads, reference, weight)
-        weight, valid, _ = agg.finite_guard(uploads, weight, jnp.ones(weight.shape, bool))
+        weight, valid, _ = sums.finite_guard(uploads, weight, jnp.ones(weight.shape, bool))
         if aggregation.reduce:
             mean = aggregation.reduce(uploads, reference, weight, valid, key)
         else:
-            mean = agg.weighted_mean(uploads, weight, valid)
+            mean = rules.weighted_mean(uploads, weight, valid)
         if aggregation.post:
             mean, state = aggregation.post(mean, reference, state, jnp.sum(valid), key)
         return mean, state
@@ -465,7 +475,7 @@ def test_a_huge_change_is_clipped_and_one_that_is_not_finite_stays_for_the_guard
     out, _ = jax.jit(made(clip_norm=1.0).pre)(jnp.array(upload), jnp.zeros(2), jnp.array(1.0))
     np.testing.assert_allclose(out, np.sign(upload) * 2**-0.5, rtol=1e-6)
     for bad in (jnp.nan, jnp.inf):
-        assert not agg.is_finite(
+        assert not sums.is_finite(
             made(clip_norm=1.0).pre(jnp.array([bad, 0]), jnp.zeros(2), jnp.array(1.0))[0]
         )
 
@@ -669,7 +679,7 @@ def prototypes(columns) -> jax.Array:
 def test_prototypes_are_merged_class_by_class_over_their_holders():
     vectors = prototypes([[0, 1, 3, 7, 100], [4, 6, np.nan, 8, np.nan], [np.nan] * 5])
     present = ~jnp.isnan(vectors[..., 0])
-    merge = jax.jit(agg.per_class(made(aggregator="median")))
+    merge = jax.jit(fppl_robust.per_class(made(aggregator="median")))
     mean, held = merge(vectors, present, jnp.ones(5), ALL, jax.random.key(0))
     assert mean[:, 0].tolist() == [3.0, 6.0, 0.0] and held.tolist() == [True, True, False]
     mean, _ = merge(vectors, present, jnp.ones(5), ALL.at[4].set(False), jax.random.key(0))
@@ -679,12 +689,12 @@ def test_prototypes_are_merged_class_by_class_over_their_holders():
 def test_prototypes_are_averaged_without_weights_where_the_rule_is_a_mean():
     vectors, present = prototypes([[2, 6, 100]]), jnp.array([[True], [True], [False]])
     for rule in ("mean", "uniform"):
-        merge = jax.jit(agg.per_class(made(aggregator=rule)))
+        merge = jax.jit(fppl_robust.per_class(made(aggregator=rule)))
         mean, held = merge(vectors, present, jnp.array([9.0, 1.0, 1.0]), jnp.ones(3, bool), jax.random.key(0))
         assert mean.tolist() == [[4.0]] and held.tolist() == [True]
 
 
-SCREEN = jax.jit(agg.screen_prototypes)
+SCREEN = jax.jit(fppl_robust.screen_prototypes)
 
 
 def test_a_prototype_further_than_three_median_distances_is_dropped():
@@ -692,7 +702,7 @@ def test_a_prototype_further_than_three_median_distances_is_dropped():
     vectors = prototypes([[9, 12, 13, 4, 3], [9, 12, 13, 4, 20], [9, 12, 13, FAR, -FAR]])
     kept = SCREEN(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL)
     assert kept.T.tolist() == [[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2]
-    assert agg.screen_prototypes(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL, 4.0)[
+    assert fppl_robust.screen_prototypes(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL, 4.0)[
         :, 1
     ].all()
 
@@ -703,7 +713,7 @@ def test_screening_counts_the_valid_holders_and_keeps_two():
     assert SCREEN(vectors, present, merged, jnp.ones(4, bool))[:, 0].tolist() == [True, False, True, False]
     valid = jnp.array([True, True, False, True])
     for factor in (1.0, 3.0):
-        kept = agg.screen_prototypes(vectors, present, merged, valid, factor)
+        kept = fppl_robust.screen_prototypes(vectors, present, merged, valid, factor)
         assert kept[:, 0].tolist() == [True, True, False, False]
 
 
@@ -715,7 +725,7 @@ def test_screening_forgives_rounding_where_most_prototypes_are_the_merged_one():
 
 def test_a_screen_below_the_median_distance_is_refused():
     with pytest.raises(InputError, match="factor: 0.5 is too small; nearest valid value: 1"):
-        agg.screen_prototypes(
+        fppl_robust.screen_prototypes(
             jnp.ones((3, 1, 2)), jnp.ones((3, 1), bool), jnp.ones((1, 2)), jnp.ones(3, bool), 0.5
         )
 
@@ -725,16 +735,16 @@ def test_a_screen_below_the_median_distance_is_refused():
 
 
 def test_a_tree_with_one_nan_is_not_finite_and_integers_do_not_matter():
-    assert bool(jax.jit(agg.is_finite)({"x": jnp.ones(3), "n": jnp.array([2**31 - 1])}))
-    assert not bool(jax.jit(agg.is_finite)({"x": jnp.ones(3), "y": jnp.array([[0.0, jnp.nan]])}))
-    assert not bool(agg.is_finite((jnp.ones(2, jnp.bfloat16) * jnp.inf, jnp.arange(3))))
-    assert bool(agg.is_finite({"n": jnp.arange(3), "m": jnp.ones(2, bool)})) and bool(agg.is_finite(()))
+    assert bool(jax.jit(sums.is_finite)({"x": jnp.ones(3), "n": jnp.array([2**31 - 1])}))
+    assert not bool(jax.jit(sums.is_finite)({"x": jnp.ones(3), "y": jnp.array([[0.0, jnp.nan]])}))
+    assert not bool(sums.is_finite((jnp.ones(2, jnp.bfloat16) * jnp.inf, jnp.arange(3))))
+    assert bool(sums.is_finite({"n": jnp.arange(3), "m": jnp.ones(2, bool)})) and bool(sums.is_finite(()))
 
 
 def test_one_non_finite_leaf_rejects_the_client():
     tree = stacked()
     tree["b"] = tree["b"].at[3, 1, 1].set(jnp.inf)
-    weight, valid, rejected = jax.jit(agg.finite_guard)(tree, jnp.arange(1.0, 6.0), ALL)
+    weight, valid, rejected = jax.jit(sums.finite_guard)(tree, jnp.arange(1.0, 6.0), ALL)
     assert (
         weight.tolist() == [1, 2, 3, 0, 5]
         and valid.tolist() == [True, True, True, False, True]
@@ -748,14 +758,14 @@ def test_one_non_finite_leaf_rejects_the_client():
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -1.0])
 def test_a_bad_weight_rejects_the_client(bad):
-    weight, valid, rejected = agg.finite_guard(stacked(), jnp.ones(K).at[0].set(bad), ALL)
+    weight, valid, rejected = sums.finite_guard(stacked(), jnp.ones(K).at[0].set(bad), ALL)
     assert weight.tolist() == [0, 1, 1, 1, 1] and not bool(valid[0]) and int(rejected) == 1
 
 
 def test_all_rejected_counts_everybody_and_absent_clients_are_not_counted():
     dirty = jax.tree.map(lambda leaf: leaf * jnp.nan, stacked())
-    assert int(agg.finite_guard(dirty, jnp.ones(K), ALL)[2]) == K
-    weight, valid, rejected = agg.finite_guard(dirty, jnp.ones(K), ALL.at[0].set(False))
+    assert int(sums.finite_guard(dirty, jnp.ones(K), ALL)[2]) == K
+    weight, valid, rejected = sums.finite_guard(dirty, jnp.ones(K), ALL.at[0].set(False))
     assert int(rejected) == K - 1 and not valid.any() and not weight.any()
 
 
@@ -800,9 +810,9 @@ def test_conflation_is_associative():
 
 def test_added_precision_terms_equal_the_conflation():
     mean, sigma = posterior()
-    terms = [agg.precision_terms(rows(mean, k), rows(sigma, k)) for k in (4, 0, 2, 1, 3)]
-    total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), terms)
-    close(jax.jit(agg.conflate_sums)(*total), CONFLATE(mean, sigma, ALL))
+    client_rules = [conflation.precision_terms(rows(mean, k), rows(sigma, k)) for k in (4, 0, 2, 1, 3)]
+    total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), client_rules)
+    close(jax.jit(conflation.conflate_sums)(*total), CONFLATE(mean, sigma, ALL))
 
 
 def test_conflation_ignores_invalid_clients_whatever_they_hold():
@@ -833,14 +843,14 @@ def test_conflation_keeps_half_precision_leaves():
 
 def test_softplus_inverse_undoes_softplus():
     x = jnp.linspace(-15, 15, 20001)
-    assert float(jnp.abs(jax.jit(agg.softplus_inverse)(jax.nn.softplus(x)) - x).max()) <= 1e-6
+    assert float(jnp.abs(jax.jit(conflation.softplus_inverse)(jax.nn.softplus(x)) - x).max()) <= 1e-6
 
 
 def test_softplus_inverse_is_finite_with_a_finite_gradient_over_all_positive_floats():
     x = jnp.array([0.0, 1e-30, 1e-6, 0.02, 0.7, 1.0, 80.0, 1e30])
-    value, slope = jax.vmap(jax.value_and_grad(agg.softplus_inverse))(x)
+    value, slope = jax.vmap(jax.value_and_grad(conflation.softplus_inverse))(x)
     assert jnp.isfinite(value).all() and jnp.isfinite(slope[1:]).all()
-    np.testing.assert_allclose(jax.nn.softplus(agg.softplus_inverse(jnp.array(0.02))), 0.02, rtol=1e-6)
+    np.testing.assert_allclose(jax.nn.softplus(conflation.softplus_inverse(jnp.array(0.02))), 0.02, rtol=1e-6)
 
 
 # prototypes (FPPL eq. 5; PILoRA eq. 11-13 and section 10, O1-O4)
@@ -850,13 +860,13 @@ def test_softplus_inverse_is_finite_with_a_finite_gradient_over_all_positive_flo
 def test_the_global_prototype_is_the_unweighted_mean_over_holders():  # FPPL section 9, item 12
     prototype = jnp.array([[[2.0, 0.0]], [[0.0, 6.0]], [[jnp.nan, jnp.nan]]])
     present = jnp.array([[True], [True], [False]])
-    mean, held = jax.jit(agg.prototype_mean)(prototype, present, jnp.ones(3, bool))
+    mean, held = jax.jit(fppl_robust.prototype_mean)(prototype, present, jnp.ones(3, bool))
     assert mean.tolist() == [[1.0, 3.0]] and held.tolist() == [True]
 
 
 def test_classes_that_no_valid_client_holds_have_no_prototype():
     prototype = jnp.array([[[1.0], [jnp.nan]], [[jnp.nan], [5.0]]])
-    mean, held = agg.prototype_mean(
+    mean, held = fppl_robust.prototype_mean(
         prototype, jnp.array([[True, False], [False, True]]), jnp.array([True, False])
     )
     assert mean.tolist() == [[1.0], [0.0]] and held.tolist() == [True, False]
@@ -956,7 +966,7 @@ def test_reweighting_nobody_gives_zeros_not_nan():
 def test_reweighting_batches_under_vmap():
     batch = [jnp.stack([x, x]) for x in (*ONE_DIMENSION, jnp.ones(3, bool))]
     np.testing.assert_allclose(
-        jax.jit(jax.vmap(agg.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6
+        jax.jit(jax.vmap(pilora_prototypes.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6
     )
 
 
@@ -965,9 +975,9 @@ def test_reweighting_batches_under_vmap():
 )
 def test_unknown_forms_are_refused(wrong, match):
     with pytest.raises(InputError, match=match):
-        agg.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), **wrong)
+        pilora_prototypes.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), **wrong)
 
 
 def test_a_temperature_that_is_not_positive_is_refused():
     with pytest.raises(InputError, match="temperature"):
-        agg.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), temperature=0.0)
+        pilora_prototypes.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), temperature=0.0)

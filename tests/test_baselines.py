@@ -37,7 +37,7 @@ from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
 from fcljax.parts.federate import Payload
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.learner import Params, learner
 from fcljax.parts.replay import Exemplars, draw, keep_highest
 from fcljax.types import Batch, ClientContext, Weighted
 
@@ -139,7 +139,7 @@ def test_the_baselines_of_target_s_release_train_as_it_does(method, decay):
 
 
 def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_their_own():
-    one = lambda value: Model(jnp.full(2, value), jnp.full(1, value))
+    one = lambda value: Params(jnp.full(2, value), jnp.full(1, value))
     joined = lambda known: Anchor(one(0.0), one(4.0 if known else 0.0), jnp.bool_(known))
     for known, expected in ((False, 8.0), (True, 3 / 5 * 4 + 2 / 5 * 8)):
         later = consolidate(in_task(TASKS[1]), joined(known), one(7.0), one(8.0))
@@ -341,7 +341,7 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     np.testing.assert_array_equal(sums.feature[:3], first.classifier.sums.feature[:3])
     mean = np.asarray(sums.feature / jnp.maximum(sums.rows, 1)[:, None])
     held = np.concatenate([deal.rows for deal in DEALS])
-    model = lambda params: Model(params.adapter, params.classifier.inner)
+    model = lambda params: Params(params.adapter, params.classifier.inner)
     np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
     np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)
 
@@ -355,7 +355,7 @@ def test_fedncm_after_tuning_has_the_means_of_the_tuned_model_as_weights():
     rows = batch_of([1, 2, 3])
     logits = jax.jit(method.predict)(round_context_of(TASKS[1]), server, rows)
     mean = means_of_sums(server.params.classifier.sums)
-    feature = output_of(Model(server.params.adapter, server.params.classifier.inner), np.array([1, 2, 3]))
+    feature = output_of(Params(server.params.adapter, server.params.classifier.inner), np.array([1, 2, 3]))
     expected = feature.feature @ (mean / np.linalg.norm(mean, axis=1, keepdims=True)).T
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     nearest = jax.jit(method_of("fedclm", **fields).predict)(round_context_of(TASKS[1]), server, rows)

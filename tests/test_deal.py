@@ -306,9 +306,9 @@ def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
     )
     said, done = told.partitions[0][1], real.partitions[0][1]
-    np.testing.assert_array_equal(said.class_rows, done.class_rows)
-    assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
-    assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
+    np.testing.assert_array_equal(said.class_examples, done.class_examples)
+    assert (done.class_examples.sum(1) == np.diff(done.offset)).all()
+    assert (np.diff(said.offset) > 1.5 * said.class_examples.sum(1)).all()
     assert told.holdings.sum() == sum(len(each.rows) for of_task in told.partitions for each in of_task)
 
 

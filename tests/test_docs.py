@@ -132,4 +132,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     page = Path(tmp_path / "site" / "methods" / "fppl" / "index.html").read_text()
     assert "--unified-weight" in page and "tau of the unified-representation loss" in page
     api = Path(tmp_path / "site" / "api" / "engine" / "index.html").read_text()
-    assert "fcljax.federated.aggregation.conflate" in api
+    assert "fcljax.federated.rules.weighted_mean" in api

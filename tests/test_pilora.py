@@ -23,9 +23,9 @@ from fcljax.adapters import ADAPTERS
 from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import weighted_mean
 from fcljax.federated.communication import extra_storage, scalars, traffic
-from fcljax.federated.engine import Lanes, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, run_round
+from fcljax.federated.rules import weighted_mean
 from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
 from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
@@ -138,7 +138,7 @@ def turn_after(method, server, task):
 
 def unchanged(method, server, task):
     """The mean of clients that changed nothing."""
-    return turn_after(method, server, task).previous.payload.part._replace(classifier=())
+    return turn_after(method, server, task).previous.payload.trainable._replace(classifier=())
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
@@ -205,7 +205,7 @@ def counts(fidelity="intended", classes=100, **fields):
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
     assert traffic(upload, broadcast)[::2] == (up, down)
-    assert scalars(upload.mean) == scalars(broadcast.payload.part.adapter) == 12_288
+    assert scalars(upload.mean) == scalars(broadcast.payload.trainable.adapter) == 12_288
     sent = upload.gather
     assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
 
@@ -374,7 +374,7 @@ def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
         start = main_of(method).program.start(received, method.init_client(KEY, server), KEY)
         return phases_of(method)[0].step(received, start, batch([2, 3, 3]), KEY)[1]["loss"].total
 
-    cached, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(context.cached, context.payload.part)
+    cached, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(context.cached, context.payload.trainable)
     assert not any(leaf.any() for leaf in cached.adapter) and not cached.classifier[2:4].any()
     assert all(leaf.any() for leaf in part.adapter) and part.classifier.all()
 
@@ -566,7 +566,7 @@ def test_unseen_classes_never_win_unless_the_release_is_asked_for():
 
 
 def opening_of(method):
-    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    (opening,) = [each for each in method.rounds if each.when == "task_start"]
     return opening
 
 
@@ -593,7 +593,7 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
 def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
     assert [each.when for each in make()[0].rounds] == ["round"]
     method = build(headtune=True, epochs=1, batch_size=8)
-    (start, _, end), reports, _ = play(method, when="opening")
+    (start, _, end), reports, _ = play(method, when="task_start")
     # every B is 0, so that features are images
     means = np.stack([IMAGE[np.equal(LABEL, c)].mean(0) for c in range(5)])
     np.testing.assert_allclose(prototypes_of(end), means, rtol=1e-4, atol=1e-5)
@@ -648,7 +648,10 @@ def play(
         for round_ in range(rounds):
             ids = np.flatnonzero(deal.count)
             server, states, report = run_round(
-                engine, frozen, server, states, data, deal, ids, task, round_, jax.random.key(3), when=when
+                engine,
+                server,
+                states,
+                RoundInputs(frozen, data, deal, ids, task, round_, jax.random.key(3), when=when),
             )
             reports.append(report)
         servers.append(server)

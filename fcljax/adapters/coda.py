@@ -114,13 +114,13 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
 
     adapter = Adapter(
         init,
-        part=slots.trainable,
-        put=slots.merge,
+        trainable=slots.trainable,
+        merge=slots.merge,
         inject=inject,
         prompt=prompt,
         loss=loss if options.coda_orthogonality else None,
         queries=True,
-        trained=slots.counted,
+        counted=slots.counted,
         cached=cached,
     )
     return adapter._replace(open_task=open_task) if options.coda_gram_schmidt else adapter

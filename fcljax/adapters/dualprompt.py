@@ -137,13 +137,13 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     return Adapter(
         init,
         open_task,
-        part=slots.trainable,
-        put=slots.merge,
+        trainable=slots.trainable,
+        merge=slots.merge,
         inject=inject,
         prompt=prompt,
         loss=loss,
         queries=True,
-        trained=slots.counted,
+        counted=slots.counted,
         truncated=True,
     )
 

@@ -177,4 +177,4 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         rule = "current" if one else local if train else evaluated
         return lora_injection(summed(cached, trainable, index(task), rule))
 
-    return Adapter(init, part=trainable, put=merge, cached=cached, inject=inject, rate=options.lora_lr)
+    return Adapter(init, trainable=trainable, merge=merge, cached=cached, inject=inject, rate=options.lora_lr)

@@ -150,11 +150,11 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     return Adapter(
         init,
         _transfer,
-        part=slots.trainable,
-        put=slots.merge,
+        trainable=slots.trainable,
+        merge=slots.merge,
         inject=inject,
         prompt=prompt,
-        trained=slots.counted,
+        counted=slots.counted,
         queries=True,
         cached=cached,
     )

@@ -40,11 +40,11 @@ from fcljax.bridges.records import (
 from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
-from fcljax.federated.engine import Played
+from fcljax.federated.engine import Exchange, Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.files import check_folder
 from fcljax.methods import find_method
-from fcljax.results import figures as report
+from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate
@@ -269,7 +269,7 @@ def serve(grid: Grid, method: str, cfg: RunConfig, service: Service, on_round: O
             _rounds(exp, cfg, state, records, clock, play, link, out, on_round)
         summary = _summary(exp, method, cfg, records, link)
         if out:
-            report.write_json(out / "summary.json", summary)
+            write_json(out / "summary.json", summary)
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
                 if name != _CLASSES:
                     draw(out / "figures" / name)
@@ -297,7 +297,7 @@ def _rounds(
         state, kept, done = play(exp.train, state, past, t, r, last)
         if kept is not None:
             past += (kept,)
-            records.add(current_buffer=len(kept.label))
+            records.add(replay_examples=len(kept.label))
         if evaluate and (last or cfg.eval_every_round):
             with clock("eval"):
                 row = evaluate(exp.test, state, t, records)
@@ -446,19 +446,11 @@ class Link:
             for name, value in counts.items():
                 tally[f"wire_{name}"] = tally.get(f"wire_{name}", 0) + value
 
-    def play(
-        self,
-        index: int,
-        round_context: RoundContext,
-        broadcast: Broadcast,
-        states: PyTree,
-        partition: ClientPartition,
-        ids: Int[np.ndarray, " n"],
-        key: PRNGKeyArray,
-    ) -> Played:
+    def play(self, exchange: Exchange, states: PyTree) -> Played:
         """`engine.Clients`: ask the nodes of these clients, and receive what they send."""
         for line in self.nodes.refresh(len(self.exp.scenario.tasks), self.timeout):
             self.tell(f"warning: {line}")
+        index, round_context, broadcast, partition, ids, key = exchange
         replies = self._replies(index, round_context, broadcast, [int(client) for client in ids], key)
         player = self.exp.engine.players[index]
         accumulator, present = player.empty(), np.array(sorted(replies), np.int64)
@@ -580,7 +572,7 @@ def _ctx(
     info = ClientInfo(
         number(client),
         number(partition.count[client]),
-        number(partition.class_rows[client]),
+        number(partition.class_examples[client]),
         round_context.round,
     )
     return ClientContext(round_context.frozen, broadcast.payload, broadcast.cached, round_context.task, info)

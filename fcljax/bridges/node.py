@@ -19,12 +19,13 @@ from fcljax.config import EngineConfig, RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
-from fcljax.federated.engine import Work, client_states, work_alone
+from fcljax.federated.engine import Exchange, Work, client_states, work_alone
+from fcljax.federated.keys import RunKey
 from fcljax.methods import find_method
 from fcljax.runs import origin
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.inputs import Inputs, load_inputs
-from fcljax.runs.loop import CLIENTS, first_server
+from fcljax.runs.loop import first_server
 from fcljax.runs.queries import with_queries
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
@@ -176,7 +177,7 @@ def first_state(exp: Experiment, client: int) -> PyTree:
     shape = state_shape(exp)
     if not jax.tree.leaves(shape):
         return shape
-    key = jax.random.fold_in(exp.key, CLIENTS)
+    key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
     states = client_states(exp.method, first_server(exp), jnp.array([client]), key)
     return jax.tree.map(lambda x: x[0], states)
 
@@ -218,9 +219,8 @@ def work(exp: Experiment, client: int, order: Order, broadcast: Broadcast, state
             raise InputError(f"order: {name} {value} of {size}")
     partition = exp.scenario.partitions[order.task][order.round]
     round_context = _round_context(exp, order.task, order.round)
-    return work_alone(
-        exp.engine, order.index, round_context, broadcast, state, exp.train, partition, client, order.key
-    )
+    exchange = Exchange(order.index, round_context, broadcast, partition, np.array([client]), order.key)
+    return work_alone(exp.engine, exchange, state, exp.train)
 
 
 # ---- the server --------------------------------------------------------------------------------------------

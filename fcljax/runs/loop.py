@@ -22,12 +22,13 @@ from fcljax.config import RunConfig
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.federated.engine import Clients, RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.engine import Clients, RoundInputs, RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
+from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.results import figures as report
 from fcljax.results import page, trackers
+from fcljax.results.run_folder import load_summary, write_json
 from fcljax.runs import archive, checkpoint, hosts, memory, origin
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
@@ -41,11 +42,10 @@ from fcljax.runs.summary import FIGURES, figures_of, summarize, warnings_of
 from fcljax.terminal import say
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
-INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
 KEPT = "kept"  # folder of what a server keeps of finished tasks
 LOCK = ".lock"  # file that the process that works in a run directory owns
 RESTORED = "restored.png"
-_PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
+_PURPOSE = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
 
 
 def run(
@@ -193,7 +193,7 @@ def _followed(
         summary["restored"] = measure(*rebuilt)
     if not hosts.leads():
         return summary
-    report.write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", summary)
     for name, picture in figures(exp, summary, rebuilt).items():
         _drawn(out / "figures" / name, picture, say_line)
     page.try_report([out], out / page.NAME, say_line)
@@ -238,7 +238,7 @@ def finished_summary(out: Path, method_name: str, cfg: RunConfig) -> dict[str, A
     """
     origin.check_file(out, method_name, cfg, may=("rounds",))
     try:
-        summary = report.load_summary(out)
+        summary = load_summary(out)
     except InputError:
         return None  # there is none, or it is damaged and will be made again
     then = {"method": method_name, **summary.get("config", {})}
@@ -327,7 +327,7 @@ def begin(
     """The state before the first round, or the newest whole checkpoint's, and how many rounds it has behind
     it. Without a manager they are those of the process that has one."""
     server = first_server(exp)
-    key = jax.random.fold_in(exp.key, CLIENTS)
+    key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
     clients = init_clients(exp.method, server, exp.sizes.clients, key)
     state = State(server, clients, jax.random.key_data(exp.key))
     found = hosts.agreed(lambda: checkpoint.latest(manager, state, tell) if manager else None)
@@ -338,7 +338,7 @@ def begin(
 
 def first_server(exp: Experiment) -> PyTree:
     """The server's state before the first round."""
-    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
+    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
 
 
 def _loop(
@@ -375,7 +375,7 @@ def _loop(
             if kept is not None:
                 past += (kept,)
                 records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
-                records.add(current_buffer=len(kept.label))
+                records.add(replay_examples=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(exp.test, state, t, records)
@@ -403,7 +403,7 @@ def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tup
     if exp.method.server_replay is None:
         return ()
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    template = jax.eval_shape(exp.method.server_replay.kept, round_context, state.server)
+    template = jax.eval_shape(exp.method.server_replay.buffer, round_context, state.server)
     return archive.load_tasks(folder, sha256, template)
 
 
@@ -414,7 +414,7 @@ def make_play(
     the first and after the last one of a task. `train`: the training split, as in the experiment or with
     query features; `past`: what the server keeps of the tasks before; `kept`: of this one, when it is over.
     `elsewhere`: who plays the clients' part, if not the engine."""
-    begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
+    begin_task = jax.jit(exp.method.begin_task)
     shares = parse_faults(cfg.faults)
 
     def stage(train, server, clients, past, t: int, r: int, last: bool, when: When):
@@ -425,21 +425,15 @@ def make_play(
             ids = participants(cfg.seed, t, r, everyone, cfg.participation)
             ids = reached(shares, cfg.seed, t, r, ids)
         number = r if when == "round" else 0
+        inputs = RoundInputs(
+            exp.frozen, train, partition, ids, exp.scenario.tasks[t], number, key, when, last, past
+        )
         return run_round(
             exp.engine,
-            exp.frozen,
             server,
             clients,
-            train,
-            partition,
-            ids,
-            exp.scenario.tasks[t],
-            number,
-            key,
-            clock,
-            when=when,
-            last=last,
-            past=past,
+            inputs,
+            section=clock,
             clients=elsewhere,
             guarded=records.counts.get("rejected", 0) > 0,
         )
@@ -449,17 +443,16 @@ def make_play(
     ) -> tuple[State, ReplayBuffer | None, RoundReport]:
         (server, clients, key), kept = state, None
         round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[t], r, last)
-        purpose = lambda number: jax.random.fold_in(jax.random.fold_in(exp.key, number), t)
         if r == 0:
-            server = begin_task(round_context, server, purpose(BEGIN))
-            server, clients, extra = stage(train, server, clients, past, t, r, last, "opening")
-            records.count(extra._replace(training_rows=0))
+            begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
+            server = begin_task(round_context, server, begin_key)
+            server, clients, extra = stage(train, server, clients, past, t, r, last, "task_start")
+            records.count(extra._replace(training_examples=0))
         server, clients, done = stage(train, server, clients, past, t, r, last, "round")
         if last:
-            server, clients, extra = stage(train, server, clients, past, t, r, last, "closing")
-            records.count(extra._replace(training_rows=0))
+            server, clients, extra = stage(train, server, clients, past, t, r, last, "task_end")
+            records.count(extra._replace(training_examples=0))
             kept = keep_task(exp.engine, exp.frozen, server, exp.scenario.tasks[t], r)
-            server = end_task(round_context, server, purpose(END))
         return State(server, clients, key), kept, done
 
     return play

@@ -83,7 +83,7 @@ def with_queries(exp: Experiment, cfg: RunConfig, parts: tuple[Part, ...] = PART
 def rows_held(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     """The training rows that some client holds in task t, and none did before."""
     of = [
-        np.concatenate([partition.rows for partition in partitions])
+        np.concatenate([partition.indices for partition in partitions])
         for partitions in scenario.partitions[: t + 1]
     ]
     return np.setdiff1d(of[-1], np.concatenate([of[-1][:0], *of[:-1]]))
@@ -99,7 +99,7 @@ def rows_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
 def _reads_clean(exp: Experiment) -> bool:
     """Does some phase read training images without augmentation?"""
     phases = [phase for each in exp.method.rounds for phase in each.program.phases]
-    return any(not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases)
+    return any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
 
 
 def _with_query(split: Split | Host, query: PyTree) -> Split | Host:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.federated.aggregation import softplus_inverse
+from fcljax.methods.vfcl.conflation import softplus_inverse
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _BLOCK = 2**16  # numbers of `in_blocks`

@@ -1,0 +1,46 @@
+"""L2 distances between uploads, over all leaves together, that neither overflow nor become NaN.
+
+Lengths are measured in units that are 2^24 times larger. In these units the length of any finite upload, in
+trees of up to 2^40 parameters, and its reciprocal are normal float32 numbers: one upload of 3e38 is far away
+and does no other harm. Divisors above 2^126 would be flushed to 1 / d = 0.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fcljax.types import PyTree
+
+SHRINK = 2.0**-24
+EQUAL_DISTANCES = 1e-6  # relative difference below which distances differ by rounding only
+
+
+def difference(x: PyTree, y: PyTree) -> PyTree:
+    """SHRINK * (x - y), which is finite where x - y may not be."""
+    return jax.tree.map(lambda x, y: SHRINK * x - SHRINK * y, x, y)
+
+
+def norm(tree: PyTree) -> Array:
+    """The L2 norm over all leaves."""
+    peak, ratio = _peak_and_ratio(tree)
+    return peak * ratio
+
+
+def clip(change: PyTree, radius: float) -> tuple[PyTree, Array]:
+    """A `difference` in ordinary units, scaled to L2 norm `radius` if it is longer, and whether it is."""
+    peak, ratio = _peak_and_ratio(change)
+    over = peak * ratio > SHRINK * radius
+    scale = radius / jnp.where(ratio > 0, ratio, 1)
+    return jax.tree.map(lambda x: jnp.where(over, x / peak * scale, x / SHRINK), change), over
+
+
+def _peak_and_ratio(tree: PyTree) -> tuple[Array, Array]:
+    """The largest absolute value, and the L2 norm divided by it: the norm's square need not be finite."""
+    leaves = jax.tree.leaves(tree)
+    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves], jnp.float32(0))
+    # numbers below the smallest normal one may be flushed to 0, so they cannot be divisors
+    peak = jnp.where(peak >= jnp.finfo(jnp.float32).tiny, peak, 1)
+    squares = [jnp.sum(jnp.square(x / peak)) for x in leaves]
+    return peak, jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))

@@ -1,0 +1,122 @@
+"""Sums over clients, for leaves that are stacked over them: [K, ...] or [lanes, ...].
+
+Sums are taken in float32 at least (float64 leaves stay float64). An invalid client has no influence, whatever
+its leaves contain: it is left out by selection, never by a factor, because 0 * NaN is NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Num
+
+from fcljax.types import PyTree
+
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # where only shape and dtype count
+
+
+def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
+    """An empty running sum, for `add_stacked`.
+
+    Args:
+      shapes: leaves with the shape and dtype of ONE upload, arrays or `jax.ShapeDtypeStruct`.
+      floating: whether uploads are weighted. Integer and boolean leaves are then summed in float32 as well.
+
+    Returns:
+      Zeros [...] in float32 for narrower floats (a bfloat16 sum of ones stops at 256); float64, and without
+      `floating` integers and booleans, keep their dtype.
+    """
+
+    def zero(leaf: Leaf) -> Array:
+        exact = not floating and not is_float(leaf)
+        return jnp.zeros(leaf.shape, leaf.dtype if exact else _wide_dtype(leaf.dtype))
+
+    return jax.tree.map(zero, shapes)
+
+
+def add_stacked(
+    total: PyTree, stacked: PyTree, valid: Bool[Array, " L"], weight: Num[Array, " L"] | None = None
+) -> PyTree:
+    """Add the valid entries of leaves [L, ...] to `total [...]`, in the dtype of the total.
+
+    With weights, each entry is multiplied by its own. Booleans without weight are combined by "or".
+    """
+
+    def add(total: Array, leaf: Array) -> Array:
+        terms = leaf.astype(total.dtype)
+        if weight is not None:
+            terms = terms * align(weight, leaf).astype(total.dtype)
+        terms = jnp.where(align(valid, leaf), terms, jnp.zeros((), total.dtype))
+        if total.dtype == bool:
+            return total | jnp.any(terms, axis=0)
+        return total + jnp.sum(terms, axis=0)
+
+    return jax.tree.map(add, total, stacked)
+
+
+def sum_value(total: PyTree, like: PyTree) -> PyTree:
+    """A finished sum, or a mean made of it, in the dtypes of `like`; integers and booleans are rounded."""
+    return jax.tree.map(cast_like, total, like)
+
+
+def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
+    """The valid clients' weights [K] divided by their sum; zeros if they add up to 0."""
+    share = jnp.where(valid, weight, 0).astype(jnp.float32)
+    total = jnp.sum(share)
+    return jnp.where(total > 0, share / jnp.where(total > 0, total, 1), 0)
+
+
+# ---- clients whose upload is rejected ----------------------------------------------------------------------
+
+
+def is_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether every floating-point leaf is free of NaN and inf; other leaves are ignored."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    checks = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves if is_float(leaf)]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
+
+
+def finite_guard(
+    stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]
+) -> tuple[Num[Array, " K"], Bool[Array, " K"], Int[Array, ""]]:
+    """Reject each client that has a NaN or inf in any leaf [K, ...] or in its weight, or a negative weight.
+
+    Returns:
+      (weight, valid, rejected): weight is 0 and valid False for rejected and for already invalid clients;
+      `rejected` counts clients that were valid before.
+    """
+    finite = jax.vmap(is_finite)((stacked, weight)) & (weight >= 0)
+    accepted = valid & finite
+    return jnp.where(accepted, weight, 0), accepted, jnp.sum(valid & ~finite, dtype=jnp.int32)
+
+
+# ---- leaves ------------------------------------------------------------------------------------------------
+
+
+def is_float(leaf: Leaf) -> bool:
+    """Whether a leaf is a floating-point array."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _wide_dtype(dtype: np.dtype) -> np.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(leaf: Array) -> Array:
+    """The leaf in float32, or in float64 if it is that already."""
+    return leaf.astype(_wide_dtype(leaf.dtype))
+
+
+def cast_like(value: Array, leaf: Leaf) -> Array:
+    """The value in the leaf's dtype, rounded if that holds no fractions."""
+    rounds = is_float(value) and not is_float(leaf)
+    return (jnp.round(value) if rounds else value).astype(leaf.dtype)
+
+
+def align(mask: Array, leaf: Array) -> Array:
+    """The mask with trailing axes of size 1, so that it broadcasts against the leaf from the left."""
+    return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+
+
+def where_valid(leaf: Array, valid: Bool[Array, " K"], other: float) -> Array:
+    """The leaf [K, ...] in float32, with `other` for invalid clients."""
+    return jnp.where(align(valid, leaf), widen(leaf), other)
