@@ -313,7 +313,7 @@ def test_a_classifier_s_held_parameters_are_enough_for_the_logits_of_training(na
     classifier = CLASSIFIERS[name]
     params, task = random(classifier.init(KEY)), TASKS[1]
     part = classifier.trainable(params, task)
-    logits = classifier.logits(classifier.held(params), part, QUERY, task)
+    logits = classifier.logits(classifier.cached(params), part, QUERY, task)
     assert logits.shape == (4, SIZES.classes)
     if name != "class means":  # where nothing trains there are none
         by_hand = {"linear": lambda head: QUERY @ head.kernel + head.bias, "prototypes": nearest}

@@ -30,7 +30,7 @@ from fcljax.models.resnet import ResNet, ResNetConfig, resnet_network
 from fcljax.models.shapes import DENSENETS, RESNETS
 from fcljax.models.vit import Injection
 from fcljax.models.weights.convert import ConvertOptions, convert
-from fcljax.models.weights.pretrained import WeightOptions, load_backbone
+from fcljax.models.weights.pretrained import load_backbone
 from fcljax.parts.federate import Run, Training
 from fcljax.pixels import NORMALISE
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes

@@ -22,6 +22,7 @@ from toys import same
 
 from fcljax import config
 from fcljax.adapters import coda, dualprompt, find_adapter, l2p
+from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
@@ -171,7 +172,9 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
-    inject = lambda bug: of(bug).inject(cached, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    inject = lambda bug: (
+        of(bug).inject(cached, Slots(("own", "key")).current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
