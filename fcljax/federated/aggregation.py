@@ -98,7 +98,7 @@ class AggregationOptions:
     """Fields with default None take their usual value where the choice reads them, and are refused where it
     does not."""
 
-    aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by the clients' rows
+    aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by examples
     trim: float | None = option(None, below=0.5)  # share that trimmed_mean drops at either end; default: 0.1
     # malicious clients that krum and multi_krum assume; default: 1
     malicious_bound: int | None = option(None, least=0)
