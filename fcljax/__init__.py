@@ -1,8 +1,6 @@
 """Federated continual learning in JAX: methods from parts, an engine that simulates many clients at once.
 
-What a method of one's own needs can be imported from here; it is loaded when it is first asked for. Two
-functions have the names of their modules and are imported from there: `fcljax.parts.federate.federate` and
-`fcljax.parts.learner.learner`.
+Everything that a method of one's own needs can be imported from here; it is loaded when it is first used.
 """
 
 import importlib
@@ -13,22 +11,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "fcljax.data.tasks": ("make_tasks",),
     "fcljax.data.store": ("client_rows",),
-    "fcljax.parts.federate": (
-        "Collect",
-        "Run",
-        "Rehearse",
-        "Seen",
-        "ServerStep",
-        "Slots",
-        "Survey",
-        "Term",
-        "Train",
-    ),
     "fcljax.federated.aggregation": ("Aggregation", "AggregationOptions", "make_aggregation"),
-    "fcljax.federated.rules": ("coordinate_median", "weighted_mean"),
-    "fcljax.methods.fppl_robust": ("prototype_mean",),
-    "fcljax.methods.pilora_prototypes": ("prototype_reweight",),
-    "fcljax.methods.vfcl.conflation": ("conflate",),
     "fcljax.federated.check": ("Example",),
     "fcljax.federated.engine": (
         "Lanes",
@@ -38,26 +21,53 @@ _MODULES = {
         "make_engine",
         "run_round",
     ),
+    "fcljax.federated.rules": ("coordinate_median", "weighted_mean"),
     "fcljax.federated.schedule": ("ClientPartition", "capacities"),
-    "fcljax.parts.learner": ("Adapter", "Classifier", "Model", "Objective"),
     "fcljax.methods": ("MethodEntry",),
-    "fcljax.parts.classifiers": ("linear", "nearest_mean", "prototypes"),
+    "fcljax.methods.fppl": ("prototype_mean",),
+    "fcljax.methods.pilora": ("prototype_reweight",),
+    "fcljax.methods.vfcl.conflation": ("conflate",),
     "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
     "fcljax.options": ("option",),
+    "fcljax.parts.classifiers": ("linear", "nearest_mean", "prototypes"),
+    "fcljax.parts.client": (
+        "ClientEnd",
+        "ClientPass",
+        "ClientRule",
+        "ClientStep",
+        "OfEachClient",
+        "Replay",
+        "Report",
+        "Training",
+    ),
+    "fcljax.parts.federate": ("Run", "ServerState", "federate", "linear_learner"),
+    "fcljax.parts.learner": (
+        "Adapter",
+        "Classifier",
+        "Learner",
+        "Loss",
+        "Params",
+        "cross_entropy_loss",
+        "learner",
+        "replaced_loss",
+    ),
+    "fcljax.parts.optimise": ("optimise",),
+    "fcljax.parts.reports": ("class_prototypes", "class_sums"),
+    "fcljax.parts.server": ("ServerRound", "ServerRule", "ServerUpdate"),
     "fcljax.types": (
         "Batch",
         "Broadcast",
         "ClientContext",
-        "ReplayBuffer",
-        "ReplayBatch",
         "Method",
         "Phase",
         "Program",
-        "ServerReplay",
+        "ReplayBatch",
+        "ReplayBuffer",
         "Round",
+        "RoundContext",
+        "ServerReplay",
         "Sizes",
         "Task",
-        "RoundContext",
         "Upload",
         "View",
         "Weighted",

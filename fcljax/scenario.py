@@ -19,7 +19,7 @@ from fcljax.data.partition import (
     sample_client,
     shards,
 )
-from fcljax.data.store import ClientRows, client_rows, merge
+from fcljax.data.store import ClientIndices, client_indices, merge
 from fcljax.data.streams import own_streams, pool_of, shared_streams
 from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
 from fcljax.errors import InputError
@@ -113,7 +113,7 @@ def scenario_of_one(
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
     owned = [np.empty(0, np.int32)] * cfg.clients
     owned[client] = np.arange(len(label), dtype=np.int32)
-    held = [client_rows(owned, label, task) for task in tasks]
+    held = [client_indices(owned, label, task) for task in tasks]
     counts = [_counts(each, label, len(order)) for each in held]
     partitions = [
         [ClientPartition(*each, number)] * rounds for each, number in zip(held, counts, strict=True)
@@ -128,8 +128,8 @@ def _tasks(dataset: Dataset, cfg: PartitionConfig, joint: bool) -> tuple[np.ndar
     return order, make_tasks(classes, 1 if joint else cfg.tasks)
 
 
-def _counts(held: ClientRows, label: np.ndarray, classes: int) -> np.ndarray:
-    return count_matrix(label, np.split(held.rows, held.offset[1:-1]), classes).astype(np.int32)
+def _counts(held: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
+    return count_matrix(label, held.by_client(), classes).astype(np.int32)
 
 
 class Deal(NamedTuple):
@@ -139,7 +139,7 @@ class Deal(NamedTuple):
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
     # (task, round) -> the task's training rows that each client holds in that round
-    rows: Callable[[int, int], ClientRows]
+    rows: Callable[[int, int], ClientIndices]
     # (task, round) -> rows of each class [K, C] that clients say they hold, where that is not what they do
     told: Callable[[int, int], np.ndarray] | None = None
     # each client's own tasks, leaves [K, ...], where they are not those of the run
@@ -183,7 +183,7 @@ def deal(dataset: Dataset, cfg: PartitionConfig, rounds: int = 1) -> Deal:
     if cfg.partition == "sampled":
         position = relabel(np.arange(classes), order)
         drawn = lambda task, round_: _sampled(dataset.y_train, of_task(task), cfg, task, round_, rounds)
-        dealt = lambda task, round_: [each.rows for each in drawn(task, round_)]
+        dealt = lambda task, round_: [each.indices for each in drawn(task, round_)]
         if cfg.long_tail == "told":
             told = lambda task, round_: _told(drawn(task, round_), position)
     elif cfg.population == "redrawn":
@@ -196,7 +196,7 @@ def deal(dataset: Dataset, cfg: PartitionConfig, rounds: int = 1) -> Deal:
             [parts(0, stream)] * len(tasks) if whole else [parts(task, stream) for task in range(len(tasks))]
         )
         dealt = lambda task, round_: fixed[task]
-    rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
+    rows = lambda task, round_: client_indices(dealt(task, round_), label, tasks[task])
     return Deal(label, test_label, tasks, rows, told)
 
 
@@ -223,8 +223,8 @@ def _private(
         tasks = tasks_of(union, classes)
     mine = [tasks_of(stream.classes, classes) for stream in streams]
     own = tuple(map(_stacked, tasks, zip(*mine, strict=True)))
-    dealt = lambda task, round_: [used[stream.rows[task]] for stream in streams]
-    rows = lambda task, round_: client_rows(dealt(task, round_), label, tasks[task])
+    dealt = lambda task, round_: [used[stream.indices[task]] for stream in streams]
+    rows = lambda task, round_: client_indices(dealt(task, round_), label, tasks[task])
     return Deal(label, test_label, tasks, rows, own=own)
 
 
@@ -261,14 +261,14 @@ def _sampled(
         applied=cfg.long_tail == "applied",
     )
     drawn = [draw(seed=(first + client) % 2**32) for client in range(cfg.clients)]
-    return [each._replace(rows=mine[each.rows]) for each in drawn]
+    return [each._replace(indices=mine[each.indices]) for each in drawn]
 
 
 def _told(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
     """What sampled clients say that they hold, by position in the class order."""
     told = np.zeros((len(drawn), len(position)), np.int32)
     for client, sample in enumerate(drawn):
-        for name, count in sample.told.items():
+        for name, count in sample.reported.items():
             told[client, position[name]] = count
     return told
 

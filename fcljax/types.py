@@ -299,7 +299,7 @@ class View(NamedTuple):
 
 
 @runtime_checkable
-class ClientStep(Protocol):
+class PhaseStep(Protocol):
     """One step of a client on a batch."""
 
     def __call__(
@@ -323,7 +323,7 @@ class Phase(NamedTuple):
 
     view: View
     """How the examples are read."""
-    step: ClientStep
+    step: PhaseStep
     """What is done with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
@@ -383,7 +383,7 @@ When = Literal["task_start", "round", "after_round", "task_end"]
 
 
 @runtime_checkable
-class ServerUpdate(Protocol):
+class ServerFunction(Protocol):
     """The server's step after the clients of a round."""
 
     def __call__(
@@ -398,7 +398,7 @@ class Round(NamedTuple):
 
     program: Program
     """What clients do."""
-    server: ServerUpdate | None = None
+    server: ServerFunction | None = None
     """What the server does with their uploads. None: nothing is merged; clients only get the broadcast and
     change their state."""
     who: Who = "sampled"

@@ -807,8 +807,8 @@ def test_conflation_is_associative():
 
 def test_added_precision_terms_equal_the_conflation():
     mean, sigma = posterior()
-    terms = [conflation.precision_terms(rows(mean, k), rows(sigma, k)) for k in (4, 0, 2, 1, 3)]
-    total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), terms)
+    client_rules = [conflation.precision_terms(rows(mean, k), rows(sigma, k)) for k in (4, 0, 2, 1, 3)]
+    total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), client_rules)
     close(jax.jit(conflation.conflate_sums)(*total), CONFLATE(mean, sigma, ALL))
 
 

@@ -28,8 +28,9 @@ from fcljax.models.densenet import DENSENETS, DenseNet, DenseNetConfig, densenet
 from fcljax.models.networks import make_network
 from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
 from fcljax.models.vit import Injection
-from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
-from fcljax.parts.federate import Run, Train
+from fcljax.models.weights.convert import ConvertOptions, convert
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone
+from fcljax.parts.federate import Run, Training
 from fcljax.pixels import NORMALISE
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes
 
@@ -317,7 +318,7 @@ def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of
     """Whatever the optimiser and the decay of weights do, statistics are those of the forward pass."""
     network = NETWORKS["resnet"]
     frozen = Frozen(network.init(jax.random.key(0)))
-    train = Train(1, 4, 0.1, optax.chain(optax.add_decayed_weights(0.5), optax.identity()))
+    train = Training(1, 4, 0.1, optax.chain(optax.add_decayed_weights(0.5), optax.identity()))
     sizes = Sizes(4, 2, 2, 1)
     adapter = full(FullOptions(full_lr=0.1), sizes, network)
     run = Run(sizes, network, adapter, train, make_aggregation(AggregationOptions()), ())

@@ -287,7 +287,7 @@ def test_sampled_clients_depend_on_seed_task_round_and_place(digits):
         for client, mine in enumerate(held(dealt, task, round_)):
             seed = client + 1 + 3 * round_ + 12 * task + 18000
             sample = sample_client(digits.y_train[rows], seed, 0.2, 0.5, 1.0)
-            assert mine == rows[sample.rows].tolist() and len(sample.told) == 1 and mine
+            assert mine == rows[sample.indices].tolist() and len(sample.reported) == 1 and mine
     assert held(dealt, 0, 0) == held(deal(digits, cfg, rounds=4), 0, 0) != held(dealt, 0, 1)
 
 

@@ -197,7 +197,7 @@ def test_the_learned_scale_of_the_gate_is_one_number_more(classes, tasks, comm):
 @pytest.mark.parametrize(("classes", "tasks", "model"), [(100, 10, 852_581), (200, 20, 1_705_161)])
 def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
     upload, broadcast, _, _ = counts("released", classes, tasks)
-    assert scalars(upload.mean) == scalars(broadcast.payload.part) == model
+    assert scalars(upload.mean) == scalars(broadcast.payload.trainable) == model
     assert scalars(upload.gather) == 768 * classes // tasks
     assert scalars(broadcast.payload.sent) == 768 * classes
 
@@ -617,7 +617,7 @@ def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
         uploads = [upload_of(method, server, TASKS[1], rows, i) for i, rows in enumerate(data)]
         assert uploads[0].mean.adapter.prompt.shape == (*tasks, 2, 2, WIDTH)
         broadcast, before = broadcast_of(method, server, TASKS[1]), adapter_of(server).prompt
-        assert broadcast.payload.part.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
+        assert broadcast.payload.trainable.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
         assert scalars(broadcast.cached) == (0 if tasks else before.size)
         after[choice], _ = served(method, server, TASKS[1], receive(uploads, (0, 1), (True, True)))
         new = adapter_of(after[choice]).prompt

@@ -85,9 +85,9 @@ def test_the_teacher_is_the_model_that_the_task_began_with(name):
         server, began = compiled(made.begin_task)(round_context_of(task, frozen=SCALE), server, KEY), None
         for round_ in range(3):
             context = context_of(made, server, task, info_of(CLASSES, 4, 0, round_), SCALE)
-            began = context.payload.part if round_ == 0 else began
+            began = context.payload.trainable if round_ == 0 else began
             same(teacher(context), began)
-            assert round_ == 0 or furthest(context.payload.part, began) > 1e-3  # the newest is another
+            assert round_ == 0 or furthest(context.payload.trainable, began) > 1e-3  # the newest is another
             batch = rows_of([int(c) for c in task.classes if c >= 0][:4])
             upload, _ = client_round(made, server, task, [batch], round_=round_)
             server, _ = server_round(made, server, task, aggregate_of([upload], [0], [True], 4), round_)
@@ -111,7 +111,7 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
     server = server._replace(params=jax.tree.map(lambda x: x + 0.05, server.params))
     info = info_of(CLASSES, 3, 0, 1)
     context = context_of(made, server, task, info, SCALE)
-    program, part = main_of(made).program, context.payload.part
+    program, part = main_of(made).program, context.payload.trainable
 
     def logits(part):
         head = part.classifier

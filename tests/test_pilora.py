@@ -138,7 +138,7 @@ def turn_after(method, server, task):
 
 def unchanged(method, server, task):
     """The mean of clients that changed nothing."""
-    return turn_after(method, server, task).previous.payload.part._replace(classifier=())
+    return turn_after(method, server, task).previous.payload.trainable._replace(classifier=())
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
@@ -205,7 +205,7 @@ def counts(fidelity="intended", classes=100, **fields):
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
     assert traffic(upload, broadcast)[::2] == (up, down)
-    assert scalars(upload.mean) == scalars(broadcast.payload.part.adapter) == 12_288
+    assert scalars(upload.mean) == scalars(broadcast.payload.trainable.adapter) == 12_288
     sent = upload.gather
     assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
 
@@ -374,7 +374,7 @@ def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
         start = main_of(method).program.start(received, method.init_client(KEY, server), KEY)
         return phases_of(method)[0].step(received, start, batch([2, 3, 3]), KEY)[1]["loss"].total
 
-    cached, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(context.cached, context.payload.part)
+    cached, part = jax.jit(jax.grad(loss, argnums=(0, 1)))(context.cached, context.payload.trainable)
     assert not any(leaf.any() for leaf in cached.adapter) and not cached.classifier[2:4].any()
     assert all(leaf.any() for leaf in part.adapter) and part.classifier.all()
 

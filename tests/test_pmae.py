@@ -19,7 +19,7 @@ from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.federated.server_replay import make_replayer, replay
 from fcljax.methods import pmae
-from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_lots, in_order, plan
+from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -32,7 +32,7 @@ from fcljax.models.mae import (
 )
 from fcljax.models.vit import VITS, parameter_shapes, vit_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.learner import Params, learner
 from fcljax.pixels import NORMALISE, between
 from fcljax.runs import archive
 from fcljax.runs import reconstructions as restored
@@ -122,7 +122,7 @@ def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, ex
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
-    part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.part, server)
+    part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.trainable, server)
     assert communication.scalars(part) == expected
     kept = jax.eval_shape(method.server_replay.buffer, task, server)
     # 40 images of a client; 38,400 numbers and 196 places each, more than the image's 150,528 bytes
@@ -211,9 +211,9 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
-        part = Model((), (), {NAME: prompt})
+        part = Params((), (), {NAME: prompt})
         context = pmae.ClientContext(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.Seen(context, part, None, batch, KEY, part), ())
+        return term.loss(model, pmae.ClientStep(context, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -281,7 +281,7 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
         more = Restore(
             jnp.array(row, jnp.float32)[:, None, None], jnp.zeros((count, 2), jnp.int32), jnp.array(row) >= 0
         )
-        state = draw_lots(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
+        state = draw_examples(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
     return in_order(state)
 
 
@@ -426,7 +426,7 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
         logits = model.predict(FROZEN, params, batch, TASKS[0])
         return cross_entropy(logits, kept.label, TASKS[0].current, kept.used)
 
-    start = Model(server.params.adapter, server.params.classifier)
+    start = Params(server.params.adapter, server.params.classifier)
     loss, gradient = jax.value_and_grad(loss_of)(start)
     adam = optax.adam(0.01)
     update, _ = adam.update(gradient, adam.init(start))

@@ -23,7 +23,7 @@ from fcljax.data.glyphs import GLYPHS, PRETRAIN, glyph_fields, glyphs
 from fcljax.errors import InputError
 from fcljax.models.mae import decode, patchify, random_mask, reconstruction_loss, sincos_positions
 from fcljax.models.vit import Injection, apply_vit
-from fcljax.models.weights.pretrained import PretrainedDecoder, load_backbone, save_native
+from fcljax.models.weights.pretrained import PretrainedDecoder, WeightOptions, load_backbone, save_native
 from fcljax.pretraining import decoder as module
 from fcljax.pretraining.decoder import PretrainDecoderConfig, pretrain_decoder, random_crops
 from fcljax.runs.inputs import load_inputs
@@ -68,8 +68,10 @@ def first(here):
 
 
 def load(here, decoder="first", **options):
-    where = dict(name=None, checkpoint=str(here / "encoder.safetensors"), image_size=None, heads=2)
-    return load_backbone(**where | options, decoder=decoder and str(here / f"{decoder}.safetensors"))
+    where = dict(name=None, checkpoint=str(here / "encoder.safetensors"), image_size=None)
+    where |= {key: options.pop(key) for key in tuple(options) if key in (*where, "dtype")}
+    how = dict(heads=2, decoder=decoder and str(here / f"{decoder}.safetensors")) | options
+    return load_backbone(**where, options=WeightOptions(**how))
 
 
 def prepared(cfg):
@@ -420,7 +422,10 @@ def test_the_packaged_decoder_comes_with_vit_micro_at_its_own_size():
     assert loaded.decoder.config.dtype == "bfloat16"
     assert (loaded.decoder.mean, loaded.decoder.std) == (loaded.mean, loaded.std)
     assert load_backbone("vit_micro", None, 64).decoder is None
-    assert load_backbone("vit_micro", None, 64, decoder=str(ASSET)).decoder.config.grid == 8
+    assert (
+        load_backbone("vit_micro", None, 64, options=WeightOptions(decoder=str(ASSET))).decoder.config.grid
+        == 8
+    )
 
 
 def test_the_packaged_decoder_reconstructs_letters_that_nobody_trained_on():

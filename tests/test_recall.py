@@ -118,7 +118,7 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
             return self.array[rows]
 
     (server, states, _), engine = start, engine_of("recalling", "loop1")
-    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), rows=24)
+    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     run_round(
         engine, server, jnp.array(states), RoundInputs(FROZEN, host, deals[1], np.array([3]), TASK, 0, KEY)
     )

@@ -38,7 +38,7 @@ from fcljax.methods.target.generator import ImageGeneratorConfig, _Conv, generat
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.learner import Params, learner
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
 
@@ -109,7 +109,7 @@ def close(a, b):
 def began(method, server, task, head):
     """The server in the middle of a task that began with another classifier."""
     start = server.steps[0]
-    part = start.part._replace(classifier=head)
+    part = start.trainable._replace(classifier=head)
     return server._replace(steps=(start._replace(part=part, task=task.index), *server.steps[1:]))
 
 
@@ -138,7 +138,7 @@ def reviewing(server, clients):
 
 
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
-    step, params = C.roles(0.4, 10), Model((), HEADS[0])
+    step, params = C.roles(0.4, 10), Params((), HEADS[0])
     nobody = Aggregate((), (), (), jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
     call = functools.partial(step.step, round_context_of(OLD), model(), params, jnp.zeros(10, bool), nobody)
     draws = [call(jax.random.key(i)) for i in range(20)]
@@ -209,10 +209,10 @@ def test_reviewers_change_a_run():
 @pytest.mark.long
 def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_for_nothing():
     options, own = options_of("cfed", server_steps=2, server_batch=6), model()
-    teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Model((), head) for head in HEADS[1:]])
+    teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Params((), head) for head in HEADS[1:]])
     image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
-    loss = functools.partial(C.teachers_loss, options, own, round_context, Model((), HEADS[0]))
-    found = loss(teachers, jnp.array([True, False, True]), image, Model((), HEADS[0]))
+    loss = functools.partial(C.teachers_loss, options, own, round_context, Params((), HEADS[0]))
+    found = loss(teachers, jnp.array([True, False, True]), image, Params((), HEADS[0]))
     seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
     both = jnp.ones(2, bool)
     expected = [
@@ -230,9 +230,14 @@ def test_the_server_distils_towards_its_clients_when_asked():
         lambda *x: jnp.stack(x), HEADS[1], HEADS[1], jax.tree.map(lambda x: x * jnp.nan, HEADS[1])
     )
     aggregate = Aggregate(
-        (), (), {"part": Model((), gathered)}, jnp.ones(3), jnp.arange(3), jnp.array([True, True, False])
+        (),
+        (),
+        {"trainable": Params((), gathered)},
+        jnp.ones(3),
+        jnp.arange(3),
+        jnp.array([True, True, False]),
     )
-    params = Model((), HEADS[0])
+    params = Params((), HEADS[0])
     start = step.init(params, params)
     round_context = round_context_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Payload(params, {})))
     call = jax.jit(lambda aggregate: step.step(round_context, own, params, start, aggregate, KEY))
@@ -360,10 +365,10 @@ def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
 def synthesised(seed=0, **values):
     """Images of a global model, of which the student has a notion from the start."""
     near = jax.tree.map(lambda a, b: a + 0.1 * b, HEADS[0], HEADS[1])
-    options, own = options_of("target", **SMALL | values), model()._replace(init=lambda *_: Model((), near))
+    options, own = options_of("target", **SMALL | values), model()._replace(init=lambda *_: Params((), near))
     shape = ImageGeneratorConfig(8, 8, 4, 4)
     count = options.synthesis_rounds * options.synthesis_batch
-    nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Model((), HEADS[0])
+    nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Params((), HEADS[0])
     call = functools.partial(T.synthesise, options, shape, own, FROZEN, params, OLD)
     return jax.jit(call)(jax.random.key(seed), nothing)
 

@@ -38,23 +38,23 @@ from fcljax.methods.vfcl.conflation import conflate
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Run, Seen, Train, federate
-from fcljax.parts.learner import Objective, learner
+from fcljax.parts.federate import ClientStep, Run, Training, federate
+from fcljax.parts.learner import cross_entropy_loss, learner
 
 RATE = 0.05
-GRADIENT = Train(1, 4, RATE, optax.identity())
+GRADIENT = Training(1, 4, RATE, optax.identity())
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 OF_FIRST = [rows_of([0, 1, 2])]
 OFF = {"prior_weight": 0.0}
 
 
-def kit_of(**aggregation):
+def run_of(**aggregation):
     adapter = full(FullOptions(RATE), SIZES, FORMULA)
     return Run(SIZES, FORMULA, adapter, GRADIENT, make_aggregation(AggregationOptions(**aggregation)))
 
 
 def method_of(aggregation=(), **options):
-    return vfcl(VFCLOptions(**{"merge": "conflation", "exemplars": 0} | options), kit_of(**dict(aggregation)))
+    return vfcl(VFCLOptions(**{"merge": "conflation", "exemplars": 0} | options), run_of(**dict(aggregation)))
 
 
 def fresh(method):
@@ -74,9 +74,11 @@ def received(uploads):
 
 def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
-    run = kit_of()
+    run = run_of()
     plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
-    usual = federate(plain, SIZES, GRADIENT, objective=Objective("seen"), personal=("classifier", "stats"))
+    usual = federate(
+        plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats")
+    )
     narrow = method_of(sigma=1e-6, **OFF)
     expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
     found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
@@ -88,7 +90,7 @@ def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
     one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].part for i in (0, 1))
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
-    run = kit_of()
+    run = run_of()
     inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
     logits = inner.predict(SCALE, means(server.params), BATCHES[0], round_context.task)
     seen = np.asarray(round_context.task.seen)
@@ -142,16 +144,16 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
         without, fresh(without), state[-1:], TASKS[0], batch
     )
     keys = jax.random.split(jax.random.fold_in(KEY, 1002), 1)
-    drawn = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
+    drawn = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
         keys[0], server.params
     )
     mean, w = server.params.classifier.mean, drawn.classifier
     seen = np.asarray(TASKS[0].seen)
-    terms = [
+    client_rules = [
         (gaussian(np.asarray(a), np.asarray(m), 0.4) - gaussian(np.asarray(a), 0.0, 1.0))[..., seen].sum()
         for a, m in zip(jax.tree.leaves(w), jax.tree.leaves(mean), strict=True)
     ]
-    assert found == pytest.approx(factor * sum(terms), rel=1e-3)
+    assert found == pytest.approx(factor * sum(client_rules), rel=1e-3)
 
 
 def shifted(posterior, by):
@@ -170,8 +172,10 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     known = jnp.ones(SIZES.classes, bool)
     check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
     term = priors(options, SIZES.classes, SIZES.rounds)
-    model = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
-    value = lambda part: term.loss(model, Seen(context, part, None, BATCHES[0], KEY, means(part)), check)
+    model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
+    value = lambda part: term.loss(
+        model, ClientStep(context, part, None, BATCHES[0], KEY, means(part)), check
+    )
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)

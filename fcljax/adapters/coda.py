@@ -121,7 +121,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         prompt=prompt,
         loss=loss if options.coda_orthogonality else None,
         queries=True,
-        trained=trained,
+        counted=trained,
         cached=lambda params: () if whole else params,
     )
 

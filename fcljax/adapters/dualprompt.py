@@ -143,7 +143,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         prompt=prompt,
         loss=loss,
         queries=True,
-        trained=trained,
+        counted=trained,
         truncated=True,
     )
 

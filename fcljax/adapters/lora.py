@@ -171,9 +171,9 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
 
     return Adapter(
         init,
-        part=lambda params, task: pair_of(params, slot(task)),
+        trainable=lambda params, task: pair_of(params, slot(task)),
         cached=cached,
         inject=inject,
-        put=lambda params, task, part: put_pair(params, slot(task), part),
+        merge=lambda params, task, part: put_pair(params, slot(task), part),
         rate=options.lora_lr,
     )

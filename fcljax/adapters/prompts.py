@@ -157,7 +157,7 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         put,
         inject=inject,
         prompt=prompt,
-        trained=current,
+        counted=current,
         queries=True,
         cached=lambda params: () if whole else HeldPrompts(params.prompt),
     )

@@ -44,7 +44,7 @@ from fcljax.federated.engine import Exchange, Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.files import check_folder
 from fcljax.methods import find_method
-from fcljax.results import figures as report
+from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import NOT_EVALUATED, make_evaluate
@@ -269,7 +269,7 @@ def serve(grid: Grid, method: str, cfg: RunConfig, service: Service, on_round: O
             _rounds(exp, cfg, state, records, clock, play, link, out, on_round)
         summary = _summary(exp, method, cfg, records, link)
         if out:
-            report.write_json(out / "summary.json", summary)
+            write_json(out / "summary.json", summary)
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
                 if name != _CLASSES:
                     draw(out / "figures" / name)
@@ -297,7 +297,7 @@ def _rounds(
         state, kept, done = play(exp.train, state, past, t, r, last)
         if kept is not None:
             past += (kept,)
-            records.add(current_buffer=len(kept.label))
+            records.add(replay_examples=len(kept.label))
         if evaluate and (last or cfg.eval_every_round):
             with clock("eval"):
                 row = evaluate(exp.test, state, t, records)

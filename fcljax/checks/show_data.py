@@ -11,7 +11,7 @@ from fcljax.data.partition import count_matrix
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.files import check_folder
-from fcljax.results import figures as report
+from fcljax.results import figures
 from fcljax.runs.inputs import load_split
 from fcljax.scenario import deal
 
@@ -50,8 +50,8 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
-    report.contact_sheet(files[0], sheet, [dataset.class_names[label] for label in chosen])
-    report.class_holdings(files[1], counts, [task.classes for task in tasks])
+    figures.save(files[0], figures.contact_sheet(sheet, [dataset.class_names[label] for label in chosen]))
+    figures.save(files[1], figures.class_counts(counts, [task.classes for task in tasks]))
     redrawn = ", again in every round; below: the first of each task"
     return [
         ("data set", dataset.name),

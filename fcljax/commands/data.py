@@ -58,7 +58,7 @@ def _data_prepare(arguments: list[str]) -> int:
 
     about = "Make a data set ready for runs."
     name, options = _named(arguments, "fcljax data prepare NAME", PrepareOptions, about)
-    info = prepare(name, **image_options(options, options.image_size or 224), force=options.force)
+    info = prepare(name, image_options(options, options.image_size or 224), force=options.force)
     print_rows(
         [
             ("training images", info.counts[0]),

@@ -11,8 +11,8 @@ from fcljax.runs import signals
 
 def convert(arguments: list[str]) -> int:
     """`fcljax convert SRC [DST] [options]`."""
-    from fcljax.models.weights.pretrained import ConvertOptions
-    from fcljax.models.weights.pretrained import convert as write
+    from fcljax.models.weights.convert import ConvertOptions
+    from fcljax.models.weights.convert import convert as write
 
     files, rest = words_before(arguments)
     usage = "fcljax convert SRC [DST]"

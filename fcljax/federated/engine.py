@@ -561,7 +561,7 @@ def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> Past:
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
     """Ticks whose examples fit into the devices' windows: at least one, at most all that the table has."""
-    return int(np.clip(devices * data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
+    return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
 # ---- one client alone --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class DenseNetConfig:
 
     @property
     def reduction(self) -> int:
-        """Pixels of a side that become one place of the last block."""
+        """Pixels of a side per position of the last block."""
         return reduction(self.stem, len(self.blocks))
 
     @property
@@ -72,7 +72,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """The whole network: features, the mean over all places, and every block by its name."""
+    """The whole network: features (the mean over all positions) and every block by its name."""
 
     config: DenseNetConfig
     train: bool = False

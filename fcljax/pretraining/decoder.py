@@ -64,7 +64,7 @@ from fcljax.pretraining.training import (
     fresh_letters,
     training_bar,
 )
-from fcljax.results import figures as report
+from fcljax.results import figures
 from fcljax.runs import checkpoint
 from fcljax.runs.inputs import load_network, load_split, tell_notes, with_constants
 from fcljax.types import PyTree
@@ -497,7 +497,7 @@ def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown
     training, validation = np.asarray(state.curve)
     curves = {"training": training, "validation": validation}
     named = zip(strips._fields, map(np.asarray, strips), strict=True)
-    report.reconstructions(path, ends, curves, baseline, dict(named))
+    figures.save(path, figures.reconstructions(ends, curves, baseline, dict(named)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

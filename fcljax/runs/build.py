@@ -26,7 +26,8 @@ from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import resolved
-from fcljax.parts.federate import Run, Train
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
@@ -156,14 +157,14 @@ def _with_faults(method: Method, cfg: RunConfig, inputs: Inputs, example: Exampl
     return with_faults(method, shares, cfg.seed, tuple(each.upload for each in shapes))
 
 
-def make_train(cfg: TrainConfig) -> Train:
+def make_train(cfg: TrainConfig) -> Training:
     """How clients train: Adam's or gradient descent's direction, with weight decay added to the gradient."""
     direction = optax.scale_by_adam()
     if cfg.optimiser == "sgd":
         direction = optax.trace(cfg.momentum) if cfg.momentum else optax.identity()
     if cfg.weight_decay:
         direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
-    return Train(cfg.epochs, cfg.batch_size, cfg.lr, direction)
+    return Training(cfg.epochs, cfg.batch_size, cfg.lr, direction)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:

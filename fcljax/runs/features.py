@@ -151,7 +151,7 @@ def _over_rows(
     # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.
     devices, host = size(loops.mesh), isinstance(split, Host)
     steps = max(2, -(-capacity // (devices * batch_size)))
-    steps = min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps
+    steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
     width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
     parts = [rows[start : start + width].astype(np.int32) for start in range(0, len(rows), width)]
     padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]

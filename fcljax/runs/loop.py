@@ -27,8 +27,8 @@ from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
 from fcljax.files import check_folder, owned, write_text
-from fcljax.results import figures as report
 from fcljax.results import page, trackers
+from fcljax.results.run_folder import load_summary, write_json
 from fcljax.runs import archive, checkpoint, hosts, memory, origin
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
@@ -193,7 +193,7 @@ def _followed(
         summary["restored"] = measure(*rebuilt)
     if not hosts.leads():
         return summary
-    report.write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", summary)
     for name, picture in figures(exp, summary, rebuilt).items():
         _drawn(out / "figures" / name, picture, say_line)
     page.try_report([out], out / page.NAME, say_line)
@@ -238,7 +238,7 @@ def finished_summary(out: Path, method_name: str, cfg: RunConfig) -> dict[str, A
     """
     origin.check_file(out, method_name, cfg, may=("rounds",))
     try:
-        summary = report.load_summary(out)
+        summary = load_summary(out)
     except InputError:
         return None  # there is none, or it is damaged and will be made again
     then = {"method": method_name, **summary.get("config", {})}
@@ -375,7 +375,7 @@ def _loop(
             if kept is not None:
                 past += (kept,)
                 records.kept += [archive.save_task(out / KEPT, t, kept)] if manager else []
-                records.add(current_buffer=len(kept.label))
+                records.add(replay_examples=len(kept.label))
             if last or cfg.eval_every_round:
                 with clock("eval"):
                     row = evaluate(exp.test, state, t, records)

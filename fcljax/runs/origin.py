@@ -1,7 +1,6 @@
 """What a run is: its settings, and the digests of the data set and the weights that it reads. A run that goes
 on must be the one that was begun, or it is refused by name."""
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,35 +37,6 @@ def digests(inputs: Inputs) -> dict[str, str]:
 def plain_settings(method_name: str, cfg: RunConfig) -> dict[str, Any]:
     """All settings as YAML gives them back, with the method."""
     return yaml.safe_load(config.to_yaml(method_name, cfg))
-
-
-def command(method_name: str, settings: dict[str, Any]) -> list[str]:
-    """What to type for a run with these settings: `fcljax run` with the options that differ from the
-    defaults; with all of them where the method or one of the settings is not known here."""
-    wanted, known = {"seed": settings.get("seed"), **settings}, _beside_defaults(method_name, settings)
-    given = {name: wanted[name] for name in wanted if known is None or name == "seed" or name in known}
-    words = ["fcljax", "run", method_name]
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={value}")
-    return words
-
-
-def _beside_defaults(method_name: str, settings: dict[str, Any]) -> set[str] | None:
-    """Names of settings that, given alone, lead to all of `settings`; None if there are none."""
-    made = lambda values: dataclasses.asdict(
-        config.resolve(method_name, config.from_mapping(method_name, values, "settings"))
-    )
-    choosing = {name: settings[name] for name in ("adapter", "fidelity") if name in settings}
-    try:
-        usual = made(choosing)
-        given = choosing | {name: value for name, value in settings.items() if usual.get(name) != value}
-        return set(given) if made(given) == settings else None
-    except (InputError, OSError):
-        return None
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

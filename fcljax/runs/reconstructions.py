@@ -17,7 +17,6 @@ from jaxtyping import Float, Int, PyTree
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.federated.keys import RunKey
-from fcljax.results import figures as report
 from fcljax.runs.build import Experiment
 from fcljax.types import Reconstruction, RoundContext
 
@@ -120,6 +119,8 @@ def identification(
 
 def draw_restored(path: Path, images: Reconstruction, label: np.ndarray) -> None:
     """The figure: some images of different classes, a column each."""
+    from fcljax.results import figures
+
     first = np.unique(label, return_index=True)[1]
     chosen = np.concatenate([first, np.setdiff1d(np.arange(len(label)), first)])[:SHOWN]
     pick = lambda x: np.round(255 * np.clip(x[chosen], 0, 1)).astype(np.uint8)
@@ -129,4 +130,4 @@ def draw_restored(path: Path, images: Reconstruction, label: np.ndarray) -> None
         "with prompt": pick(images.restored),
         "original": pick(images.original),
     }
-    report.image_rows(path, rows)
+    figures.save(path, figures.image_rows(rows))

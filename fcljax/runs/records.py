@@ -91,7 +91,7 @@ def record(
     if provisional is not None:
         line["A_provisional"] = float(np.mean(provisional))
     if told is not None:
-        line["A_told"] = float(np.nanmean(told))
+        line["A_task_il"] = float(np.nanmean(told))
     number = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
     line = {name: number(value) for name, value in line.items()}
     records.rounds.append(line)

@@ -13,7 +13,6 @@ from fcljax.config import RunConfig
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.models.networks import network_name
-from fcljax.results import figures as report
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.records import Records
@@ -101,7 +100,7 @@ def summarize(
         "extra_storage": communication.extra_storage(payloads.broadcast),
         "client_state": communication.size(payloads.state),
         "server_state": communication.size(payloads.server),
-        "kept": _kept(exp, payloads, records),
+        "server_replay": _server_replay(exp, payloads, records),
         # images of another data set, which server and clients store
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
@@ -146,7 +145,7 @@ def _personal(records: Records) -> dict[str, Any] | None:
         [np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
         for each in records.clients
     ]
-    spread = {"mean": np.mean, "std": np.std, "least": np.min, "most": np.max}
+    spread = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_told} | {
         name: [float(of(values)) for values in means] for name, of in spread.items()
     }
@@ -155,36 +154,38 @@ def _personal(records: Records) -> dict[str, Any] | None:
 def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     """HePCo's metrics, under the names of its release: accuracies over images, what was merged included where
     the server changes it (predisacc), and F_N (drop)."""
-    rows = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
-    plain = lambda values: [None if np.isnan(value) else float(value) for value in values]
-    whole = metrics.by_image(records.accuracy, rows)._asdict()
-    found = {name: plain(values) for name, values in whole.items()}
-    merged = plain(metrics.by_image(records.provisional, rows).acc) if records.provisional else None
-    return found | {"predisacc": merged, "drop": metrics.drop(records.accuracy, rows)}
+    images = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
+    by_name = metrics.by_image(records.accuracy, images)._asdict()
+    found = {name: metrics.without_nan(values) for name, values in by_name.items()}
+    merged = metrics.by_image(records.provisional, images).acc if records.provisional else None
+    return found | {
+        "predisacc": None if merged is None else metrics.without_nan(merged),
+        "drop": metrics.drop(records.accuracy, images),
+    }
 
 
-def _kept(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
-    """Rows that the server keeps of finished tasks, outside of its state; None if it keeps none.
+def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
+    """Examples that the server keeps of finished tasks for replay, outside of its state; None if none.
 
-    `rows` and `bytes` are all that there are at the end, `most` how many there is room for; `row_bytes` is
-    what a client sends for one, and `image_bytes` what an image of the network's size has as grey levels;
-    `sent` are the rows of all uploads.
+    `examples` and `bytes` are all that it has at the end, and `capacity` how many there is room for. A client
+    sends `example_bytes` for one, and an image of the network's size has `image_bytes` as grey levels.
+    `uploaded` are the examples of all uploads.
     """
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
-    places = len(kept.label)
-    row = communication.num_bytes(kept.examples) // places
-    rows, side = int(records.counts["kept_rows"]), exp.inputs.backbone.config.image_size
+    buffer = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
+    slots = len(buffer.label)
+    example_bytes = communication.num_bytes(buffer.examples) // slots
+    examples, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
-        "rows": rows,
-        "bytes": rows * row,
-        "most": places * len(exp.scenario.tasks),
-        "row_bytes": row,
+        "examples": examples,
+        "bytes": examples * example_bytes,
+        "capacity": slots * len(exp.scenario.tasks),
+        "example_bytes": example_bytes,
         "image_bytes": 3 * side**2,
-        "sent": int(sent),
+        "uploaded": int(sent),
     }
 
 
@@ -275,15 +276,17 @@ FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
 
 
 def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
-    """File name -> draw(path), of FIGURES: accuracy curve, accuracy matrix, reliability, who holds which
-    class (of a redrawn population: in the mean round)."""
+    """File name -> draw(path), of FIGURES: accuracy curve, accuracy matrix, reliability, class counts of
+    the clients (of a redrawn population: in the mean round)."""
+    from fcljax.results import figures
+
     name = f"{summary['method']} on {summary['dataset']}"
     holdings = _holdings(exp, summary["config"]["population"])
     classes = [task.classes for task in exp.scenario.tasks]
     pictures = (
-        lambda path: report.accuracy_curve(path, {name: summary["A"]}),
-        lambda path: report.accuracy_matrix(path, summary["accuracy"]),
-        lambda path: report.reliability(path, summary["calibration"]),
-        lambda path: report.class_holdings(path, holdings, classes),
+        lambda path: figures.save(path, figures.accuracy_curve({name: summary["A"]})),
+        lambda path: figures.save(path, figures.accuracy_matrix(summary["accuracy"])),
+        lambda path: figures.save(path, figures.reliability(summary["calibration"])),
+        lambda path: figures.save(path, figures.class_counts(holdings, classes)),
     )
     return dict(zip(FIGURES, pictures, strict=True))

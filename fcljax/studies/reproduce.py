@@ -16,9 +16,9 @@ from fcljax.config import SAMPLED, YAML_BYTES, RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
 from fcljax.methods import find_method
-from fcljax.results import figures as report
 from fcljax.results import page
 from fcljax.results.comparison import compare
+from fcljax.results.run_folder import write_json
 from fcljax.studies import paper_tables as tables
 from fcljax.studies import sweeps
 from fcljax.studies.grid import Planned, name_of
@@ -261,7 +261,7 @@ def write(
     text = tables.markdown(title, notes_of(made, scale), found, claims_of(made))
     system, table, _ = made.parts[0].table.name
     write_text(out / TEXT, text)
-    report.write_json(
+    write_json(
         out / DATA,
         {
             "system": system,

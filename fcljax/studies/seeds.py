@@ -13,8 +13,8 @@ from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder, write_text
-from fcljax.results import figures as report
 from fcljax.results import metrics, page
+from fcljax.results.run_folder import write_json
 from fcljax.runs import loop, origin
 from fcljax.terminal import say
 
@@ -128,7 +128,7 @@ def _run_all(
         begun = (folder / "config.yaml").exists()
         own = dataclasses.replace(cfg, seed=seed)
         summaries.append(loop.run(method, own, folder, begun, console, stop, track))
-    report.write_json(out / "seeds.json", over_seeds(summaries))
+    write_json(out / "seeds.json", over_seeds(summaries))
     page.try_report([out], out / page.NAME, lambda line: say(console, line))
     return summaries
 
