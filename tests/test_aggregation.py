@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,11 +47,7 @@ def rows(tree, index):
 
 
 def close(left, right, atol=1e-6):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5),
-        left,
-        right,
-    )
+    chex.assert_trees_all_close(left, right, atol=atol, rtol=1e-5)
 
 
 def per_class(values, dim: int) -> jax.Array:

@@ -3,6 +3,7 @@
 import json
 import shlex
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def sent(method: Method, label=(3, 4, 5, 1, 3), task: Task = TASK, which: int = 
 
 
 def same(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    chex.assert_trees_all_equal(left, right)
 
 
 def of_client(tree, which: int):

@@ -121,10 +121,8 @@ def reached(
 class _Fault(NamedTuple):
     """The faults of a simulation."""
 
-    names: tuple[str, ...]
-    """What they are called."""
-    fault: Callable[[ClientContext], Int[Array, ""]]
-    """fault(context) -> index of the client's fault, or -1."""
+    names: tuple[str, ...]  # what they are called
+    fault: Callable[[ClientContext], Int[Array, ""]]  # fault(context) -> index of the client's fault, or -1
 
     def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
         return self.fault(context) == self.names.index(name)
@@ -236,12 +234,9 @@ def _mirrored(honest: Phase, fault: _Fault) -> Phase:
 class Sent(NamedTuple):
     """A client's state, where clients can send old uploads again."""
 
-    own: ClientState
-    """What the method keeps."""
-    last: tuple[Upload, ...]
-    """The client's latest own upload in each of the method's rounds."""
-    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]
-    """Whether there is one."""
+    own: ClientState  # what the method keeps
+    last: tuple[Upload, ...]  # the client's latest own upload in each of the method's rounds
+    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one
 
 
 def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:
