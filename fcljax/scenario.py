@@ -186,7 +186,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
         def drawn(task: int, round_: int) -> list[np.ndarray]:
             return [sample.indices for sample in sampled(task, round_)]
 
-        if options.long_tail == "told":
+        if options.long_tail == "reported":
             position = relabel(np.arange(classes), order)
 
             def reported(task: int, round_: int) -> np.ndarray:

@@ -141,7 +141,7 @@ class PartitionConfig(SplitConfig):
     """Share kappa of a task's classes that a sampled client or a private stream has."""
     imbalance: float = option(1.0, positive=True, most=1.0, only=("partition", "sampled"))
     """Examples of a sampled client's last class over those of its first class."""
-    long_tail: Literal["applied", "told"] = option("applied", only=("partition", "sampled"))
+    long_tail: Literal["applied", "reported"] = option("applied", only=("partition", "sampled"))
     """Whether sampled clients have uneven classes, or only report that they have."""
     pool: TaskPool | None = option(None, only=("partition", "private"), unset="the same tasks for all")
     """Tasks that private streams draw from: neighbours in the class order (order), CIFAR-100's superclasses,

@@ -18,7 +18,7 @@ from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli, config
-from fcljax.config import InputConfig, settle
+from fcljax.config import InputConfig
 from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.streaming import Host
@@ -35,7 +35,7 @@ from fcljax.runs.features import feature_file, frozen_features, save_features, s
 from fcljax.runs.inputs import fetch, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
 
-SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
+SMALL = InputConfig(image_size=8)  # 8 pixels are one patch of vit_micro
 
 
 def mib(count):
@@ -131,7 +131,7 @@ def test_joint_training_has_all_classes_in_one_task():
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
-    found = load_inputs(settle(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"))))
+    found = load_inputs(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors")))
     assert found.backbone.config == tiny
     assert network_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
 

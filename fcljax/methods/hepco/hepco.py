@@ -106,7 +106,7 @@ class HepcoOptions(PromptedOptions):
 
 # clients that exist for one round, and are averaged whatever they have
 _RUN = RunConfig(partition="sampled", aggregator="uniform")
-_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="told")
+_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="reported")
 CLIENT = {
     "intended": Preset(PromptedOptions(), _RUN),
     "paper": Preset(PromptedOptions("cosine_lag"), _RUN),
