@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fcljax.config import RunConfig
-from fcljax.data.store import Split
+from fcljax.data.partition import count_matrix
+from fcljax.data.store import ClientIndices, Split
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import one_line
 from fcljax.federated.check import Example
@@ -185,10 +186,9 @@ def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.
     """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = [owned[i] for i in order]
-    counts = [np.bincount(label[rows], minlength=SIZES.classes) for rows in owned]
-    offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
-    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+    owned = ClientIndices.of([owned[i] for i in order])
+    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
+    return ClientPartition(*owned, counts)
 
 
 def _engine(
@@ -199,7 +199,7 @@ def _engine(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """short: are batches of one and two rows computed as such?"""
+    """The engine; with `short`, batches of one and two examples are computed as such."""
     room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
@@ -222,7 +222,7 @@ def play(
     Args:
       data: instead of the federation's own.
       state: from which to start.
-      ids: the clients that take part in rounds; None: all that have rows.
+      ids: the clients that participate in rounds; None: all that have examples.
     """
     data, history = made.data if data is None else data, []
     server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
