@@ -201,7 +201,7 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
 def _typed(arguments: Sequence[str]) -> dict[str, str]:
     """Option -> the value after it, of options that `parse` has not seen yet."""
     found = {}
-    for typed, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = typed.partition("=")
         if name.startswith("--"):
             name = name.removeprefix("--").replace("-", "_")
