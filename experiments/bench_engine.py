@@ -25,7 +25,7 @@ from peers.machine import best
 
 from fcljax import config
 from fcljax.data.partition import count_matrix, dirichlet
-from fcljax.data.store import client_rows
+from fcljax.data.store import client_indices
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
@@ -106,7 +106,7 @@ def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndar
     """Labels of 10 balanced classes and who holds them, Dirichlet(beta)."""
     label = np.repeat(np.arange(CLASSES), rows // CLASSES)
     parts = dirichlet(label, clients, beta, np.random.RandomState(seed), min_size=0)
-    return label, ClientPartition(*client_rows(parts, label, TASK), count_matrix(label, parts, CLASSES))
+    return label, ClientPartition(*client_indices(parts, label, TASK), count_matrix(label, parts, CLASSES))
 
 
 def timed_round(

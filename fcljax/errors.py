@@ -67,6 +67,13 @@ def one_line(text: str) -> str:
     return _cut(_LONG.sub(lambda found: _cut(found[0], MOST), line), MOST_OF_LINE)
 
 
+def reason(error: BaseException) -> str:
+    """Kind and message of an exception, in one line of at most 200 characters; of a ValueError the message
+    alone, which says enough."""
+    kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:200]
+
+
 def printable(text: str) -> str:
     """Any text with what cannot be printed, such as half a surrogate pair, written with backslashes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -165,7 +165,7 @@ def test_bit_rot_in_a_compressed_npz_and_a_bare_array_under_its_name_are_named(t
     refuses(tmp_path / "rot.npz", "damaged or not what its name says")
     np.save(tmp_path / "bare.npy", np.ones(3))
     (tmp_path / "bare.npy").rename(tmp_path / "bare.npz")
-    refuses(tmp_path / "bare.npz", "damaged or not what its name says: File is not a zip file")
+    refuses(tmp_path / "bare.npz", "damaged or not what its name says: BadZipFile: File is not a zip file")
 
 
 def test_an_array_that_claims_more_than_it_holds_is_not_allocated(tmp_path):
@@ -195,7 +195,7 @@ def test_members_outside_an_archive_are_refused_by_name(tmp_path, name, suffix):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, b"")
         archive.writestr("a/data.pkl", b"\x80\x02}q\x00.")
-    refuses(path, f"has a member outside the archive: {re.escape(repr(name))}$")
+    refuses(path, f"holds a file named {re.escape(repr(name))}, which leads out of it$")
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pth"])
@@ -205,7 +205,7 @@ def test_an_archive_that_would_unpack_to_too_much_is_refused(tmp_path, suffix):
         for i in range(5):
             archive.writestr(f"{i}.npy", b"")
             archive.filelist[i].file_size = 2**32 - 2  # what the directory at the end of the archive will say
-    refuses(path, r"would unpack to 20.0 GiB; the limit is 16 GiB$")
+    refuses(path, r"would unpack to 20.0 GiB, and the limit is 16.0 GiB$")
 
 
 def test_a_file_beyond_the_limit_is_refused_unread(tmp_path):

@@ -49,7 +49,7 @@ def test_a_second_process_compiles_nothing_and_a_damaged_program_is_replaced(tmp
     first, _ = counts([*TINY, "--out", str(tmp_path / "a")], **variables)
     kept = files(tmp_path / "c")
     assert first["cache_misses"] == len(kept) > 5
-    assert [path.name for path in (tmp_path / "c").iterdir()] == [compiled.machine()]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [compile_cache.machine()]
     # another folder's name, and another run directory, are not in the keys
     (tmp_path / "c").rename(tmp_path / "d")
     variables["FCLJAX_COMPILED"] = str(tmp_path / "d")
@@ -71,9 +71,9 @@ def test_a_second_process_compiles_nothing_and_a_damaged_program_is_replaced(tmp
 def set_up(monkeypatch, tmp_path):
     """The folders that were set up; nothing in the environment decides any."""
     folders = []
-    monkeypatch.setattr(compiled, "_set_up", folders.append)
-    monkeypatch.setattr(type(compiled.jax.config), "jax_compilation_cache_dir", None, raising=False)
-    monkeypatch.setattr(compiled.jax.config, "update", lambda name, value: folders.append((name, value)))
+    monkeypatch.setattr(compile_cache, "_set_up", folders.append)
+    monkeypatch.setattr(type(compile_cache.jax.config), "jax_compilation_cache_dir", None, raising=False)
+    monkeypatch.setattr(compile_cache.jax.config, "update", lambda name, value: folders.append((name, value)))
     for name in ("FCLJAX_COMPILED", "FCLJAX_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -113,7 +113,7 @@ def test_where_programs_are_kept(set_up, tmp_path, monkeypatch):
 
 
 def test_jax_s_own_setting_is_left_alone_unless_there_is_an_option(set_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(compiled.jax.config), "jax_compilation_cache_dir", "/theirs")
+    monkeypatch.setattr(type(compile_cache.jax.config), "jax_compilation_cache_dir", "/theirs")
     assert kept_in(set_up) == ([], [])
     assert kept_in(set_up, str(tmp_path / "own")) == ([tmp_path / "own"], [])
 
@@ -139,6 +139,6 @@ def test_the_oldest_programs_are_given_up(set_up, tmp_path, monkeypatch):
     for age, name in enumerate(("x-cache", "y-cache", "z-other")):
         (folder / name).write_bytes(b"12345")
         os.utime(folder / name, (age, age))
-    monkeypatch.setattr(compiled, "MOST", 7)
+    monkeypatch.setattr(compile_cache, "MOST", 7)
     kept_in(set_up)
     assert {path.name for path in folder.iterdir()} == {"y-cache", "z-other"}

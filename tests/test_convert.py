@@ -13,8 +13,9 @@ import vit_files as files
 from flax.traverse_util import flatten_dict
 
 from fcljax.errors import InputError
+from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.naming import Facts, interpret
-from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone, save_native
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone, save_native
 from fcljax.pixels import NORMALISE
 
 ENCODER, DECODER, HEAD = files.encoder(), files.decoder(), files.head()
@@ -62,7 +63,9 @@ def test_a_converted_file_gives_the_network_that_its_source_gives(folder, kind):
         "ours.safetensors",
         dataclasses.replace(TWO, keep_head=True, decoder_heads=4 if kind == "mae" else None),
     )
-    before = load_backbone(None, path, None, heads=2, decoder_heads=4 if kind == "mae" else None)
+    before = load_backbone(
+        None, path, None, options=WeightOptions(heads=2, decoder_heads=4 if kind == "mae" else None)
+    )
     after = load_backbone(None, "ours.safetensors", None)
     assert (after.config, after.mean, after.std, after.mapping) == (
         before.config,
@@ -156,7 +159,10 @@ def test_the_head_is_kept_on_demand_only(folder, keep):
 def test_an_image_size_is_part_of_what_is_written(folder):
     path = source(folder, TIMM)
     convert(path, "ours.safetensors", dataclasses.replace(TWO, image_size=16))
-    resized, direct = load_backbone(None, "ours.safetensors", None), load_backbone(None, path, 16, heads=2)
+    resized, direct = (
+        load_backbone(None, "ours.safetensors", None),
+        load_backbone(None, path, 16, options=WeightOptions(heads=2)),
+    )
     assert resized.config == direct.config
     files.same(resized.params, direct.params)
 
@@ -226,7 +232,7 @@ def test_the_target_of_a_hub_repository_is_named_after_it(folder):
 
 def test_saved_parameters_come_back_bit_for_bit_with_their_provenance(folder):
     save_native("ours.safetensors", ENCODER, {"source": "drawn at random"})
-    files.same(load_backbone(None, "ours.safetensors", None, heads=2).params, ENCODER)
+    files.same(load_backbone(None, "ours.safetensors", None, options=WeightOptions(heads=2)).params, ENCODER)
     assert metadata("ours.safetensors") == {"source": "drawn at random"}
     assert [file.name for file in folder.iterdir()] == ["ours.safetensors"]
 
@@ -234,12 +240,12 @@ def test_saved_parameters_come_back_bit_for_bit_with_their_provenance(folder):
 def test_views_are_saved_as_what_they_show_not_as_they_lie_in_memory(folder):
     turned = jax.tree.map(lambda x: np.asfortranarray(x) if x.ndim == 2 else x, ENCODER)
     save_native("ours.safetensors", turned, {})
-    files.same(load_backbone(None, "ours.safetensors", None, heads=2).params, ENCODER)
+    files.same(load_backbone(None, "ours.safetensors", None, options=WeightOptions(heads=2)).params, ENCODER)
 
 
 def test_a_loaded_network_keeps_nothing_of_the_file(folder):
     save_native("ours.safetensors", ENCODER, {})
-    params = load_backbone(None, "ours.safetensors", None, heads=2).params
+    params = load_backbone(None, "ours.safetensors", None, options=WeightOptions(heads=2)).params
     with open("ours.safetensors", "r+b") as file:  # in place, as no writer of ours does
         file.seek(-4 * 12, 2)
         file.write(bytes(4 * 12))

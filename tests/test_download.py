@@ -21,11 +21,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fcljax.archives import leads_out
 from fcljax.data.augment import Geometry
 from fcljax.data.files import download
-from fcljax.data.files.download import OFFICIAL, Archive, fetch, leads_out
+from fcljax.data.files.download import OFFICIAL, Archive, fetch
 from fcljax.data.files.listings import NAMED
-from fcljax.data.files.sources import known_datasets, load_dataset, prepare
+from fcljax.data.files.sources import DataOptions, known_datasets, load_dataset, prepare
 from fcljax.errors import InputError
 
 WNIDS = ("n01443537", "n01484850")
@@ -172,7 +173,7 @@ def refusal(name, archives, folder, **options):
 
 
 def load(name, folder):
-    return load_dataset(name, geometry=Geometry(12, 8), data_dir=folder, console=quiet())
+    return load_dataset(name, DataOptions(geometry=Geometry(12, 8), data_dir=folder, console=quiet()))
 
 
 def left(folder):
@@ -301,22 +302,22 @@ def test_prepare_downloads_what_is_not_here(server, tmp_path, monkeypatch):
     monkeypatch.setitem(OFFICIAL, "fashion_mnist", fashion(server))
     (tmp_path / "fashion_mnist").mkdir()
     (tmp_path / "fashion_mnist" / "notes.txt").write_text("the user's own")
-    assert prepare("fashion_mnist", data_dir=tmp_path, console=quiet()).counts == (20, 10)
-    data = load_dataset("fashion_mnist", data_dir=tmp_path, console=quiet())
+    assert prepare("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet())).counts == (20, 10)
+    data = load_dataset("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet()))
     assert data.x_train[:, 5, 5, 0].tolist() == data.y_train.tolist() == list(range(10)) * 2
     names = [archive.file for archive in OFFICIAL["fashion_mnist"]]
     assert sorted(path.name for path in (tmp_path / "fashion_mnist").iterdir()) == sorted(
         ["notes.txt", *names]
     )
-    prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
+    prepare("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet()))
     assert len(server.asked) == 4
 
 
 def test_a_prepared_download_does_without_the_network_from_then_on(server, tmp_path, monkeypatch):
     monkeypatch.setitem(OFFICIAL, "fashion_mnist", fashion(server))
-    first = prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
+    first = prepare("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet()))
     server.behaviour["status"] = 500
-    assert prepare("fashion_mnist", data_dir=tmp_path, console=quiet()).digest == first.digest
+    assert prepare("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet())).digest == first.digest
     assert dict((name, state) for name, _, state in known_datasets(tmp_path))["fashion_mnist"] == "prepared"
 
 
@@ -324,7 +325,7 @@ def test_a_failed_download_names_the_official_files_and_where_to_put_them(server
     server.behaviour["status"] = 503
     monkeypatch.setitem(OFFICIAL, "fashion_mnist", fashion(server))
     with pytest.raises(InputError) as error:
-        prepare("fashion_mnist", data_dir=tmp_path, console=quiet())
+        prepare("fashion_mnist", DataOptions(data_dir=tmp_path, console=quiet()))
     message = str(error.value)
     refused = "train-images-idx3-ubyte.gz was refused by the server (HTTP status 503)"
     assert f"cannot download 'fashion_mnist': {refused}" in message

@@ -15,7 +15,7 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
-from fcljax.results import figures as report
+from fcljax.results import run_folder
 from fcljax.runs import build
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
@@ -79,7 +79,7 @@ def test_config_yaml_gives_the_same_settings_back(run):
 
 
 def test_the_summary_has_every_field_that_reports_read(run):
-    assert report.load_summary(run) == summary_of(run)
+    assert run_folder.load_summary(run) == summary_of(run)
 
 
 def test_accuracy_is_square_with_null_above_the_diagonal(run):
@@ -163,9 +163,9 @@ def test_client_accuracy_is_per_client_and_methods_without_personal_models_have_
     assert len(summary["client_accuracy"]) == summary["config"]["clients"]
     assert all(0 <= value <= 1 for value in summary["client_accuracy"])
     assert summary["personal_accuracy"] is None
-    calibration, confusion_rows = summary["calibration"], sum(summary["calibration"]["rows"])
-    assert 0 < calibration["ece"] < 1 and len(calibration["rows"]) == 15
-    right = sum(n * a for n, a in zip(calibration["rows"], calibration["accuracy"], strict=True) if n)
+    calibration, confusion_rows = summary["calibration"], sum(summary["calibration"]["examples"])
+    assert 0 < calibration["ece"] < 1 and len(calibration["examples"]) == 15
+    right = sum(n * a for n, a in zip(calibration["examples"], calibration["accuracy"], strict=True) if n)
     assert right / confusion_rows == pytest.approx(summary["by_image"]["acc"][-1])
 
 

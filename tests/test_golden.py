@@ -10,7 +10,7 @@ import pytest
 
 from fcljax.models.mae import decode, mask_by_noise, reconstruction_loss, sincos_positions
 from fcljax.models.vit import Injection, apply_vit
-from fcljax.models.weights.pretrained import load_backbone
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 
 FOLDER = Path(__file__).parent / "golden"
 HEADS = 2
@@ -29,7 +29,9 @@ def expected():
 
 @functools.cache
 def load(name, part="teacher"):
-    return load_backbone(None, str(FOLDER / name), None, heads=HEADS, decoder_heads=HEADS, part=part)
+    return load_backbone(
+        None, str(FOLDER / name), None, options=WeightOptions(heads=HEADS, decoder_heads=HEADS, part=part)
+    )
 
 
 def agree(found, expected, tolerance=1e-4):

@@ -105,8 +105,8 @@ def test_a_sampled_client_has_the_classes_of_the_release(seed, active):
     """O5."""
     labels = np.repeat(np.arange(10), 30)
     sample = sample_client(labels, seed, 0.1, 0.6, 1.0)
-    assert sorted(sample.told) == active and np.unique(labels[sample.rows]).tolist() == active
-    assert len(set(sample.rows)) == len(sample.rows) == 18
+    assert sorted(sample.reported) == active and np.unique(labels[sample.indices]).tolist() == active
+    assert len(set(sample.indices)) == len(sample.indices) == 18
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_a_sampled_client_has_a_long_tail(classes, rows, imbalance, told):
     """O4; where it is only told, the rows are those of the release's data sets."""
     labels = np.repeat(np.arange(classes), rows)
     sample = sample_client(labels, 18001, 0.1, 0.6, imbalance)
-    assert list(sample.told.values()) == told
-    held = np.bincount(labels[sample.rows], minlength=classes)
-    assert {name: held[name] for name in sample.told} == sample.told
+    assert list(sample.reported.values()) == told
+    held = np.bincount(labels[sample.indices], minlength=classes)
+    assert {name: held[name] for name in sample.reported} == sample.reported
     ignored = sample_client(labels, 18001, 0.1, 0.6, imbalance, applied=False)
-    assert ignored.told == sample.told
-    assert [np.sum(labels[ignored.rows] == name) for name in ignored.told] == [rows // 10] * len(told)
+    assert ignored.reported == sample.reported
+    assert [np.sum(labels[ignored.indices] == name) for name in ignored.reported] == [rows // 10] * len(told)
 
 
 def test_so_many_classes_are_active():
     """42 of DomainNet's 69; a share of 0.9 of ten classes is nine, although 1 - 0.9 is a little under 0.1."""
-    active = lambda classes, category: len(sample_client(np.arange(classes), 1, 1.0, category, 1.0).told)
+    active = lambda classes, category: len(sample_client(np.arange(classes), 1, 1.0, category, 1.0).reported)
     assert (active(69, 0.6), active(20, 0.6), active(10, 0.9), active(3, 1.0)) == (42, 12, 9, 3)
 
 

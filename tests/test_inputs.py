@@ -31,17 +31,8 @@ from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
 from fcljax.runs import build
-from fcljax.runs.features import frozen_features
-from fcljax.runs.inputs import (
-    feature_file,
-    fetch,
-    load_inputs,
-    make_splits,
-    read_clean,
-    save_features,
-    saved_features,
-    surrogate_images,
-)
+from fcljax.runs.features import feature_file, frozen_features, save_features, saved_features
+from fcljax.runs.inputs import fetch, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
 
 SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro

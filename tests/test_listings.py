@@ -17,10 +17,18 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.data.augment import Geometry
-from fcljax.data.files import download, listings
+from fcljax.data.files import download, raw
+from fcljax.data.files.array_files import read_idx
 from fcljax.data.files.download import OFFICIAL
 from fcljax.data.files.listings import NAMED
-from fcljax.data.files.sources import DATASETS, data_folder, known_datasets, load_dataset, prepare
+from fcljax.data.files.sources import (
+    DATASETS,
+    DataOptions,
+    data_folder,
+    known_datasets,
+    load_dataset,
+    prepare,
+)
 from fcljax.errors import InputError
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -28,9 +36,13 @@ BIRDS = ("001.Auk", "002.Owl")
 WNIDS = ("n01443537", "n01484850", "n02096585")
 
 
-def load(name, folder, **options):
+def load(name, folder, verify=False, **options):
     return load_dataset(
-        name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+        name,
+        DataOptions(
+            geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+        ),
+        verify,
     )
 
 
@@ -41,9 +53,13 @@ def refusal(name, folder, call=load, **options):
     return str(error.value)
 
 
-def prepare_in(name, folder, **options):
+def prepare_in(name, folder, force=False, **options):
     return prepare(
-        name, geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+        name,
+        DataOptions(
+            geometry=Geometry(12, 8), data_dir=folder, console=Console(file=io.StringIO()), **options
+        ),
+        force,
     )
 
 
@@ -112,7 +128,7 @@ def test_hepco_pools_the_split_of_pilot(tmp_path):
 
 
 def test_cub_has_9430_training_images():
-    train, test = listings._random_split(listings._Table(list(range(11_788)), [0] * 11_788))
+    train, test = raw.random_split(raw.Table(list(range(11_788)), [0] * 11_788))
     assert (len(train.items), len(test.items)) == (9430, 2358)
 
 
@@ -290,7 +306,7 @@ def cifar10(tmp_path):
 
 
 def test_cifar10_is_read_from_its_binary_files(cifar10):
-    data = load_dataset("cifar10", data_dir=cifar10.parent)
+    data = load_dataset("cifar10", DataOptions(data_dir=cifar10.parent))
     assert data.class_names == ("airplane", "truck") and data.augment
     assert data.x_train.shape == (10, 32, 32, 3) and data.size_train is None
     assert data.x_train[:, 3, 4, 1].tolist() == list(range(10)) and data.y_train.tolist() == [
@@ -309,7 +325,7 @@ def test_cifar100_has_its_fine_labels(tmp_path):
     cifar_batch(root / "train.bin", [(19, 2), (18, 0), (17, 1)])
     cifar_batch(root / "test.bin", [(1, 0), (1, 1), (1, 2)], 50)
     (root / "fine_label_names.txt").write_text("apple\nbee\ncat\n")
-    data = load_dataset("cifar100", data_dir=tmp_path)
+    data = load_dataset("cifar100", DataOptions(data_dir=tmp_path))
     assert data.y_train.tolist() == [2, 0, 1] and data.y_test.tolist() == [0, 1, 2]
     assert data.class_names == ("apple", "bee", "cat")
 
@@ -367,7 +383,7 @@ def fashion(tmp_path, request):
 
 
 def test_fashion_mnist_is_read_from_its_idx_files(fashion):
-    data = load_dataset("fashion_mnist", data_dir=fashion.parent)
+    data = load_dataset("fashion_mnist", DataOptions(data_dir=fashion.parent))
     assert data.x_train.shape == (20, 28, 28, 3) and data.x_test.shape == (10, 28, 28, 3)
     assert data.x_train[:, 5, 3].tolist() == [[number + 3] * 3 for number in range(20)]
     assert data.y_train.tolist() == list(range(10)) * 2
@@ -393,7 +409,7 @@ def test_array_images_larger_than_the_test_side_are_resized(fashion):
 def test_an_idx_file_that_breaks_its_promise_is_named(tmp_path, changes, words):
     idx(tmp_path / "x.gz", np.zeros((20, 28, 28), np.uint8), **changes, pack=True)
     with pytest.raises(InputError, match=words) as error:
-        listings.read_idx(tmp_path / "x.gz", 3)
+        read_idx(tmp_path / "x.gz", 3)
     assert str(tmp_path / "x.gz") in str(error.value)
 
 
@@ -404,7 +420,7 @@ def test_a_truncated_idx_file_is_named(tmp_path, pack, cut):
     idx(path, np.random.RandomState(0).randint(0, 256, (5, 6, 7), np.uint8), pack=pack)
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(InputError, match="is damaged or no idx file"):
-        listings.read_idx(path, 3)
+        read_idx(path, 3)
 
 
 def test_fashion_mnist_with_a_file_missing_or_wrong_is_refused(fashion):
@@ -608,7 +624,7 @@ def test_fashion_mnist_of_tfds_is_gray_made_rgb(tfds, tmp_path):
         for split, count in (("train", 30), ("test", 10))
     }
     generate(tfds, tmp_path, "fashion_mnist", features, splits)
-    data = load_dataset("fashion_mnist", data_dir=tmp_path)
+    data = load_dataset("fashion_mnist", DataOptions(data_dir=tmp_path))
     assert data.class_names == tuple(names) and data.x_train.shape == (30, 28, 28, 3) and not data.augment
     assert (data.x_train == data.x_train[:, :1, :1, :1]).all()
     assert data.y_train.tolist() == [level % 10 for level in data.x_train[:, 0, 0, 0].tolist()]
@@ -743,7 +759,7 @@ def test_prepared_data_do_without_their_raw_files(cifar10, tmp_path):
     cifar10.rename(tmp_path / "away")
     assert load("cifar10", tmp_path).digest == before.digest == prepare_in("cifar10", tmp_path).digest
     with pytest.raises(InputError, match="'cifar10' is not here"):
-        load_dataset("cifar10", geometry=Geometry(40, 40), data_dir=tmp_path)
+        load_dataset("cifar10", DataOptions(geometry=Geometry(40, 40), data_dir=tmp_path))
 
 
 def test_two_prepared_versions_without_raw_files_are_not_guessed_between(cifar10, tmp_path):
@@ -758,7 +774,7 @@ def test_two_prepared_versions_without_raw_files_are_not_guessed_between(cifar10
 
 def test_a_release_that_is_not_whole_is_noted(cifar10):
     console = Console(file=io.StringIO(), width=300)
-    load_dataset("cifar10", data_dir=cifar10.parent, console=console)
+    load_dataset("cifar10", DataOptions(data_dir=cifar10.parent, console=console))
     assert (
         "note: cifar10 has 60,000 images" in console.file.getvalue() and "holds 13" in console.file.getvalue()
     )

@@ -141,7 +141,7 @@ def test_calibration_by_hand():
     confidence = np.array([0.0, 0.25, 0.5, 0.6, 0.75, 1.0], np.float32)
     right = np.array([False, True, True, False, True, True])
     found = metrics.calibration(right, confidence, bins=4)
-    assert found.rows.tolist() == [2, 1, 2, 1]
+    assert found.examples.tolist() == [2, 1, 2, 1]
     np.testing.assert_allclose(found.confidence, [0.125, 0.5, 0.675, 1.0], rtol=1e-6)
     assert found.accuracy.tolist() == [0.5, 1.0, 0.5, 1.0]
     assert found.ece == pytest.approx((2 * 0.375 + 0.5 + 2 * 0.175 + 0) / 6)
@@ -149,10 +149,10 @@ def test_calibration_by_hand():
 
 def test_calibration_of_the_sure_and_right_is_0_and_empty_bins_are_null():
     found = metrics.calibration(np.full(5, True), np.ones(5, np.float32)).to_json()
-    assert found["ece"] == 0 and found["rows"] == [0] * 14 + [5]
+    assert found["ece"] == 0 and found["examples"] == [0] * 14 + [5]
     assert found["accuracy"] == [None] * 14 + [1.0] == found["confidence"]
     unknown = metrics.calibration(np.array([True, False]), np.array([0.75, np.nan]), bins=4)
-    assert unknown.rows.tolist() == [0, 0, 1, 0] and unknown.ece == 0.25
+    assert unknown.examples.tolist() == [0, 0, 1, 0] and unknown.ece == 0.25
     assert metrics.calibration(np.full(2, False), np.full(2, np.nan)).to_json()["ece"] is None
     sure_and_wrong = metrics.calibration(np.full(5, False), np.full(5, 0.9))
     assert sure_and_wrong.ece == pytest.approx(0.9)

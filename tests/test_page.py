@@ -15,11 +15,9 @@ from test_report import MATRIX, summary
 from fcljax import cli, config
 from fcljax.commands import running
 from fcljax.errors import InputError
-from fcljax.results import figures as report
-from fcljax.results import page, svg
-from fcljax.results.command import run_command
+from fcljax.results import charts, figures, page, repeat, run_folder
 from fcljax.results.page import render
-from fcljax.results.page_parts import Run
+from fcljax.results.run_folder import FinishedRun as Run
 from fcljax.runs import loop
 
 HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
@@ -89,7 +87,7 @@ def whole(**changes) -> dict:
         "task_classes": [[0], [1], [2]],
         "holdings": [[5, 0, 7], [0, 11, 1]],
         "client_accuracy": [0.5, 0.125],
-        "calibration": {"ece": 0.125, "rows": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]},
+        "calibration": {"ece": 0.125, "examples": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]},
         "communication_total": {"upload_bytes": 2048, "download_bytes": 4096},
         "extra_storage": size,
         "client_state": size,
@@ -122,7 +120,7 @@ def test_every_part_is_there_with_its_numbers():
     assert ["Run", "paper", "released", "diagonal", "Backward transfer"] in found.rows
     assert ["fppl", "12.50", "10.00", "12.50", "-12.50"] in found.rows
     assert ["Task 1", "2", "3"] in found.rows and ["Task 2", "0", "3"] in found.rows
-    assert "2,048" in rows["fppl"] or any("2,048" in row for row in found.rows)
+    assert any(row[0] == "fppl" and row[3:7] == ["169,060", "0.17", "0.002", "0.0041"] for row in found.rows)
     assert ["lr", "0.1"] in found.rows and "fcljax report runs" in found.text
 
 
@@ -166,14 +164,16 @@ def test_several_seeds_are_one_curve_and_keep_their_own_columns():
     assert ["Client", "fppl, seed 0", "fppl, seed 1", "pilora"] in found.rows
     assert ["After task 1", "80.00", "", ""] in found.rows
     text = render([Run("a", each) for each in runs], ["a"])
-    assert text.count('<g class="curve">') == 1 and "--seeds=0,1" in text
+    assert text.count('<g class="curve c') == 1 and "--seeds=0,1" in text
     assert "fppl (2 seeds)" in text and "64.17 ± 14.17" in text
 
 
 def test_a_summary_of_an_older_version_lacks_parts_and_the_page_says_so():
     found = made(summary())
     assert [part for part in found.ids if part in PARTS] == PARTS
-    for key in ("holdings", "client_accuracy", "class_accuracy", "calibration", "communication_total"):
+    for key in ("holdings", "client_accuracy", "class_accuracy", "communication_total"):
+        assert f"summary.json lacks '{key}'" in found.text
+    for key in ("calibration.examples",):
         assert f"summary.json lacks '{key}'" in found.text
     assert "lacks" not in made(whole()).text
 
@@ -196,20 +196,49 @@ def test_runs_of_several_orders_of_classes_share_a_table():
 
 def test_charts_differ_without_colour_and_skip_what_is_missing():
     """20 curves: no two have the same marker, filling and dashes."""
-    drawn = [str(svg.swatch(i)) for i in range(20)]
-    plain = {re.sub(r"#[0-9A-F]{6}", "#", each) for each in drawn}
+    drawn = [str(charts.curve_key(i)) for i in range(20)]
+    plain = {re.sub(r"#[0-9A-Fa-f]{6}", "#", each) for each in drawn}
     assert len(plain) == 20
-    one = str(svg.curves({"a": svg.Line([50.0, None, 70.0])}, "label", "x", "y"))
+    one = str(charts.curves({"a": [0.5, float("nan"), 0.7]}, {}, "label"))
     assert one.count("<title>") == 2 and "nan" not in one.lower()
     assert "a, 3: 70.00 %" in one
     for empty in (
-        svg.curves({}, "", "", ""),
-        svg.dots({"a": {"b": None}}, "", ""),
-        svg.bars({}, [], "", "s"),
-        svg.scatter({"a": (0, 5.0)}, "", "", ""),
-        svg.reliability([], [], ""),
+        charts.curves({}, {}, "a"),
+        charts.dots({"a": {"b": None}}, "a", ""),
+        charts.bars({}, [], "a", "s"),
+        charts.scatter({"a": (0, 5.0)}, "a", "", ""),
+        charts.reliability({"ece": None, "examples": [0], "accuracy": [None]}, "a"),
     ):
         assert str(empty).startswith("<svg")
+
+
+def test_every_mark_of_a_chart_has_its_title():
+    titled = [
+        (
+            charts.curves({"a": [0.5, 0.25]}, {"a": [0.125, 0.0]}, "x"),
+            ["a, 1: 50.00 ± 12.50 %", "a, 2: 25.00 ±"],
+        ),
+        (charts.scatter({"a": (2048, 5.0), "b": (9, 6)}, "x", "", ""), ["a: 2,048; 5.00 %", "b: 9; 6.00 %"]),
+        (charts.bars({"a": [1, 0], "b": [3, 4]}, ["p", "q"], "x", "s"), ["a, p: 1.0 s", "b, q: 4.0 s"]),
+        (charts.dots({"a": {"dog": 5.0, "cat": 10.0}}, "x", ""), ["a, dog: 5.00 %", "a, mean: 7.50 %"]),
+        (
+            charts.reliability({"ece": 0.1, "examples": [0, 3], "accuracy": [None, 0.5]}, "x"),
+            ["confidence 0.00 to 0.50: 0 images<", "confidence 0.50 to 1.00: 3 images, accuracy 50.0 %"],
+        ),
+    ]
+    for chart, titles in titled:
+        assert all(f"<title>{title}" in chart for title in titles), chart
+    (_, bar), (_, curve) = (re.findall(r"<path[^>]*>(?=<title>)", str(titled[i][0]))[:2] for i in (2, 0))
+    assert " fill=" in bar and "transform=" in curve, "titles are on the marks"
+
+
+def test_a_chart_is_the_same_whenever_it_is_drawn_and_its_ids_are_its_own():
+    """A page may have each chart once: hatches are all that has an id."""
+    first, second = (str(charts.bars({"a": [1, 2, 3, 4]}, "abcd", "x", "s")) for _ in range(2))
+    assert first == second and "url(#bars-" in first
+    ids = re.findall(r'id="([^"]*)"', first + "".join(str(charts.bar_key(j)) for j in range(4)))
+    assert len(ids) == len(set(ids)) == 6
+    assert "style" not in first and "http" not in first and "clip-path" not in first
 
 
 # ---- of real runs ------------------------------------------------------------------------------------------
@@ -233,7 +262,7 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
 
 def test_the_command_of_an_unknown_method_names_every_setting():
     settings = {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
-    words = run_command({"method": "absent"} | settings)
+    words = repeat.command({"method": "absent"} | settings)
     assert words[2:] == ["absent", "--seed=3", "--lr=-0.5", "--no-augment", "--wo-pool", "--decoder=None"]
 
 
@@ -274,7 +303,7 @@ def test_mistakes_of_report_are_one_line(arguments, words, capsys):
 def test_a_page_that_cannot_be_made_is_one_line_and_is_made_when_it_can_be(tmp_path, monkeypatch, capsys):
     run = copy_of_run(tmp_path)
     for name in loop.FIGURES:
-        report.accuracy_curve(run / "figures" / name, {})
+        figures.save(run / "figures" / name, figures.accuracy_curve({}))
     arguments = ["run", "linear", "--resume", str(run)]
     with monkeypatch.context() as patch:
         patch.setattr(page, "render", lambda *_: 1 / 0)
@@ -298,12 +327,12 @@ def test_lines_that_are_half_written_or_damaged_are_left_out(tmp_path):
     path.write_bytes(
         b'{"task": 0, "round": 0}\n{"task": \n[1]\n\xff\n{"task": 0, "round": 1}\n{"task": 0, "ro'
     )
-    assert [line["round"] for line in page.read_lines(path)] == [0, 1]
-    assert page.read_lines(tmp_path / "absent") == []
+    assert [line["round"] for line in run_folder.read_lines(path)] == [0, 1]
+    assert run_folder.read_lines(tmp_path / "absent") == []
 
 
 def test_a_picture_is_in_the_page_unless_it_is_too_large(tmp_path):
-    picture = report.accuracy_matrix(tmp_path / "a.png", MATRIX_SQUARE)
+    picture = figures.save(tmp_path / "a.png", figures.accuracy_matrix(MATRIX_SQUARE))
     uri = page._picture(picture, 10**6)
     assert uri.startswith("data:image/png;base64,") and page._picture(picture, 100) is None
     restored = {"images": 3, "psnr": 10.0, "test": {"images": 2}}
@@ -343,10 +372,9 @@ def test_the_page_works_in_chromium(width, tmp_path):
     path.write_text(render(runs, ["a"]))
     with chromium().opened(path, width) as page_:
         run = page_.evaluate
-        assert run("document.querySelectorAll('#curves g.curve path.line').length") == 2
-        box = run(
-            "(b => [b.width, b.height])(document.querySelector('#curves path.line').getBoundingClientRect())"
-        )
+        assert run("document.querySelectorAll('#curves g.curve > path').length") == 2
+        line = "document.querySelector('#curves g.curve > path')"
+        box = run(f"(b => [b.width, b.height])({line}.getBoundingClientRect())")
         assert box[0] > 100 and box[1] > 10
         assert run("document.documentElement.scrollWidth <= innerWidth"), (
             "the page itself does not scroll sideways"

@@ -19,7 +19,7 @@ import fcljax
 from fcljax import files
 from fcljax.data.augment import Geometry
 from fcljax.data.files import prepared
-from fcljax.data.files.sources import load_dataset, prepare
+from fcljax.data.files.sources import DataOptions, load_dataset, prepare
 from fcljax.errors import InputError
 
 ROOT = Path(fcljax.__file__).parents[1]
@@ -42,23 +42,26 @@ def raw(tmp_path):
 
 @pytest.fixture
 def load(raw, tmp_path):
-    return lambda geometry=GEOMETRY, **options: load_dataset(
+    return lambda geometry=GEOMETRY, verify=False, **options: load_dataset(
         f"folder:{raw}",
-        geometry=geometry,
-        data_dir=tmp_path / "data",
-        console=Console(file=io.StringIO()),
-        **options,
+        DataOptions(
+            geometry=geometry, data_dir=tmp_path / "data", console=Console(file=io.StringIO()), **options
+        ),
+        verify,
     )
 
 
 @pytest.fixture
 def make(raw, tmp_path):
-    return lambda geometry=GEOMETRY, console=None, **options: prepare(
+    return lambda geometry=GEOMETRY, console=None, force=False, **options: prepare(
         f"folder:{raw}",
-        geometry=geometry,
-        data_dir=tmp_path / "data",
-        console=console or Console(file=io.StringIO()),
-        **options,
+        DataOptions(
+            geometry=geometry,
+            data_dir=tmp_path / "data",
+            console=console or Console(file=io.StringIO()),
+            **options,
+        ),
+        force,
     )
 
 
@@ -133,7 +136,10 @@ def test_the_digest_names_the_content_and_nothing_else(raw, load, tmp_path):
     data = load()
     arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test", "size_train")}
     assert data.digest == prepared.digest({key: np.array(array) for key, array in arrays.items()})
-    assert data.digest == load_dataset(f"folder:{raw}", geometry=GEOMETRY, data_dir=tmp_path / "other").digest
+    assert (
+        data.digest
+        == load_dataset(f"folder:{raw}", DataOptions(geometry=GEOMETRY, data_dir=tmp_path / "other")).digest
+    )
     assert data.digest != load(GEOMETRY._replace(kernel="bilinear")).digest
 
 
@@ -328,8 +334,9 @@ def test_a_forced_rebuild_leaves_mapped_arrays_alone(raw, load, make):
 def test_two_processes_that_prepare_at_once_both_end_well(raw, load, tmp_path):
     code = (
         "import sys\n"
-        "from fcljax.data.files.sources import load_dataset; from fcljax.data.augment import Geometry\n"
-        "print(load_dataset(sys.argv[1], geometry=Geometry(10, 8), data_dir=sys.argv[2]).digest)"
+        "from fcljax.data.augment import Geometry\n"
+        "from fcljax.data.files.sources import DataOptions, load_dataset\n"
+        "print(load_dataset(sys.argv[1], DataOptions(Geometry(10, 8), sys.argv[2])).digest)"
     )
     command = [sys.executable, "-c", code, f"folder:{raw}", str(tmp_path / "data")]
     processes = [
@@ -366,7 +373,7 @@ def test_what_a_killed_process_left_is_removed(load, tmp_path):
 
 def test_a_data_folder_that_cannot_be_written_is_named(raw, tmp_path):
     (tmp_path / "file").write_text("")
-    message = refusal(load_dataset, f"folder:{raw}", data_dir=tmp_path / "file")
+    message = refusal(load_dataset, f"folder:{raw}", DataOptions(data_dir=tmp_path / "file"))
     assert message.startswith("data_dir: cannot write prepared data to") and "FCLJAX_DATA" in message
 
 

@@ -19,7 +19,8 @@ from fcljax.errors import InputError
 from fcljax.models.mae import decoder_shapes, sincos_positions
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
-from fcljax.models.weights.pretrained import ConvertOptions, convert, interpolate_positions, load_backbone
+from fcljax.models.weights.convert import ConvertOptions, convert
+from fcljax.models.weights.pretrained import WeightOptions, interpolate_positions, load_backbone
 from fcljax.pixels import NORMALISE
 
 ENCODER, DECODER, HEAD = files.encoder(), files.decoder(), files.head()
@@ -81,10 +82,20 @@ def save(path, tensors, metadata=None):
 def load(tmp_path):
     """Tensors -> the network, from a file."""
 
-    def load(tensors, name=None, size=None, *, suffix=".safetensors", metadata=None, heads=2, **options):
+    def load(
+        tensors,
+        name=None,
+        size=None,
+        *,
+        suffix=".safetensors",
+        metadata=None,
+        heads=2,
+        dtype="float32",
+        **options,
+    ):
         heads = None if name else heads
         path = save(tmp_path / f"a{suffix}", tensors, metadata)
-        return load_backbone(name, path, size, heads=heads, **options)
+        return load_backbone(name, path, size, dtype, options=WeightOptions(heads=heads, **options))
 
     return load
 
@@ -262,7 +273,7 @@ def test_the_architecture_is_read_from_the_tensors(tmp_path_factory, kind, patch
     params = files.encoder(config)
     options = {"native": {}, "google": {"heads": heads, "patch": patch}}.get(kind, {"patch": patch})
     path = save(tmp_path_factory.mktemp("a") / "a.npz", getattr(files, kind)(params, **options))
-    loaded = load_backbone(None, path, None, heads=None if kind == "google" else heads)
+    loaded = load_backbone(None, path, None, options=WeightOptions(heads=None if kind == "google" else heads))
     assert loaded.config == dataclasses.replace(config, epsilon=EPSILON.get(kind, 1e-6))
     same(loaded.params, jax.tree.map(jnp.asarray, params))
 
@@ -346,7 +357,9 @@ def test_constants_in_our_metadata_are_taken_as_they_are(load):
     "name", ["dino_vitbase16_pretrain", "deit_base_patch16_224-b5f2ef4d", "mae_pretrain_vit_base"]
 )
 def test_the_names_of_published_files_tell_their_constants(tmp_path, name):
-    loaded = load_backbone(None, save(tmp_path / f"{name}.safetensors", TIMM), None, heads=2)
+    loaded = load_backbone(
+        None, save(tmp_path / f"{name}.safetensors", TIMM), None, options=WeightOptions(heads=2)
+    )
     assert (loaded.mean, loaded.std) == NORMALISE["imagenet"]
     assert any("assumed (imagenet)" in note for note in loaded.notes)
 
@@ -379,12 +392,15 @@ def test_the_files_beside_a_model_tell_heads_and_constants(tmp_path):
 def test_layer_norms_have_the_epsilon_that_the_network_was_trained_with(tmp_path):
     """transformers' default is another than everybody else's, and a config.json beside the file wins."""
     assert (
-        load_backbone(None, save(tmp_path / "timm.safetensors", TIMM), None, heads=2).config.epsilon == 1e-6
+        load_backbone(
+            None, save(tmp_path / "timm.safetensors", TIMM), None, options=WeightOptions(heads=2)
+        ).config.epsilon
+        == 1e-6
     )
     path = save(tmp_path / "model.safetensors", HF_MAE)
-    assert load_backbone(None, path, None, heads=3).config.epsilon == 1e-12
+    assert load_backbone(None, path, None, options=WeightOptions(heads=3)).config.epsilon == 1e-12
     sidecars(tmp_path, config={"layer_norm_eps": 1e-5})
-    assert load_backbone(None, path, None, heads=3).config.epsilon == 1e-5
+    assert load_backbone(None, path, None, options=WeightOptions(heads=3)).config.epsilon == 1e-5
     convert(path, str(tmp_path / "converted.safetensors"), ConvertOptions(heads=3))
     assert load_backbone(None, str(tmp_path / "converted.safetensors"), None).config.epsilon == 1e-5
 
@@ -392,7 +408,10 @@ def test_layer_norms_have_the_epsilon_that_the_network_was_trained_with(tmp_path
 def test_timm_s_config_tells_constants_too(tmp_path):
     path = save(tmp_path / "model.safetensors", TIMM)
     sidecars(tmp_path, config={"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}})
-    assert load_backbone(None, path, None, heads=2)[4:6] == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert load_backbone(None, path, None, options=WeightOptions(heads=2))[4:6] == (
+        (0.1, 0.2, 0.3),
+        (0.4, 0.5, 0.6),
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,7 +428,9 @@ def test_a_config_of_another_network_is_refused(tmp_path, config, message):
     path = save(tmp_path / "model.safetensors", HF_MAE)
     sidecars(tmp_path, config=config)
     with pytest.raises(InputError, match=message):
-        load_backbone(None, path, None, heads=None if "num_attention_heads" in config else 3)
+        load_backbone(
+            None, path, None, options=WeightOptions(heads=None if "num_attention_heads" in config else 3)
+        )
 
 
 @pytest.mark.parametrize(

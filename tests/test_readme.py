@@ -19,7 +19,7 @@ from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
-from fcljax.models.weights.pretrained import ConvertOptions
+from fcljax.models.weights.convert import ConvertOptions
 from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.runs.embed import EmbedConfig
 

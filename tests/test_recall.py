@@ -115,7 +115,7 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
             return self.array[rows]
 
     (server, states, _), engine = start, engine_of("recalling", "loop1")
-    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), rows=24)
+    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     run_round(engine, FROZEN, server, jnp.array(states), host, deals[1], np.array([3]), TASK, 0, KEY)
     own = deals[1].rows[deals[1].offset[3] : deals[1].offset[4]]
     assert set(read) == {0, *own.tolist(), *states[3].tolist()}

@@ -13,8 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.errors import InputError
-from fcljax.results import figures as report
-from fcljax.results import metrics
+from fcljax.results import figures, metrics, run_folder
 
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]
 
@@ -33,7 +32,7 @@ def summary(**changes) -> dict[str, Any]:
 
 
 def write(folder, **changes):
-    report.write_json(folder / "summary.json", summary(**changes))
+    run_folder.write_json(folder / "summary.json", summary(**changes))
     return folder
 
 
@@ -47,6 +46,11 @@ def pixels(path) -> np.ndarray:
     with Image.open(path) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB"))
+
+
+def drawn(path, draw, *of):
+    """The PNG of a figure."""
+    return figures.save(path, draw(*of))
 
 
 def has_color(image: np.ndarray, code: str, tolerance: int = 12) -> bool:
@@ -72,40 +76,40 @@ def test_json_is_strict_and_holds_arrays_and_named_tuples(tmp_path):
         "d": np.int64(3),
         "e": (True, None),
     }
-    report.write_json(path, loose)
+    run_folder.write_json(path, loose)
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert strict == {"a": [1.0, None], "b": {"left": 1, "right": 2.0}, "c": None, "d": 3, "e": [True, None]}
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "x.json"
-    report.write_json(path, {"a": 1})
+    run_folder.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        report.write_json(path, {"a": object()})
+        run_folder.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1} and [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_an_interrupted_figure_leaves_the_old_one_and_no_temporary(tmp_path, monkeypatch):
-    path = report.accuracy_curve(tmp_path / "c.png", {"a": [0.5]})
+    path = drawn(tmp_path / "c.png", figures.accuracy_curve, {"a": [0.5]})
     before = path.read_bytes()
 
     def interrupted(self, target, **options):
         target.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report.Figure, "savefig", interrupted)
+    monkeypatch.setattr(figures.Figure, "savefig", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        report.accuracy_curve(path, {"a": [0.1]})
+        drawn(path, figures.accuracy_curve, {"a": [0.1]})
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["c.png"]
 
 
 def test_a_written_summary_is_read_back(tmp_path):
-    assert report.load_summary(write(tmp_path / "run")) == summary()
+    assert run_folder.load_summary(write(tmp_path / "run")) == summary()
 
 
 def refused(run_dir) -> str:
     with pytest.raises(InputError) as error:
-        report.load_summary(run_dir)
+        run_folder.load_summary(run_dir)
     assert "\n" not in str(error.value) and run_dir.name in str(error.value)
     return str(error.value)
 
@@ -125,7 +129,7 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(tmp_path):
 def test_missing_fields_are_named_the_nested_ones_too(tmp_path):
     whole = summary(time=3.0, forgetting={"paper": 0.1, "released": 0.1})
     del whole["A_last"], whole["traces"]
-    report.write_json(tmp_path / "summary.json", whole)
+    run_folder.write_json(tmp_path / "summary.json", whole)
     times = ", ".join(f"time.{name}_s" for name in ("compile", "client", "server", "eval"))
     assert refused(tmp_path).endswith(f"lacks A_last, traces, forgetting.diagonal, {times}")
 
@@ -137,33 +141,38 @@ def test_missing_fields_are_named_the_nested_ones_too(tmp_path):
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 30])
 def test_curves_are_drawn_for_any_number_of_runs(tmp_path, count):
     image = pixels(
-        report.accuracy_curve(tmp_path / "c.png", {f"run {i}": [0.9, 0.8 - 0.01 * i] for i in range(count)})
+        drawn(
+            tmp_path / "c.png",
+            figures.accuracy_curve,
+            {f"run {i}": [0.9, 0.8 - 0.01 * i] for i in range(count)},
+        )
     )
-    assert has_color(image, report.PALETTE[0]) == (count > 0)
+    assert has_color(image, figures.PALETTE[0]) == (count > 0)
 
 
 def test_curves_with_gaps_and_different_lengths_are_drawn(tmp_path):
     runs = {"a": np.array([0.9, np.nan, 0.7]), "b": [0.5], "c": [0.4, None]}
     assert has_color(
-        pixels(report.accuracy_curve(tmp_path / "c.png", runs, {"a": [0.1, 0.1, 0.1]})), report.PALETTE[1]
+        pixels(drawn(tmp_path / "c.png", figures.accuracy_curve, runs, {"a": [0.1, 0.1, 0.1]})),
+        figures.PALETTE[1],
     )
 
 
-def test_reliability_draws_bins_with_rows_as_high_as_their_accuracy(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report.Axes, "bar", lambda self, x, height, **more: drawn.append((x, height)))
-    calibration = {"ece": 0.1, "rows": [3, 0, 1, 0], "accuracy": [0.5, None, 1.0, None]}
-    assert pixels(report.reliability(tmp_path / "r.png", calibration)).std() > 5
-    (places, heights), (_, shares) = drawn
+def test_reliability_draws_bins_with_examples_as_high_as_their_accuracy(tmp_path, monkeypatch):
+    bars = []
+    monkeypatch.setattr(figures.Axes, "bar", lambda self, x, height, **more: bars.append((x, height)))
+    calibration = {"ece": 0.1, "examples": [3, 0, 1, 0], "accuracy": [0.5, None, 1.0, None]}
+    assert pixels(drawn(tmp_path / "r.png", figures.reliability, calibration)).std() > 5
+    (places, heights), (_, shares) = bars
     assert places.tolist() == [0, 0.5] and heights.tolist() == [50, 100] and shares.tolist() == [75, 0, 25, 0]
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 12, 25])
 def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks, monkeypatch):
     numbers = []
-    monkeypatch.setattr(report.Axes, "text", lambda self, *args, **kwargs: numbers.append(args[2]))
+    monkeypatch.setattr(figures.Axes, "text", lambda self, *args, **kwargs: numbers.append(args[2]))
     matrix = [[0.5 if i <= t else None for i in range(tasks)] for t in range(tasks)]
-    assert pixels(report.accuracy_matrix(tmp_path / "m.png", matrix)).std() > 5
+    assert pixels(drawn(tmp_path / "m.png", figures.accuracy_matrix, matrix)).std() > 5
     assert numbers == (["50.0"] * (tasks * (tasks + 1) // 2) if tasks <= 12 else [])
 
 
@@ -173,32 +182,40 @@ def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks,
 def test_holdings_are_drawn_for_few_and_for_many_classes(tmp_path, clients, classes, per_task):
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
     tasks = np.arange(classes)[::-1].reshape(-1, per_task)
-    assert pixels(report.class_holdings(tmp_path / "h.png", counts, tasks)).std() > 5
+    assert pixels(drawn(tmp_path / "h.png", figures.class_counts, counts, tasks)).std() > 5
 
 
 def test_holdings_follow_the_order_of_the_tasks(tmp_path):
     counts = np.array([[9, 0, 0, 0], [0, 0, 0, 5]])
     upper = lambda path: pixels(path)[:280]
-    ordered = upper(report.class_holdings(tmp_path / "a.png", counts, [[3, 1, 2, 0, -1]]))
+    ordered = upper(drawn(tmp_path / "a.png", figures.class_counts, counts, [[3, 1, 2, 0, -1]]))
     np.testing.assert_array_equal(
-        ordered, upper(report.class_holdings(tmp_path / "b.png", counts[:, [3, 1, 2, 0]]))
+        ordered, upper(drawn(tmp_path / "b.png", figures.class_counts, counts[:, [3, 1, 2, 0]]))
     )
-    assert (ordered != upper(report.class_holdings(tmp_path / "c.png", counts))).any()
+    assert (ordered != upper(drawn(tmp_path / "c.png", figures.class_counts, counts))).any()
 
 
 def test_holdings_without_any_rows_are_drawn(tmp_path):
-    assert pixels(report.class_holdings(tmp_path / "h.png", np.zeros((3, 5), int))).size
-    assert pixels(report.class_holdings(tmp_path / "g.png", np.zeros((3, 60), int))).size
+    assert pixels(drawn(tmp_path / "h.png", figures.class_counts, np.zeros((3, 5), int))).size
+    assert pixels(drawn(tmp_path / "g.png", figures.class_counts, np.zeros((3, 60), int))).size
 
 
 def test_the_same_data_give_the_same_bytes(tmp_path):
     first, second = (
-        report.accuracy_matrix(tmp_path / f"{name}.png", np.array([[0.5]])).read_bytes() for name in "ab"
+        drawn(tmp_path / f"{name}.png", figures.accuracy_matrix, np.array([[0.5]])).read_bytes()
+        for name in "ab"
     )
     assert first == second
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path):
-    draw = "import sys; from fcljax.runs import report; report.accuracy_curve(sys.argv[1], {'a': [0.5]})"
-    code = draw + "; assert 'matplotlib.pyplot' not in sys.modules"
+    draw = "figures.save(sys.argv[1], figures.accuracy_curve({'a': [0.5]}))"
+    code = f"import sys; from fcljax.results import figures; {draw}"
+    code += "; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, tmp_path / "c.png"], check=True)
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys; from fcljax.results import comparison, page, watch; from fcljax.runs import loop"
+    code += "; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

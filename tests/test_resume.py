@@ -88,10 +88,11 @@ def test_a_run_says_what_its_server_keeps_and_what_rebuilt_images_give_away(refe
     """By hand: 2 clients, 2 tasks of 5 classes, at most 4 images of each; 4 patches of 8 pixels, one of them
     visible; tokens of width 96 in float32."""
     summary = json.loads((reference / "summary.json").read_text())
-    kept, restored = summary["kept"], summary["restored"]
-    assert kept["most"] == 2 * 2 * 5 * 4 and kept["row_bytes"] == 4 * (2 * 96 + 4)
-    assert 0 < kept["rows"] <= kept["most"] and kept["bytes"] == kept["rows"] * kept["row_bytes"]
-    assert kept["image_bytes"] == 3 * 16**2 and kept["sent"] >= kept["rows"]
+    replay, restored = summary["server_replay"], summary["restored"]
+    assert replay["capacity"] == 2 * 2 * 5 * 4 and replay["example_bytes"] == 4 * (2 * 96 + 4)
+    assert 0 < replay["examples"] <= replay["capacity"]
+    assert replay["bytes"] == replay["examples"] * replay["example_bytes"]
+    assert replay["image_bytes"] == 3 * 16**2 and replay["uploaded"] >= replay["examples"]
     assert {path.name for path in (reference / "kept").iterdir()} == {"task-000.npz", "task-001.npz"}
     for found in (restored, restored["test"]):
         assert found["images"] > 20 and 0 < found["mse_restored"] < 1 and 5 < found["psnr"] < 40

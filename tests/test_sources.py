@@ -17,7 +17,7 @@ from PIL import Image
 import fcljax
 from fcljax.data.augment import Geometry
 from fcljax.data.files import prepared
-from fcljax.data.files.sources import DATASETS, hold_out, load_dataset, prepare
+from fcljax.data.files.sources import DATASETS, DataOptions, hold_out, load_dataset, prepare
 from fcljax.errors import InputError
 
 ROOT = Path(fcljax.__file__).parents[1]
@@ -63,7 +63,7 @@ def refusal(name):
 
 
 def test_digits_are_split_by_class_once_and_for_all():
-    first, second = load_dataset("digits", seed=1), load_dataset("digits", seed=2)
+    first, second = load_dataset("digits", DataOptions(seed=1)), load_dataset("digits", DataOptions(seed=2))
     assert len(first.x_train) + len(first.x_test) == 1797
     assert abs(len(first.x_test) / 1797 - 0.2) < 0.005
     share = np.bincount(first.y_test) / (np.bincount(first.y_test) + np.bincount(first.y_train))
@@ -88,18 +88,18 @@ def test_no_test_digit_is_a_training_digit():
 
 
 def test_glyphs_come_in_the_numbers_asked_for():
-    data = load_dataset("glyphs", glyph_train=2, glyph_test=1, seed=3)
+    data = load_dataset("glyphs", DataOptions(glyph_train=2, glyph_test=1, seed=3))
     assert data.x_train.shape == (200, 32, 32, 3)
     assert (np.bincount(data.y_train) == 2).all() and (np.bincount(data.y_test) == 1).all()
     assert len(data.class_names) == len(set(data.class_names)) == 100
     assert not data.augment
-    again = load_dataset("glyphs", glyph_train=2, glyph_test=1, seed=3)
+    again = load_dataset("glyphs", DataOptions(glyph_train=2, glyph_test=1, seed=3))
     np.testing.assert_array_equal(data.x_train, again.x_train)
 
 
 def test_glyphs_without_images_are_refused():
     with pytest.raises(InputError, match="glyph_test: 0 images per class"):
-        load_dataset("glyphs", glyph_train=1, glyph_test=0)
+        load_dataset("glyphs", DataOptions(glyph_train=1, glyph_test=0))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_gray_images_get_three_equal_channels(tmp_path, shape):
         ({"x_train": ARRAYS["x_train"][..., :2]}, "x_train has shape (6, 4, 5, 2)"),
         ({"x_train": ARRAYS["x_train"].transpose(0, 3, 1, 2)}, "x_train has shape (6, 3, 4, 5)"),
         ({"x_test": ARRAYS["x_test"][0, 0]}, "x_test has shape (5, 3)"),
-        ({"x_train": ARRAYS["x_train"][:5]}, "x_train has 5 rows but y_train has 6"),
+        ({"x_train": ARRAYS["x_train"][:5]}, "x_train has 5 examples but y_train has 6"),
         ({"x_test": ARRAYS["x_test"][:0], "y_test": ARRAYS["y_test"][:0]}, "x_test is empty"),
         ({"x_test": ARRAYS["x_test"][:, :, :4]}, "images of x_train are 4x5 but of x_test 4x4"),
         ({"y_train": ARRAYS["y_train"].astype(float)}, "y_train is float64 of shape (6,); expected integers"),
@@ -242,7 +242,7 @@ def test_images_of_different_sizes_are_brought_to_those_of_the_geometry(tmp_path
     name = pictures(tmp_path)
     picture(tmp_path / "test" / "cat" / "b.jpg", size=(90, 40))
     assert load_dataset(name).x_train.shape == (2, 256, 256, 3)
-    data = load_dataset(name, geometry=Geometry(64, 73))
+    data = load_dataset(name, DataOptions(geometry=Geometry(64, 73)))
     assert data.x_train.shape == (2, 64, 64, 3) and data.x_test.shape == (3, 73, 73, 3)
     assert data.size_train.tolist() == [[8, 8], [8, 8]] and data.size_test is None
 
@@ -329,7 +329,7 @@ def test_an_option_of_other_data_sets_is_refused():
     with pytest.raises(
         InputError, match="class_list: 'list.txt' is for imagenet100 and imagenet200; 'glyphs' takes none"
     ):
-        load_dataset("glyphs", class_list="list.txt")
+        load_dataset("glyphs", DataOptions(class_list="list.txt"))
 
 
 def test_images_of_16_bits_are_refused(tmp_path):
@@ -368,7 +368,7 @@ def test_a_share_that_holds_nothing_of_a_class_out_is_refused():
 
 @pytest.mark.long
 def test_data_in_memory_have_digests_of_their_content(tmp_path):
-    digits, glyphs = load_dataset("digits"), load_dataset("glyphs", glyph_train=1, glyph_test=1)
+    digits, glyphs = load_dataset("digits"), load_dataset("glyphs", DataOptions(glyph_train=1, glyph_test=1))
     file = load_dataset(npz(tmp_path))
     assert len({data.digest for data in (digits, glyphs, file)}) == 3
     for data in (digits, glyphs, file):
@@ -378,7 +378,7 @@ def test_data_in_memory_have_digests_of_their_content(tmp_path):
             == prepared.digest(arrays)
             != prepared.digest(arrays | {"x_train": 255 - data.x_train})
         )
-    assert load_dataset("glyphs", glyph_train=1, glyph_test=1, seed=1).digest != glyphs.digest
+    assert load_dataset("glyphs", DataOptions(glyph_train=1, glyph_test=1, seed=1)).digest != glyphs.digest
 
 
 def test_preparing_data_that_stay_in_memory_only_reports_them(tmp_path):

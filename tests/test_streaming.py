@@ -74,7 +74,7 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
     engine = engine_of("two_pass", "vmap3")
     server = jax.jit(engine.method.init)(KEY, FROZEN)
     states = init_clients(engine.method, server, toys.CLIENTS, KEY)
-    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), rows=24)
+    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     ids = np.array([1, 3])
     run_round(engine, FROZEN, server, states, host, deals[1], ids, toys.tasks()[1], 0, KEY)
     theirs = np.concatenate([deals[1].rows[deals[1].offset[i] : deals[1].offset[i + 1]] for i in ids])

@@ -24,19 +24,19 @@ def rng(seed=0):
 
 def owners(streams):
     """[client, class]: rows that each has."""
-    rows = [np.concatenate(stream.rows) for stream in streams]
+    rows = [np.concatenate(stream.indices) for stream in streams]
     return np.array([np.bincount(LABELS[mine], minlength=20) for mine in rows])
 
 
 def test_a_task_goes_to_some_clients_each_with_some_of_its_classes_and_rows_of_its_own():
     streams = shared_streams(LABELS, TASKS, 6, 0.5, rng())
-    everything = np.concatenate([np.concatenate(stream.rows) for stream in streams])
+    everything = np.concatenate([np.concatenate(stream.indices) for stream in streams])
     assert len(np.unique(everything)) == len(everything)
     taking = np.array([[len(classes) for classes in stream.classes] for stream in streams])
     assert set(np.unique(taking)) == {0, 2}  # half of five, or no part in the task
     assert len({(column > 0).sum() for column in taking.T}) > 1
     for stream in streams:
-        for task, classes, rows in zip(TASKS, stream.classes, stream.rows, strict=True):
+        for task, classes, rows in zip(TASKS, stream.classes, stream.indices, strict=True):
             assert np.isin(classes, task).all()
             assert set(LABELS[rows]) == set(classes)
 
@@ -49,7 +49,7 @@ def test_owners_of_a_class_have_equal_shares_of_all_its_rows():
 
 
 def test_a_class_with_fewer_rows_than_owners_is_refused():
-    with pytest.raises(InputError, match="clients: .* own a class with 1 rows"):
+    with pytest.raises(InputError, match="clients: .* own a class with 1 examples"):
         shared_streams(np.arange(20), TASKS, 40, 1.0, rng())
 
 
@@ -85,8 +85,8 @@ def test_pools_are_of_neighbours_of_superclasses_or_of_one_source_each():
 
 
 def test_tasks_of_any_classes_say_what_was_seen_before():
-    first, second, third = tasks_of([np.array([3, 1]), np.array([], int), np.array([0, 1, 2])], 5, 4)
-    assert list(first.classes) == [3, 1, -1, -1] and not second.current.any()
+    first, second, third = tasks_of([np.array([3, 1]), np.array([], int), np.array([0, 1, 2])], 5)
+    assert list(first.classes) == [3, 1, -1] and not second.current.any()
     assert list(second.seen) == list(first.seen) == [False, True, False, True, False]
     assert list(third.seen & ~third.current) == [False, False, False, True, False]
     for task, other in zip(make_tasks(5, 2), tasks_of([np.arange(3), np.arange(3, 5)], 5), strict=True):

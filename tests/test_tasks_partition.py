@@ -152,7 +152,7 @@ def test_impossible_numbers_of_clients_are_refused():
             split(0)
         with pytest.raises(InputError, match="choose 4 clients or fewer"):
             split(5)
-    with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 rows"):
+    with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 examples"):
         iid(labels, 4, rng)
     with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 rows"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)

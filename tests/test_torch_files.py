@@ -17,7 +17,8 @@ from fcljax.errors import InputError
 from fcljax.models.vit import apply_vit
 from fcljax.models.weights import checkpoints
 from fcljax.models.weights.checkpoints import read
-from fcljax.models.weights.pretrained import ConvertOptions, convert, load_backbone
+from fcljax.models.weights.convert import ConvertOptions, convert
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 
 torch = pytest.importorskip("torch")
 
@@ -95,7 +96,7 @@ CONTENT = {
 @pytest.mark.parametrize("zipped", [True, False])
 def test_state_dicts_and_whole_checkpoints_give_their_network(tmp_path, kind, zipped):
     path = save(tmp_path / "a.pth", CONTENT[kind](), _use_new_zipfile_serialization=zipped)
-    loaded = load_backbone(None, path, None, heads=2)
+    loaded = load_backbone(None, path, None, options=WeightOptions(heads=2))
     files.same(loaded.params, jax.tree.map(jnp.asarray, ENCODER))
     assert (loaded.decoder is not None, loaded.head is not None) == (kind in ("mae", "pmae"), kind == "deit")
     assert any("assumed (imagenet)" in note for note in loaded.notes) == (
@@ -105,7 +106,9 @@ def test_state_dicts_and_whole_checkpoints_give_their_network(tmp_path, kind, zi
 
 def test_the_student_of_a_whole_checkpoint_can_be_had(tmp_path):
     path = save(tmp_path / "checkpoint.pth", self_supervised())
-    files.same(load_backbone(None, path, None, heads=2, part="student").params, STUDENT)
+    files.same(
+        load_backbone(None, path, None, options=WeightOptions(heads=2, part="student")).params, STUDENT
+    )
 
 
 def test_numpy_scalars_are_read_under_the_names_of_old_and_new_numpy(tmp_path):
@@ -116,7 +119,7 @@ def test_numpy_scalars_are_read_under_the_names_of_old_and_new_numpy(tmp_path):
     assert other != content
     rewritten = tmp_path / "b.pth"
     repack(path, rewritten, other)
-    files.same(load_backbone(None, str(rewritten), None, heads=2).params, ENCODER)
+    files.same(load_backbone(None, str(rewritten), None, options=WeightOptions(heads=2)).params, ENCODER)
 
 
 def pickled(path):
@@ -133,14 +136,16 @@ def repack(source, target, content):
 @pytest.mark.parametrize("suffix", checkpoints.TORCH)
 def test_every_suffix_of_torch_is_read(tmp_path, suffix):
     path = save(tmp_path / f"a{suffix}", CONTENT["state dict"]())
-    files.same(load_backbone(None, path, None, heads=2).params, ENCODER)
+    files.same(load_backbone(None, path, None, options=WeightOptions(heads=2)).params, ENCODER)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_floating_point_types_load_as_float32(tmp_path, dtype):
     content = {name: x.to(getattr(torch, dtype)) for name, x in CONTENT["state dict"]().items()}
     expected = {name: x.to(torch.float32).numpy() for name, x in content.items()}
-    found = load_backbone(None, save(tmp_path / "a.pth", content), None, heads=2).params
+    found = load_backbone(
+        None, save(tmp_path / "a.pth", content), None, options=WeightOptions(heads=2)
+    ).params
     np.testing.assert_array_equal(found["block_01"]["fc1"]["kernel"], expected["blocks.1.mlp.fc1.weight"].T)
     assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 
@@ -161,7 +166,7 @@ def test_a_torch_file_converts_to_one_that_needs_no_torch(tmp_path):
     path = save(tmp_path / "a.pth", CONTENT["mae"]())
     convert(path, str(tmp_path / "ours.safetensors"), ConvertOptions(heads=2))
     before, after = (
-        load_backbone(None, path, None, heads=2),
+        load_backbone(None, path, None, options=WeightOptions(heads=2)),
         load_backbone(None, str(tmp_path / "ours.safetensors"), None),
     )
     files.same((before.params, before.decoder), (after.params, after.decoder))
@@ -173,7 +178,7 @@ def test_a_torch_file_converts_to_one_that_needs_no_torch(tmp_path):
 
 def refuses(path, message):
     with pytest.raises(InputError, match=message) as caught:
-        load_backbone(None, str(path), None, heads=2)
+        load_backbone(None, str(path), None, options=WeightOptions(heads=2))
     assert "\n" not in str(caught.value)
 
 
@@ -267,7 +272,7 @@ def test_a_model_that_transformers_saved_computes_the_same_here(tmp_path):
     assert loaded.config.epsilon == 1e-12
     assert differs(loaded, IMAGE, expected) < 1e-4
     state = save(tmp_path / "state.pth", model.state_dict())  # under the names that the running model has
-    assert differs(load_backbone(None, state, None, heads=4), IMAGE, expected) < 1e-4
+    assert differs(load_backbone(None, state, None, options=WeightOptions(heads=4)), IMAGE, expected) < 1e-4
 
 
 def test_a_state_dict_of_timm_computes_the_same_here(tmp_path):

@@ -17,7 +17,7 @@ from torch_files import View, save_zip
 from fcljax.errors import InputError
 from fcljax.models.weights import checkpoints, torch_zip
 from fcljax.models.weights.checkpoints import read
-from fcljax.models.weights.pretrained import load_backbone
+from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 
 ENCODER, DECODER = files.encoder(), files.decoder()
 ARGS = argparse.Namespace(arch="vit_base", lr=0.1, betas=(0.9, 0.95))
@@ -43,7 +43,9 @@ CONTENT = {
 
 @pytest.mark.parametrize("kind", CONTENT)
 def test_checkpoints_of_training_give_their_network(tmp_path, kind):
-    loaded = load_backbone(None, save_zip(tmp_path / "a.pth", CONTENT[kind]), None, heads=2)
+    loaded = load_backbone(
+        None, save_zip(tmp_path / "a.pth", CONTENT[kind]), None, options=WeightOptions(heads=2)
+    )
     files.same(loaded.params, jax.tree.map(jnp.asarray, ENCODER))
     assert (loaded.decoder is not None) == (kind in ("mae", "pmae"))
 
@@ -83,7 +85,7 @@ class Bomb:
 
 def refused(path, words):
     with pytest.raises(InputError) as caught:
-        load_backbone(None, str(path), None, heads=2)
+        load_backbone(None, str(path), None, options=WeightOptions(heads=2))
     assert "\n" not in str(caught.value) and words in str(caught.value)
 
 

@@ -29,7 +29,7 @@ from fcljax.commands import running
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
-from fcljax.results import figures as report
+from fcljax.results import figures
 from fcljax.runs import build, checkpoint, loop, signals
 from fcljax.runs.folder import LOCK, created
 from fcljax.runs.resume import check_settings, plain_settings
@@ -81,7 +81,7 @@ def test_a_figure_that_cannot_be_drawn_costs_a_warning_and_is_drawn_when_it_can_
         raise RuntimeError("no [/ink] left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "accuracy_curve", broken)
+        patch.setattr(figures, "accuracy_curve", broken)
         assert resume(cut) == 0
     assert "accuracy.png could not be drawn: RuntimeError: no [/ink] left" in capsys.readouterr().err
     assert_same_run(cut, linear, but=("traces",))  # this process has played no round
@@ -110,8 +110,10 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 def test_figures_take_any_name(name, tmp_path):
-    path = report.accuracy_curve(tmp_path / "a.png", {name: [0.5, 0.25], f"{name} 2": [0.5, 0.5]})
-    report.contact_sheet(tmp_path / "b.png", [np.zeros((1, 2, 2, 3), np.uint8)], [name])
+    path = figures.save(
+        tmp_path / "a.png", figures.accuracy_curve({name: [0.5, 0.25], f"{name} 2": [0.5, 0.5]})
+    )
+    figures.save(tmp_path / "b.png", figures.contact_sheet([np.zeros((1, 2, 2, 3), np.uint8)], [name]))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -342,7 +344,9 @@ def shelf(tmp_path):
             for i in range(3):
                 Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8)).save(folder / f"{i}.png")
     name = f"folder:{tmp_path / 'raw'}"
-    return lambda **options: sources.load_dataset(name, data_dir=tmp_path / "data", **options)
+    return lambda verify=False, **options: sources.load_dataset(
+        name, sources.DataOptions(data_dir=tmp_path / "data", **options), verify
+    )
 
 
 def images_file(tmp_path):
@@ -669,7 +673,7 @@ def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch
     name = f"npz:{tmp_path / 'a.npz'}"
     assert len(sources.load_dataset(name).y_train) == 2
     monkeypatch.setattr(sources, "machine_memory", lambda: 2 * blank.nbytes)
-    with pytest.raises(InputError, match="would unpack to .* GiB; the limit is half"):
+    with pytest.raises(InputError, match="would unpack to .* GiB, and the limit is"):
         sources.load_dataset(name)
 
 

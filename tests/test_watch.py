@@ -14,7 +14,7 @@ from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.files import owned
 from fcljax.results import watch as module
-from fcljax.results.watch import braille, finished, look, owned_here, rounds_of, run_dirs, watch
+from fcljax.results.watch import finished, look, owned_here, rounds_of, run_dirs, sparkline, watch
 
 SETTINGS = {"method": "fedncm", "dataset": "digits", "seed": 7, "tasks": 2, "rounds": 2}
 
@@ -44,7 +44,7 @@ def test_a_run_is_shown_with_its_tasks_and_curves(tmp_path):
     os.utime(run / "metrics.jsonl", (1000, 1000))
     os.utime(run / "config.yaml", (900, 900))
     text = shown(run, now=lambda: 1090.0)
-    assert "3/4 rounds; last heard of 90 s ago" in text and "fedncm on digits, seed 7" in text
+    assert "3/4 rounds; last written 90 s ago" in text and "fedncm on digits, seed 7" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert rows == [["1", "2", "0.5", "60.00 %", "3", "2"], ["2", "1", "0.3333", "70.00 %", "3", "1"]]
     assert "accuracy A (%), 50 to 70" in text and "loss, 0.3333 to 1" in text
@@ -64,7 +64,7 @@ def test_nothing_is_written_and_no_lock_is_taken(tmp_path):
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
     folder = run.stat().st_mtime_ns
     with owned(run / ".lock"):
-        assert "at work" in shown(run)
+        assert "running" in shown(run)
         (run / ".lock").unlink()
     os.utime(run, ns=(folder, folder))
     shown(run)
@@ -132,13 +132,11 @@ def test_a_log_that_is_no_log_is_an_empty_one(content, tmp_path):
     assert "0/4 rounds" in shown(run)
 
 
-def test_a_curve_of_braille_by_hand():
-    """Up from dot 4 of the lowest line to dot 1 of the highest: a step of one dot a column."""
-    assert braille([0, 1], 2, 1) == ["\u2860\u280a"]
-    assert braille([5, 5], 1, 1) == ["\u28c0"] and braille([3], 1, 2) == ["\u2800", "\u28c0"]
-    tall = braille([0, 1, 0], 10, 4)
-    assert len(tall) == 4 and all(len(line) == 10 for line in tall)
-    assert braille([1, 0], 2, 1) != braille([0, 1], 2, 1)
+def test_a_sparkline_by_hand():
+    assert sparkline([0, 1, 0.5], 8) == "\u2581\u2588\u2585"
+    assert sparkline([5, 5], 8) == "\u2581\u2581" and sparkline([3], 8) == "\u2581"
+    assert sparkline(range(800), 8) == "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+    assert sparkline([1, 0], 8) == sparkline([0, 1], 8)[::-1]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jaxtyping import Int, PRNGKeyArray
 from rich.console import Console
 
 from fcljax.bridges import node
-from fcljax.bridges.node import Assignment, Facts, OwnData
+from fcljax.bridges.node import Exchange, Facts, OwnData
 from fcljax.bridges.records import (
     config,
     from_arrays,
@@ -42,7 +42,7 @@ from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.methods import find_method
-from fcljax.results import figures as report
+from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.folder import check_new, created
@@ -129,7 +129,7 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
     state = node.first_state(exp, me.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
-    work = node.work(exp, me.id, _assignment(me.call), broadcast, state)
+    work = node.work(exp, me.id, _exchange(me.call), broadcast, state)
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
@@ -137,9 +137,9 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
 
-def _assignment(call: ConfigRecord) -> Assignment:
+def _exchange(call: ConfigRecord) -> Exchange:
     key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
-    return Assignment(int(call["index"]), int(call["task"]), int(call["round"]), key)
+    return Exchange(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
@@ -260,7 +260,7 @@ def serve(
         _play(exp, records, link, out, on_round)
         summary = _summary(exp, records, link)
         if out:
-            report.write_json(out / "summary.json", summary)
+            write_json(out / "summary.json", summary)
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
                 if name != _CLASSES:
                     draw(out / "figures" / name)

@@ -199,8 +199,8 @@ def _round_context(exp: Experiment, task: int, round_: int) -> RoundContext:
     return RoundContext.on_host(exp.frozen, exp.scenario.tasks[task], round_, False)
 
 
-class Assignment(NamedTuple):
-    """The work of a client in one exchange."""
+class Exchange(NamedTuple):
+    """An exchange between the server and a client."""
 
     index: int  # of the method's round
     task: int
@@ -208,17 +208,17 @@ class Assignment(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, assignment: Assignment, broadcast: Broadcast, state: PyTree) -> Work:
+def work(exp: Experiment, client: int, exchange: Exchange, broadcast: Broadcast, state: PyTree) -> Work:
     """A client's part of an exchange.
 
     Raises:
       InputError: for a task or a round that does not exist.
     """
-    index, task, round_, key = assignment
+    index, task, round_, key = exchange
     sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.sizes.rounds)
-    for name, value, size in zip(("index", "task", "round"), assignment[:3], sizes, strict=True):
+    for name, value, size in zip(("index", "task", "round"), exchange[:3], sizes, strict=True):
         if not 0 <= value < size:
-            raise InputError(f"assignment: {name} {value} of {size}")
+            raise InputError(f"exchange: {name} {value} of {size}")
     partition, round_context = exp.scenario.partitions[task][round_], _round_context(exp, task, round_)
     return work_alone(exp.engine, index, round_context, broadcast, state, exp.train, partition, client, key)
 

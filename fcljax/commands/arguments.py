@@ -4,6 +4,7 @@ completes in the shell. Text becomes a value in `config.convert`, as in YAML fil
 import argparse
 import dataclasses
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.errors import InputError, Value, nearest
-from fcljax.options import check_ranges, fields_of, flag, help_of, option
+from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +90,16 @@ def parse(
 
         os.environ["_ARGCOMPLETE"] = str(1 + len(command))  # the words that come before the parser's own
         argcomplete.autocomplete(parser, always_complete_options=False)
+    fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
+    spelled = [re.sub("^--[\\w-]+", lambda found: flag(found[0][2:]), word) for word in arguments]
     try:
-        given, rest = parser.parse_known_args(arguments)
+        given, rest = parser.parse_known_args(spelled)
     except argparse.ArgumentError as error:
         typed = (error.argument_name or "").split("/")[0]
         name = typed.removeprefix("--").replace("-", "_")
-        wrong = (
-            "needs a value" if "expected" in error.message else "takes no value, and has --no- to turn it off"
-        )
-        raise InputError(f"{name}: {typed} {wrong}") from None
-    fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
+        if name in fields and fields[name].type is not bool:
+            raise InputError(f"{name}: {typed} needs a value") from None
+        raise InputError(f"{name}: {typed} takes no value; choose {typed} or {flag('no_' + name)}") from None
     if rest and rest[0].startswith("--"):
         typed = rest[0].partition("=")[0]
         known = (flag(name) for name in fields if name != "method")
@@ -122,7 +123,7 @@ def parsed(
       InputError: as `parse`, or for a number out of its range.
     """
     given, values = parse({command[-1]: options}, arguments, command, about, words)
-    filled = dataclasses.replace(options, **values)
+    filled = replaced(options, **values)
     check_ranges(filled)
     return given, filled
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from fcljax import config
 from fcljax.commands.arguments import Words, datasets, parse, parsed, print_rows
 from fcljax.errors import InputError, Value, choose
-from fcljax.options import option
+from fcljax.options import option, replaced
 from fcljax.terminal import add_row, plain
 
 
@@ -66,7 +66,7 @@ def _data_prepare(arguments: list[str]) -> int:
     from fcljax.data.files.sources import prepare
     from fcljax.runs.inputs import image_options
 
-    info = prepare(options.dataset, **image_options(options, options.image_size or 224), force=options.force)
+    info = prepare(options.dataset, image_options(options, options.image_size or 224), force=options.force)
     print_rows(
         [
             ("training images", info.counts[0]),
@@ -95,11 +95,12 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
     words = Words("NAME", tuple(datasets()))
     names, filled = parsed(options, arguments, ["data", command], about, words)
     if len(names) != 1:
+        count = "several names" if names else "no name"
         raise InputError(
-            f"dataset: {len(names) or 'no'} names given; usage: fcljax data {command} NAME [options]; "
+            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; "
             "`fcljax data list` has the names"
         )
-    return dataclasses.replace(filled, dataset=names[0])
+    return replaced(filled, dataset=names[0])
 
 
 SUBCOMMANDS = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}

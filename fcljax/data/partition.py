@@ -1,10 +1,10 @@
-"""Which client holds which training row.
+"""Which client owns which training examples.
 
 `dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does: they continue the numpy
-stream that drew the class order (`tasks.class_order`), work in original label order, let nothing else draw in
-between, and cover the whole training set at once; what a client has of one task follows from it. `quantity`,
-`shards` and `dirichlet` also split the rows of one task (PILoRA, Guo et al., ECCV 2024). Parts are positions
-in the `labels` that were given.
+stream that drew the class order (`tasks.class_order`), work in original label order, allow no other draw in
+between, and cover the whole training set at once; a client's examples of one task follow from that.
+`quantity`, `shards` and `dirichlet` also split the examples of one task (PILoRA, Guo et al., ECCV 2024). All
+parts are indices into the `labels` that were given.
 """
 
 import math
@@ -15,26 +15,28 @@ from jaxtyping import Bool, Float, Int, Int64
 
 from fcljax.errors import InputError
 
-_PASSES = 1000  # of the retry rule, before we call a setting hopeless
+_PASSES = 1000  # draws before a setting counts as hopeless
 # far above it the draw is IID in all but name, and further up the gamma variates overflow
 _LARGEST_ALPHA = 1e6
+
+Parts = list[Int64[np.ndarray, " _"]]  # the indices of each client
 
 
 def dirichlet(
     labels: Int[np.ndarray, " N"], clients: int, alpha: float, rng: np.random.RandomState, min_size: int = 10
-) -> list[Int64[np.ndarray, " _"]]:
+) -> Parts:
     """Label-skewed partition: every class is spread over clients by a draw from Dirichlet(alpha, ..., alpha).
 
-    Clients that already hold their fair share N / clients get nothing more, and the whole partition is drawn
-    again until every client has `min_size` rows. Each client's rows come shuffled. FPPL's release splits the
-    whole training set like this, PILoRA's the rows of one task ("distribution-based").
+    Clients that already own their fair share N / clients get nothing more, and the whole partition is drawn
+    again until every client has `min_size` examples. Each client's examples are shuffled. FPPL's release
+    splits the whole training set like this, PILoRA's the examples of one task ("distribution-based").
 
     Args:
       labels: original labels.
       clients: number of clients K.
       alpha: concentration; small is skewed. Above 0: an IID partition is `iid`.
       rng: the stream that has just drawn the class order.
-      min_size: least number of rows of a client over all classes in `labels`.
+      min_size: least number of examples of a client over all classes in `labels`.
 
     Raises:
       InputError: for alpha not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
@@ -49,55 +51,50 @@ def dirichlet(
         if min(map(len, parts)) >= min_size:
             return _shuffled(parts, rng)
     raise InputError(
-        f"clients: {clients} clients with alpha {alpha} do not all reach {min_size} rows of {len(labels)} "
-        f"in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-rows"
+        f"clients: {clients} clients with alpha {alpha} do not all reach {min_size} of {len(labels)} "
+        f"examples in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-rows"
     )
 
 
-def iid(
-    labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10
-) -> list[Int64[np.ndarray, " _"]]:
-    """Every class is shuffled and cut into parts that are equal, or one row larger for the first clients.
+def iid(labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10) -> Parts:
+    """Every class is shuffled and cut into equal parts; the first clients may get one example more.
 
     Raises:
       InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so
         there is no retry).
     """
     check_clients(len(labels), clients, min_size)
-    owners, rows = [], []
-    for members in _classes(labels):
-        rng.shuffle(members)
-        owners.append(np.repeat(np.arange(clients), even(len(members), clients)))
-        rows.append(members)
-    parts = _by_owner(rows, owners, clients)
+    everyone = np.arange(clients)
+    owned = [_evenly(rng.permutation(members), everyone) for members in _classes(labels)]
+    parts = _by_owner(owned, clients)
     smallest = min(map(len, parts))
     if smallest < min_size:
         raise InputError(
-            f"clients: an IID split over {clients} clients leaves one with {smallest} rows, under {min_size}"
+            f"clients: an IID split over {clients} clients leaves one with {smallest} examples, "
+            f"under {min_size}"
         )
     return _shuffled(parts, rng)
 
 
 def quantity(
     labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState
-) -> list[Int64[np.ndarray, " _"]]:
-    """Every client owns `per_client` labels, and the rows of a label are split equally among its owners.
+) -> Parts:
+    """Every client owns `per_client` labels, and the examples of a label are split equally among its owners.
 
     "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First
-    the labels go round: client k gets label k modulo the number of labels and, where labels outnumber
-    clients, every `clients`-th label after it, up to `per_client`; then it draws others at random. So every
-    label has an owner if clients * per_client >= labels; otherwise all owned labels differ and the examples
-    of the others are unused. NIID-Bench counts the labels in their own order and gives only one of them
-    to each client before the draw; here their order is drawn, so that chance decides which labels stay
-    unused. Where the
-    rows of a label do not come out even its first owners get one row more.
+    the labels are assigned in turn: client k gets label k modulo the number of labels and, where labels
+    outnumber clients, every `clients`-th label after it, up to `per_client`; then it draws others at random.
+    So every label has an owner if clients * per_client >= labels; otherwise all owned labels differ and the
+    examples of the others are unused. NIID-Bench takes the labels in their own order and gives each client
+    only one of them before the draw; here their order is drawn, so that chance decides which labels stay
+    unused. The first owners of a label get one example more where its examples do not divide evenly.
 
     Args:
-      labels: labels of the rows to split.
+      labels: labels of the examples to split.
       clients: number of clients K.
       per_client: labels per client.
-      rng: draws the order of the labels, then client by client the others, then label by label which rows go
-        to whom.
+      rng: draws the order of the labels, then client by client the others, then label by label which examples
+        each owner gets.
 
     Raises:
       InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
@@ -106,43 +103,41 @@ def quantity(
     members = _classes(labels)
     _check_per_client(per_client, len(members), "label ids")
     owns = _label_owners(len(members), clients, per_client, rng)
-    owners, rows = [], []
+    owned = []
     for label, mine in enumerate(members):
-        holders = np.flatnonzero(owns[:, label])
-        if len(holders):
-            rng.shuffle(mine)
-            owners.append(np.repeat(holders, even(len(mine), len(holders))))
-            rows.append(mine)
-    return _by_owner(rows, owners, clients)
+        owners = np.flatnonzero(owns[:, label])
+        if len(owners):
+            owned.append(_evenly(rng.permutation(mine), owners))
+    return _by_owner(owned, clients)
 
 
 def shards(
     labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState, count: int = 100
-) -> list[Int64[np.ndarray, " _"]]:
-    """Rows in the order of their labels are cut into `count` shards; each client draws `per_client` of them.
+) -> Parts:
+    """Examples in the order of their labels are cut into `count` shards; each client draws `per_client`.
 
     The quantity-based partition of PILoRA's release. The shards of one client differ, but clients draw
-    without regard to each other: some shards belong to several, some to nobody. The first N modulo `count`
-    shards have one row more than the others. Where the rows of every label fill whole shards a client holds
-    at most `per_client` labels; elsewhere a shard may reach from one label into the next.
+    independently: some shards belong to several clients, some to none. The first N modulo `count` shards have
+    one example more. A client has at most `per_client` labels where the examples of every label fill whole
+    shards; elsewhere a shard may reach from one label into the next.
 
     Args:
-      labels: labels of the rows to split.
+      labels: labels of the examples to split.
       clients: number of clients K.
       per_client: shards per client.
       rng: draws the shards of one client after the other.
       count: shards.
 
     Raises:
-      InputError: for less than one client, a `per_client` not between 1 and `count`, or fewer rows than
+      InputError: for less than one client, a `per_client` not between 1 and `count`, or fewer examples than
         shards.
     """
     check_clients(len(labels), clients, 0)
     _check_per_client(per_client, count, "shards")
     if len(labels) < count:
         raise InputError(
-            f"partition: shards cuts rows into {count} shards, and a task has only {len(labels)}; "
-            "nearest: quantity"
+            f"partition: shards needs {count} examples for {count} shards, and a task has only "
+            f"{len(labels)}; nearest: quantity"
         )
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
     return [
@@ -152,10 +147,10 @@ def shards(
 
 
 class Sample(NamedTuple):
-    """The rows of a client that is drawn for one round, and how many of each class it says that it has."""
+    """A client that is drawn for one round."""
 
-    rows: Int64[np.ndarray, " n"]
-    told: dict[int, int]
+    indices: Int64[np.ndarray, " n"]  # of its examples
+    reported: dict[int, int]  # how many examples of each class it reports
 
 
 def sample_client(
@@ -166,43 +161,38 @@ def sample_client(
     imbalance: float,
     applied: bool = True,
 ) -> Sample:
-    """The rows of one client of HePCo, which exists for one round: some classes of the task, and of each a
-    part of its rows that gets smaller from class to class.
+    """A client of HePCo, which exists for one round: it has some classes of the task, and fewer examples of
+    each class than of the one before.
 
     Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split floor(N / n *
-    imbalance^(i / (classes - 1)))) rows.
+    imbalance^(i / (classes - 1)))) examples.
 
     Args:
-      labels: of the task's rows.
-      seed: of numpy's legacy generator, which shuffles the classes and then the rows of each.
+      labels: of the task's examples.
+      seed: of numpy's legacy generator, which shuffles the classes and then the examples of each.
       split: gamma.
       category: kappa, the share of the task's classes that a client has.
       imbalance: beta, the size of the last class over that of the first; 1: all alike.
-      applied: False, as in most of the release's data sets: the client has floor(split * rows) rows of each
-        of its classes, whatever the imbalance, and yet says the numbers above.
-
-    Returns:
-      Positions in `labels`, and the numbers that the client says.
+      applied: False, as in most of the release's data sets: the client has floor(split * n) of the n examples
+        of each of its classes, whatever the imbalance, and yet reports the numbers above.
     """
     rng = np.random.RandomState(seed)
-    order = np.unique(labels)
+    order = rng.permutation(np.unique(labels))
     count = len(order)
     active = count - math.floor((1 - category) * count + 1e-9)
-    rng.shuffle(order)
     sizes = [
         int(split * int(len(labels) / count * imbalance ** (i / max(active - 1, 1)))) for i in range(active)
     ]
-    rows = []
-    for name, size in zip(order, sizes, strict=False):
-        members = np.flatnonzero(labels == name)
-        rng.shuffle(members)
-        rows.append(members[: size if applied else int(split * len(members))])
-    told = {int(name): size for name, size in zip(order, sizes, strict=False)}
-    return Sample(np.concatenate([np.empty(0, np.int64), *rows]), told)
+    reported = dict(zip(order[:active].tolist(), sizes, strict=True))
+    indices = [np.empty(0, np.int64)]
+    for label, size in reported.items():
+        members = rng.permutation(np.flatnonzero(labels == label))
+        indices.append(members[: size if applied else int(split * len(members))])
+    return Sample(np.concatenate(indices), reported)
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
-    """The first `share` of the rows of each class, rounded up, in ascending order.
+    """The first `share` of the examples of each class, rounded up, in ascending order.
 
     PILoRA's release trains on the first 80 %.
 
@@ -210,8 +200,10 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
       InputError: for a share that is not in (0, 1].
     """
     if not 0 < share <= 1:
-        raise InputError(f"train_share: {share} is not a share of the rows; choose more than 0 and at most 1")
-    # without the slack 0.07 of 100 rows would be 8, since 0.07 * 100 > 7 in floating point
+        raise InputError(
+            f"train_share: {share} is not a share of the examples; choose more than 0 and at most 1"
+        )
+    # without the slack 0.07 of 100 examples would be 8, since 0.07 * 100 > 7 in floating point
     return np.sort(
         np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])
     )
@@ -220,22 +212,22 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
 def count_matrix(
     labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
-    """How many rows of each class each client holds."""
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    cells = np.bincount(
-        owner * num_classes + labels[np.concatenate(parts)], minlength=len(parts) * num_classes
-    )
-    return cells.reshape(len(parts), num_classes)
+    """How many examples of each class each client owns."""
+    return np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
 
 
-def check_clients(rows: int, clients: int, min_size: int) -> None:
+def check_clients(examples: int, clients: int, min_size: int) -> None:
+    """Check that a number of clients can own `min_size` examples each.
+
+    Raises:
+      InputError: if it cannot.
+    """
     if clients < 1:
         raise InputError(f"clients: {clients} is not a number of clients; choose 1 or more")
-    if rows < clients * min_size:
-        most = rows // min_size
+    if examples < clients * min_size:
         raise InputError(
-            f"clients: {rows} rows cannot give {clients} clients {min_size} each; "
-            f"choose {most} clients or fewer"
+            f"clients: {examples} examples cannot give {clients} clients {min_size} each; "
+            f"choose {examples // min_size} clients or fewer"
         )
 
 
@@ -258,31 +250,39 @@ def _label_owners(
     return owns
 
 
-def even(rows: int, parts: int) -> Int64[np.ndarray, " parts"]:
-    """Sizes of equal parts; the first ones are larger by one where they do not come out even."""
-    return rows // parts + (np.arange(parts) < rows % parts)
+def even(examples: int, parts: int) -> Int64[np.ndarray, " parts"]:
+    """Sizes of equal parts; the first ones are larger by one where they do not divide evenly."""
+    return examples // parts + (np.arange(parts) < examples % parts)
 
 
 def _classes(labels: np.ndarray) -> list[np.ndarray]:
+    """The indices of each class."""
     return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-def _one_pass(labels: np.ndarray, clients: int, alpha: float, rng: np.random.RandomState) -> list[np.ndarray]:
-    held = np.zeros(clients, np.int64)
-    owners, rows = [], []
+_Owned = tuple[np.ndarray, np.ndarray]  # indices of one class, and the owner of each
+
+
+def _evenly(members: np.ndarray, owners: np.ndarray) -> _Owned:
+    return members, np.repeat(owners, even(len(members), len(owners)))
+
+
+def _one_pass(labels: np.ndarray, clients: int, alpha: float, rng: np.random.RandomState) -> Parts:
+    """One draw of `dirichlet`, in which clients may still have too few examples."""
+    sizes = np.zeros(clients, np.int64)
+    owned: list[_Owned] = []
     for members in _classes(labels):
-        rng.shuffle(members)
-        shares = _shares(held < len(labels) / clients, alpha, rng)
+        members = rng.permutation(members)
+        shares = _shares(sizes < len(labels) / clients, alpha, rng)
         cuts = (np.cumsum(shares) * len(members)).astype(np.int64)[:-1]
-        sizes = np.diff(cuts, prepend=0, append=len(members))
-        held += sizes
-        owners.append(np.repeat(np.arange(clients), sizes))
-        rows.append(members)
-    return _by_owner(rows, owners, clients)
+        more = np.diff(cuts, prepend=0, append=len(members))
+        sizes += more
+        owned.append((members, np.repeat(np.arange(clients), more)))
+    return _by_owner(owned, clients)
 
 
 def _shares(below: np.ndarray, alpha: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
-    """Dirichlet shares among the clients `below` their fair share (at least one: fewer than N are placed)."""
+    """Dirichlet shares among the clients `below` their fair share, of whom there is at least one."""
     shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
@@ -291,14 +291,11 @@ def _shares(below: np.ndarray, alpha: float, rng: np.random.RandomState) -> Floa
     return np.eye(len(below))[rng.choice(np.flatnonzero(below))]
 
 
-def _by_owner(rows: list[np.ndarray], owners: list[np.ndarray], clients: int) -> list[np.ndarray]:
-    owner = np.concatenate(owners)
-    ordered = np.concatenate(rows)[np.argsort(owner, kind="stable")]
-    return np.split(ordered, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+def _by_owner(owned: list[_Owned], clients: int) -> Parts:
+    members, owners = (np.concatenate(part) for part in zip(*owned, strict=True))
+    ordered = members[np.argsort(owners, kind="stable")]
+    return np.split(ordered, np.cumsum(np.bincount(owners, minlength=clients))[:-1])
 
 
-def _shuffled(parts: list[np.ndarray], rng: np.random.RandomState) -> list[np.ndarray]:
-    parts = [part.astype(np.int64) for part in parts]
-    for part in parts:
-        rng.shuffle(part)
-    return parts
+def _shuffled(parts: Parts, rng: np.random.RandomState) -> Parts:
+    return [rng.permutation(part.astype(np.int64)) for part in parts]

@@ -1,4 +1,4 @@
-"""A split of a data set as the compiled functions read it, and which of a client's rows belong to a task."""
+"""A split of a data set as compiled functions read it, and which examples of each client belong to a task."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,47 +10,49 @@ from fcljax.types import Task
 
 
 class Split(NamedTuple):
-    """One split, on the device or (numpy) on the host. Labels are positions in the class order (`relabel`).
-
-    `size` holds the height and width that images had before they were squeezed into a square
-    (`augment.Geometry`); None: they are square. `query` holds the frozen backbone's features of every image
-    under the clean view, where they have been cached.
-    """
+    """One split, on the device or (numpy) on the host."""
 
     image: UInt8[Array | np.ndarray, "N H W 3"]
-    label: Int[Array | np.ndarray, " N"]
+    label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
+    # height and width before images were squeezed into a square (`augment.Geometry`); None: they are square
     size: Int[Array | np.ndarray, "N 2"] | None = None
+    # cached features of the frozen backbone for every image under the clean view
     query: Float[Array | np.ndarray, "N D"] | None = None
 
 
-class ClientRows(NamedTuple):
-    """Rows of every client as CSR: client k holds rows[offset[k]:offset[k + 1]]."""
+class ClientIndices(NamedTuple):
+    """The examples of every client as CSR: client k holds indices[offset[k]:offset[k + 1]]."""
 
-    rows: Int32[np.ndarray, " rows"]
+    indices: Int32[np.ndarray, " examples"]
     offset: Int64[np.ndarray, " K+1"]
 
+    @classmethod
+    def of(cls, parts: Sequence[Int[np.ndarray, " _"]]) -> "ClientIndices":
+        """From the indices of each client."""
+        offset = np.cumsum([0, *map(len, parts)]).astype(np.int64)
+        return cls(np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32), offset)
 
-def client_rows(
+    def by_client(self) -> list[Int32[np.ndarray, " _"]]:
+        """The indices of each client."""
+        return np.split(self.indices, self.offset[1:-1])
+
+
+def client_indices(
     parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task
-) -> ClientRows:
-    """The rows of each client whose class belongs to the task; clients and their rows keep their order.
+) -> ClientIndices:
+    """The examples of each client whose class belongs to the task; clients and examples keep their order.
 
     Args:
-      parts: rows of each client over all tasks (`partition.dirichlet`, `partition.iid`).
-      labels: positions in the class order, one per row of the store.
+      parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).
+      labels: positions in the class order, one per example of the store.
       task: whose `current` classes count.
     """
-    rows = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    wanted = np.asarray(task.current)[labels[rows]]
-    count = np.bincount(owner[wanted], minlength=len(parts))
-    return ClientRows(rows[wanted], np.concatenate([[0], np.cumsum(count)]).astype(np.int64))
+    current = np.asarray(task.current)
+    return ClientIndices.of([part[current[labels[part]]] for part in parts])
 
 
-def merge(tasks: Sequence[ClientRows]) -> ClientRows:
-    """The rows of each client over several tasks, as those of one."""
-    own = [np.split(held.rows, held.offset[1:-1]) for held in tasks]
-    rows = [np.concatenate(mine) for mine in zip(*own, strict=True)]
-    return ClientRows(
-        np.concatenate(rows), np.concatenate([[0], np.cumsum([len(mine) for mine in rows])]).astype(np.int64)
+def merge(tasks: Sequence[ClientIndices]) -> ClientIndices:
+    """The examples of each client over several tasks, as those of one."""
+    return ClientIndices.of(
+        [np.concatenate(own) for own in zip(*(task.by_client() for task in tasks), strict=True)]
     )

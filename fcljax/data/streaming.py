@@ -1,4 +1,4 @@
-"""Data that stays on the host: windows of rows that are copied to the device while it computes."""
+"""Data that stay on the host: windows of examples that are copied to the device while it computes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,33 +18,38 @@ Window = TypeVar("Window")
 
 
 class Host(NamedTuple):
-    """Data for which the device has no room: numpy arrays in memory or mapped from files, one row per image.
+    """Data for which the device has no room.
 
-    What the coming steps read is copied to the device in windows of at most `rows` rows (one step's at the
-    least), a window of its own to each of several. Two of them are there at a time: the device works on one
-    while the next is copied. Without `overlap` it waits, which is for measuring only.
+    The examples of the coming steps are copied to the device in windows (at least those of one step), each
+    device of a mesh with its own. Two windows are there at a time: the device works on one while the next is
+    copied.
     """
 
-    tree: PyTree
-    rows: int
-    overlap: bool = True
+    tree: PyTree  # numpy arrays in memory or mapped from files, an example per row
+    window: int  # the most examples of a window
+    overlap: bool = True  # False: copy only when the device is idle, which is for measuring
 
-    def take(self, rows: Int[np.ndarray, " n"], mesh: Mesh | None = None, parted: bool = False) -> PyTree:
-        """These rows of every array: on the device, or on every device of a mesh. `parted`: each device gets
-        its part of them, and a process reads those of its devices alone."""
+    def take(self, indices: Int[np.ndarray, " n"], mesh: Mesh | None = None, parted: bool = False) -> PyTree:
+        """These examples: on the device, or on every device of a mesh.
+
+        Args:
+          indices: of the examples.
+          mesh: of devices; None: the default device alone.
+          parted: each device gets its part, and a process reads those of its own devices alone.
+        """
         if mesh is None:
-            return jax.device_put(jax.tree.map(lambda array: np.asarray(array[rows]), self.tree))
+            return jax.device_put(jax.tree.map(lambda array: np.asarray(array[indices]), self.tree))
         spec = split() if parted else WHOLE
-        return jax.tree.map(lambda array: put_rows(array, rows, mesh, spec), self.tree)
+        return jax.tree.map(lambda array: put_rows(array, indices, mesh, spec), self.tree)
 
 
 def ready(data: PyTree, mesh: Mesh | None) -> PyTree:
-    """Data as the devices read it: on each of a mesh, but for a `Host`, of which they get windows."""
+    """Data as devices read them: copied to each device, except a `Host`, which is read in windows."""
     return data if mesh is None or isinstance(data, Host) else put(data, mesh)
 
 
 def whole(data: PyTree | Host) -> PyTree:
-    """The arrays of all rows, wherever they lie."""
+    """The arrays of all examples, on the host or the device."""
     return data.tree if isinstance(data, Host) else data
 
 
@@ -59,7 +64,7 @@ def over_windows(
 
     Args:
       step: dispatches the device's work and returns at once.
-      carry: what goes from step to step.
+      carry: the value that goes from step to step.
       items: what to load, in order.
       load: reads an item's window and copies it to the device.
       overlap: False loads an item after the step before it has ended.

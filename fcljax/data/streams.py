@@ -1,8 +1,8 @@
-"""Private streams: what each client learns in each task where clients do not share their rows.
+"""Private streams: what each client learns in each task where clients do not share their examples.
 
-All clients may go through the same tasks, of which each gets its part (VFCL, appendix A.1), or each draws
-tasks of a pool in an order of its own (FedWeIT's benchmarks Overlapped-CIFAR100 and NonIID-50). Labels are
-positions in the class order; rows are positions in the `labels` that were given.
+All clients may have the same tasks, of which each gets its part (VFCL, appendix A.1), or each draws tasks
+from a pool in an order of its own (FedWeIT's benchmarks Overlapped-CIFAR100 and NonIID-50). Labels are
+positions in the class order; indices are positions in the `labels` that were given.
 """
 
 from collections.abc import Sequence
@@ -49,42 +49,36 @@ def pool_of(
       kind: order, neighbours in the class order; superclasses, CIFAR-100's; sources, neighbours that belong
         to the same data set of a mixture.
       names: of the classes, in the class order.
-      sources: which data set each of them belongs to.
+      sources: the data set that each of them belongs to.
       size: classes of a task; those left over are unused. Superclasses have five.
       most: tasks of one data set; None: as many as there are.
 
     Raises:
       InputError: if no task can be made.
     """
-    source = sources if kind == "sources" else 0 * sources
     if kind == "superclasses":
-        groups = [[name for name in each if name in set(names)] for each in SUPERCLASSES.values()]
-        pool = [np.sort([list(names).index(name) for name in each]) for each in groups if each]
+        position, why = {name: i for i, name in enumerate(names)}, "no class has a name of CIFAR-100's"
+        groups = [[position[name] for name in each if name in position] for each in SUPERCLASSES.values()]
+        pool = [np.sort(each) for each in groups if each]
     else:
-        pool = [
-            task for each in np.unique(source) for task in _cuts(np.flatnonzero(source == each), size, most)
-        ]
+        source, why = sources if kind == "sources" else 0 * sources, f"there are fewer than {size} classes"
+        pool = []
+        for each in np.unique(source):
+            classes = np.flatnonzero(source == each)
+            ends = range(size, len(classes) + 1, size)[:most]
+            pool += [classes[end - size : end] for end in ends]
     if not pool:
-        why = (
-            "no class has a name of CIFAR-100's" if kind == "superclasses" else f"no {size} classes are there"
-        )
         raise InputError(
             f"pool: {kind!r} gives no task, since {why}; nearest: --pool order with fewer --pool-classes"
         )
     return [task.astype(np.int64) for task in pool]
 
 
-def _cuts(classes: np.ndarray, size: int, most: int | None) -> list[np.ndarray]:
-    """Classes in groups of one size, at most so many."""
-    return [classes[i : i + size] for i in range(0, len(classes) - size + 1, size)][:most]
-
-
 class Stream(NamedTuple):
-    """What one client learns, task after task: the classes of each of its tasks, and its rows of them. No
-    classes: the client has no part in that task."""
+    """What one client learns, task after task. A task without classes has no part for the client."""
 
-    classes: tuple[Int64[np.ndarray, " _"], ...]
-    rows: tuple[Int64[np.ndarray, " _"], ...]
+    classes: tuple[Int64[np.ndarray, " _"], ...]  # of each task
+    indices: tuple[Int64[np.ndarray, " _"], ...]  # of its examples of them
 
 
 def shared_streams(
@@ -97,22 +91,22 @@ def shared_streams(
     """Private streams through the same tasks: each task goes to a random number of random clients, each of
     which draws a share of its classes (VFCL, appendix A.1).
 
-    The rows of a class are divided among its owners, so that no row belongs to two clients; those of classes
-    that nobody drew are unused.
+    The examples of a class are divided among its owners, so that no example belongs to two clients; those of
+    classes that no client drew are unused.
 
     Args:
-      labels: of all training rows.
+      labels: of all training examples.
       tasks: the classes of each task.
       clients: number of clients K.
       share: of a task's classes that one client draws, at least one class.
-      rng: draws task by task how many clients there are, which, their classes, and who gets which rows.
+      rng: draws task by task the number of clients, which, and their classes; then the owner of each example.
 
     Raises:
-      InputError: for less than one client, or a class with fewer rows than owners.
+      InputError: for less than one client, or a class with fewer examples than owners.
     """
     check_clients(len(labels), clients, 0)
     drawn = [_drawn_classes(classes, clients, share, rng) for classes in tasks]
-    return _streams([[of_task[client] for of_task in drawn] for client in range(clients)], labels, rng)
+    return _streams(list(zip(*drawn, strict=True)), labels, rng)
 
 
 def own_streams(
@@ -122,21 +116,21 @@ def own_streams(
     tasks: int,
     rng: np.random.RandomState,
 ) -> list[Stream]:
-    """Private streams of clients that each go through tasks of a pool in an order of their own (FedWeIT's
+    """Private streams of clients that each draw tasks from a pool in an order of their own (FedWeIT's
     benchmarks, VFCL appendix F.1).
 
-    Where the pool has enough tasks none goes to two clients (NonIID-50); else each client draws its own
-    without regard to the others, and the rows of a class are divided among its owners (Overlapped-CIFAR100).
+    No task goes to two clients where the pool has enough of them (NonIID-50); else clients draw
+    independently, and the examples of a class are divided among its owners (Overlapped-CIFAR100).
 
     Args:
-      labels: of all training rows.
+      labels: of all training examples.
       pool: the classes of each task.
       clients: number of clients K.
       tasks: T, of each client.
-      rng: draws the order of the pool, or client by client its tasks, and who gets which rows.
+      rng: draws the order of the pool, or client by client its tasks, and then the owner of each example.
 
     Raises:
-      InputError: for less than one client, more tasks than the pool has, or a class with fewer rows than
+      InputError: for less than one client, more tasks than the pool has, or a class with fewer examples than
         owners.
     """
     check_clients(len(labels), clients, 0)
@@ -148,38 +142,42 @@ def own_streams(
         order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)
     else:
         order = np.stack([rng.permutation(len(pool))[:tasks] for _ in range(clients)])
-    return _streams([[pool[place] for place in mine] for mine in order], labels, rng)
+    return _streams([[pool[task] for task in mine] for mine in order], labels, rng)
 
 
 def _drawn_classes(
     classes: np.ndarray, clients: int, share: float, rng: np.random.RandomState
 ) -> list[np.ndarray]:
-    """The classes of one task that each client draws; none for those that it does not go to."""
+    """The classes of one task that each client draws; none for clients without a part in it."""
     takes = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))
-    nothing = classes[:0]
     return [
-        np.sort(rng.choice(classes, count, replace=False)) if client in takes else nothing
+        np.sort(rng.choice(classes, count, replace=False)) if client in takes else classes[:0]
         for client in range(clients)
     ]
 
 
-def _streams(owned: list[list[np.ndarray]], labels: np.ndarray, rng: np.random.RandomState) -> list[Stream]:
+def _streams(
+    owned: Sequence[Sequence[np.ndarray]], labels: np.ndarray, rng: np.random.RandomState
+) -> list[Stream]:
     """The streams of clients that own these classes [client][task], each at most once."""
-    held = np.array([np.isin(np.arange(labels.max() + 1), np.concatenate(mine)) for mine in owned])
-    rows = {}
-    for name in np.flatnonzero(held.any(axis=0)):
-        members, owners = np.flatnonzero(labels == name), np.flatnonzero(held[:, name])
+    all_classes = np.arange(labels.max() + 1)
+    owns = np.array([np.isin(all_classes, np.concatenate(mine)) for mine in owned])
+    parts = {}
+    for label in np.flatnonzero(owns.any(axis=0)):
+        members, owners = np.flatnonzero(labels == label), np.flatnonzero(owns[:, label])
         if len(members) < len(owners):
             raise InputError(
-                f"clients: {len(owners)} clients own a class with {len(members)} rows; choose fewer clients"
+                f"clients: {len(owners)} clients own a class with {len(members)} examples; "
+                "choose fewer clients"
             )
-        rng.shuffle(members)
-        cut = np.split(members, np.cumsum(even(len(members), len(owners)))[:-1])
-        rows |= {(owner, name): part for owner, part in zip(owners, cut, strict=True)}
+        cut = np.split(rng.permutation(members), np.cumsum(even(len(members), len(owners)))[:-1])
+        parts |= {(owner, label): part for owner, part in zip(owners, cut, strict=True)}
     none = np.empty(0, np.int64)
-    of_task = lambda client, names: np.concatenate([none, *(rows[client, name] for name in names)])
     return [
-        Stream(tuple(mine), tuple(of_task(client, names) for names in mine))
+        Stream(
+            tuple(mine),
+            tuple(np.concatenate([none, *(parts[client, label] for label in task)]) for task in mine),
+        )
         for client, mine in enumerate(owned)
     ]

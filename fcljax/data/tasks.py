@@ -1,13 +1,11 @@
 """A stream of tasks: the shuffled class order of a run, and which classes belong to which task.
 
-Two numberings of classes exist. Original labels are those of the data set, 0..C-1. Everything after `relabel`
-numbers a class by its position in the class order, so that the tasks of a run that all clients share own
-contiguous ranges.
+Classes have two numberings. Original labels are those of the data set, 0..C-1. After `relabel` a class is
+numbered by its position in the class order, so that the tasks that all clients share own contiguous ranges.
 """
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -19,16 +17,14 @@ from fcljax.types import Task
 def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarray, " C"]:
     """Original labels in the order in which tasks take them.
 
-    Must be the first draw of `RandomState(seed)`; the partition goes on with the same stream (FPPL's release,
-    which seeds numpy's global legacy stream). `RandomState` and not `default_rng`, because only its stream is
-    frozen for ever.
+    This must be the first draw of `RandomState(seed)`; the partition continues the same stream (FPPL's
+    release, which seeds numpy's global legacy stream). Only `RandomState` promises the same stream for ever.
     """
     return rng.permutation(np.arange(num_classes, dtype=np.int64))
 
 
 def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
-    """Original labels in the order in which tasks take them, shuffled by Python's own generator; seed 0: the
-    natural order (HePCo's release)."""
+    """The class order drawn by Python's own generator; seed 0: the natural order (HePCo's release)."""
     order = list(range(num_classes))
     if seed:
         random.Random(seed).shuffle(order)
@@ -36,7 +32,7 @@ def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
 
 
 def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
-    """Classes per task: equal, and where `tasks` does not divide them the first tasks get one more.
+    """Classes per task; where `tasks` does not divide them the first tasks get one more.
 
     Raises:
       InputError: for less than one task, or more tasks than classes.
@@ -55,20 +51,18 @@ def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
     Raises:
       InputError: as `task_sizes`.
     """
-    sizes = task_sizes(num_classes, tasks)
-    ends = tuple(accumulate(sizes))
-    return tasks_of([np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)], num_classes)
+    ends = np.cumsum(task_sizes(num_classes, tasks))
+    return tasks_of(np.split(np.arange(num_classes), ends[:-1]), num_classes)
 
 
-def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, widest: int = 0) -> tuple[Task, ...]:
-    """The tasks that these classes make up, one after the other.
+def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int) -> tuple[Task, ...]:
+    """The tasks with these classes, one after the other.
 
     Args:
-      classes: positions in the class order, of each task; they may come back in a later one.
+      classes: of each task, positions in the class order; later tasks may repeat them.
       num_classes: C.
-      widest: the least number of places for a task's classes.
     """
-    widest = max(widest, *map(len, classes))
+    widest = max(map(len, classes))
     seen, tasks = np.zeros(num_classes, bool), []
     for index, mine in enumerate(classes):
         current = np.zeros(num_classes, bool)

@@ -615,7 +615,7 @@ def _replayable(data: Host, ids: np.ndarray, mesh: Mesh | None) -> Past:
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
     """Ticks whose rows fit into the devices' windows: at least one, at most all that the table has."""
-    return int(np.clip(devices * data.rows // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
+    return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
 def _reported(each: Round, played: Played, server_metrics, refused, partition: ClientPartition) -> _Exchange:

@@ -77,15 +77,19 @@ class Variables(NamedTuple):
     stats: PyTree
 
 
+def convnet_shapes(module: nn.Module, image_size: int) -> PyTree:
+    """Shapes of all variables as jax.ShapeDtypeStruct, without computing them."""
+    image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
+    return jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
+
+
 def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Variables:
-    """Random parameters, float32, and the statistics of nothing: mean 0, variance 1.
+    """Random parameters, float32, and statistics before any batch: mean 0, variance 1.
 
     Kernels are normal with the variance 2 / fan-out (He et al. 2015), all of one draw, since one for each
     takes longer to compile than the network.
     """
-    image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
-    shapes = jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
-    named, tree = jax.tree.flatten_with_path(shapes)
+    named, tree = jax.tree.flatten_with_path(convnet_shapes(module, image_size))
     ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
     noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
     first = [

@@ -1,9 +1,12 @@
-"""One named definition per metric of federated continual learning, in numpy, as fractions in [0, 1].
+"""The metrics of federated continual learning, each with one definition, in numpy, as fractions in [0, 1].
 
-All of them read the accuracy matrix a: a[t, i] is the accuracy on the test rows of task i after training on
-task t, with nothing (NaN or None, or a ragged list) above the diagonal. The first rows of a run still going
-are a matrix too; T below is the rows given. A missing value on or below the diagonal (a task without test
-rows) is left out of every mean.
+All of them read the accuracy matrix a: a[t, i] is the accuracy on the test images of task i after training on
+task t. Above the diagonal there is nothing: NaN, None, or a ragged list. The first rows of an unfinished run
+are a matrix too; T is the number of rows given. A missing value on or below the diagonal (a task without test
+images) is left out of every mean.
+
+If all classes seen so far compete in the predictions, these are Class-IL accuracies; if only the classes of
+the image's own task compete, Task-IL accuracies.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ Matrix = np.ndarray | Sequence
 def confusion_matrix(
     label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
 ) -> Int[np.ndarray, "C C+1"]:
-    """Counts [true class, predicted class] of N rows; the last column has those without a prediction.
+    """Counts [true class, predicted class] of N examples; the last column has those without a prediction.
 
     Args:
       label: in 0..num_classes-1.
@@ -41,12 +44,12 @@ def confusion_matrix(
 
 
 def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
-    """How many rows have no prediction; none in counts of classes alone, as older checkpoints have them."""
+    """How many examples have no prediction; 0 for [C, C] counts, which older checkpoints have."""
     return int(confusion[:, len(confusion) :].sum())
 
 
 def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
-    """The fraction of each class's rows that are predicted right; NaN for a class without rows."""
+    """The fraction of each class's examples with a right prediction; NaN for a class without examples."""
     return _ratio(np.diagonal(confusion), confusion.sum(1))
 
 
@@ -56,15 +59,17 @@ def task_accuracy(
     """One row a[t, :t+1] of the accuracy matrix.
 
     Args:
-      confusion: counts over the test rows of all seen classes.
+      confusion: counts over the test examples of all seen classes.
       tasks: the class ids of each task seen so far; negative ids are padding.
 
     Returns:
-      Right predictions over rows, per task; NaN for a task without rows.
+      Right predictions over examples, per task; NaN for a task without examples.
     """
     classes = [np.asarray(task)[np.asarray(task) >= 0] for task in tasks]
-    right, rows = np.diagonal(confusion), confusion.sum(1)
-    return _ratio(np.array([right[c].sum() for c in classes]), np.array([rows[c].sum() for c in classes]))
+    right, examples = np.diagonal(confusion), confusion.sum(1)
+    return _ratio(
+        np.array([right[ids].sum() for ids in classes]), np.array([examples[ids].sum() for ids in classes])
+    )
 
 
 def client_accuracy(
@@ -73,12 +78,12 @@ def client_accuracy(
     """Accuracy of the global model under each client's own label distribution.
 
     Args:
-      confusion: counts over the test rows of all seen classes; a class without test rows counts as not seen.
-      class_counts: training rows of each client and class.
+      confusion: counts over the test examples of all seen classes; a class without any counts as not seen.
+      class_counts: training examples of each client and class.
 
     Returns:
-      The mean of the per-class accuracies weighted by the client's rows of the seen classes; NaN for a client
-      without such rows.
+      The mean of the per-class accuracies weighted by the client's examples of the seen classes; NaN for a
+      client without such examples.
     """
     accuracy = per_class_accuracy(confusion)
     seen = ~np.isnan(accuracy)
@@ -87,23 +92,24 @@ def client_accuracy(
 
 
 class Calibration(NamedTuple):
-    """How far confidence is from accuracy: rows in bins of equal width by the probability of their predicted
-    class. `confidence` and `accuracy` are means over a bin's rows, NaN where it has none; `ece` is NaN if no
-    bin has rows."""
+    """How far confidence is from accuracy, in bins of equal width of the predicted class's probability."""
 
     ece: float
-    rows: Integer[np.ndarray, " bins"]
+    """expected calibration error; NaN if there are no examples"""
+    examples: Integer[np.ndarray, " bins"]
+    """how many each bin has"""
     confidence: Float[np.ndarray, " bins"]
+    """mean over a bin's examples; NaN where it has none"""
     accuracy: Float[np.ndarray, " bins"]
+    """mean over a bin's examples; NaN where it has none"""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, None for NaN."""
-        plain = lambda x: [None if np.isnan(value) else float(value) for value in x]
         return {
-            "ece": plain([self.ece])[0],
-            "rows": self.rows.tolist(),
-            "confidence": plain(self.confidence),
-            "accuracy": plain(self.accuracy),
+            "ece": without_nan(self.ece),
+            "examples": self.examples.tolist(),
+            "confidence": without_nan(self.confidence),
+            "accuracy": without_nan(self.accuracy),
         }
 
 
@@ -111,24 +117,24 @@ def calibration(
     right: Bool[np.ndarray, " N"], confidence: Float[np.ndarray, " N"], bins: int = 15
 ) -> Calibration:
     """Expected calibration error: sum over bins of |accuracy - confidence|, weighted by their share of the
-    rows (Guo et al. 2017, equation 3, with its 15 bins).
+    examples (Guo et al. 2017, equation 3, with its 15 bins).
 
     Args:
       right: is the predicted class the label?
-      confidence: the predicted class's probability, in [0, 1]; a bin has its upper edge. NaN: none was
-        predicted, and the row is in no bin.
+      confidence: the predicted class's probability, in [0, 1]; a bin includes its upper edge. An example
+        without a prediction has NaN and is in no bin.
       bins: of equal width.
     """
     known = ~np.isnan(confidence)
     right, confidence = right[known], confidence[known]
-    place = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
-    total = lambda value: np.bincount(place, value.astype(float), bins)
-    rows = np.bincount(place, minlength=bins)
-    mean = lambda value: _ratio(total(value), rows)
-    sure, accuracy = mean(confidence), mean(right)
-    gap = np.abs(np.nan_to_num(accuracy - sure))
-    ece = float(np.sum(rows * gap) / len(right)) if len(right) else float("nan")
-    return Calibration(ece, rows, sure, accuracy)
+    bin_of = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
+    examples = np.bincount(bin_of, minlength=bins)
+    mean_confidence, accuracy = (
+        _ratio(np.bincount(bin_of, value.astype(float), bins), examples) for value in (confidence, right)
+    )
+    gap = np.abs(np.nan_to_num(accuracy - mean_confidence))
+    ece = float(np.sum(examples * gap) / len(right)) if len(right) else float("nan")
+    return Calibration(ece, examples, mean_confidence, accuracy)
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
@@ -148,43 +154,46 @@ def A_last(matrix: Matrix) -> float:
 
 
 class ByImage(NamedTuple):
-    """After each task: accuracy over the test images of all seen tasks, of the task itself, and of all tasks
-    before it (NaN after the first). All seen classes compete (HePCo's release: acc, plastic, lastacc)."""
+    """Class-IL accuracies over images after each task, by the names of HePCo's release."""
 
     acc: Float[np.ndarray, " T"]
+    """over the test images of all seen tasks"""
     plastic: Float[np.ndarray, " T"]
+    """of the task itself"""
     lastacc: Float[np.ndarray, " T"]
+    """of all tasks before it; NaN after the first"""
 
 
-def by_image(matrix: Matrix, rows: Sequence[int] | np.ndarray) -> ByImage:
+def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
     """Accuracies over images, in which larger tasks count more.
 
     Args:
       matrix: the accuracy matrix.
-      rows: test images of each task.
+      images: how many test images each task has.
     """
-    a, rows = _lower(matrix), np.asarray(rows, float)
-    right, seen = np.nan_to_num(a) * rows[: len(a)], np.tri(len(a)) * rows[: len(a)]
+    a = _lower(matrix)
+    images = np.asarray(images, float)[: len(a)]
+    right, seen = np.nan_to_num(a) * images, np.tri(len(a)) * images
     acc, lastacc = (_ratio(np.tril(right, k).sum(1), np.tril(seen, k).sum(1)) for k in (0, -1))
     return ByImage(acc, np.diagonal(a).copy(), lastacc)
 
 
-def drop(matrix: Matrix, rows: Sequence[int] | np.ndarray) -> float:
+def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
     """F_N of HePCo: by how much the accuracy over the images of all earlier tasks falls when a task is
     learned, averaged over the tasks after the first; 0 for a single task."""
-    found = by_image(matrix, rows)
+    found = by_image(matrix, images)
     return _mean(found.acc[:-1] - found.lastacc[1:]) if len(found.acc) > 1 else 0.0
 
 
 def forgetting(matrix: Matrix) -> dict[str, float]:
-    """Three definitions in use, by name; all are 0 for a single task.
+    """Forgetting by the three definitions in use; all are 0 for a single task.
 
     paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA;
       VFCL eq. 23).
     released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last task adds 0 (FPPL's
       released script).
-    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, that is minus backward
-      transfer.
+    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, which is the negative
+      backward transfer.
     """
     a = _lower(matrix)
     if len(a) < 2:
@@ -227,12 +236,12 @@ def paired_difference(
     """(mean, low, high) of ours minus theirs, value by value, with Student's confidence interval of the mean.
 
     Raises:
-      InputError: for fewer than two pairs, of which no interval can be said.
+      InputError: for fewer than two pairs, which have no interval.
     """
     difference = np.asarray(ours, float) - np.asarray(theirs, float)
     count = len(difference)
     if count < 2:
-        raise InputError(f"seeds: {count} pairs of runs say nothing of an interval; nearest: 2")
+        raise InputError(f"seeds: {count} pairs of runs have no confidence interval; nearest: 2")
     half = stdtrit(count - 1, (1 + level) / 2) * difference.std(ddof=1) / np.sqrt(count)
     mean = float(difference.mean())
     return mean, mean - float(half), mean + float(half)
@@ -240,7 +249,14 @@ def paired_difference(
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:
     """The accuracy matrix as square nested lists, None above the diagonal and where a value is missing."""
-    return [[None if np.isnan(value) else float(value) for value in row] for row in _lower(matrix)]
+    return without_nan(_lower(matrix))
+
+
+def without_nan(values: float | np.ndarray) -> Any:
+    """Plain numbers in nested lists for JSON, None for NaN."""
+    if isinstance(values, np.ndarray):
+        return [without_nan(each) for each in values]
+    return None if np.isnan(values) else float(values)
 
 
 def _lower(matrix: Matrix) -> np.ndarray:

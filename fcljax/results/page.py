@@ -2,12 +2,10 @@
 
 import base64
 import hashlib
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -15,21 +13,19 @@ from markupsafe import Markup
 from fcljax import __version__
 from fcljax.errors import InputError, printable
 from fcljax.files import check_folder, open_regular, write_text
-from fcljax.results.comparison import groups_of, run_folders
-from fcljax.results.figures import load_summary
-from fcljax.results.page_parts import Run, parts_of
+from fcljax.results.comparison import groups_of
+from fcljax.results.run_folder import FinishedRun, load_summary, read_lines, run_folders
 
 NAME = "report.html"
 PICTURE = Path("figures") / "restored.png"
-MOST_OF_PICTURES = 2**21  # bytes of all pictures together; the page stays below 5 MB
-MOST_OF_LINES = 2**26  # bytes of a metrics.jsonl
+MAX_PICTURES = 2**21  # bytes of all pictures together; the page stays below 5 MB
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Make the page of finished runs.
 
     Args:
-      run_dirs: run directories, or folders that hold some (`comparison.run_folders`).
+      run_dirs: run directories, or folders that hold some (`run_folder.run_folders`).
       out: the file; default: report.html in the one folder that is given, else in the one that holds the
         first.
 
@@ -48,14 +44,15 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
         raise InputError(
             f"out: {str(path)!r} is no name of a page; nearest: {str(path.with_suffix('.html'))!r}"
         )
-    runs = read_runs(run_dirs)
+    text = render(read_runs(run_dirs), run_dirs)
     check_folder(path.parent)
-    return write_page(path, runs, run_dirs)
+    write_text(path, text)
+    return path
 
 
 def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], None]) -> bool:
-    """As `report`, but what goes wrong is told in one line: the runs and their numbers do not depend on it.
-    Returns whether the page was made."""
+    """As `report`, but a failure is reported in one line, since the runs and their results do not depend on
+    the page. Returns whether the page was made."""
     try:
         report(run_dirs, out)
     except Exception as error:
@@ -64,48 +61,26 @@ def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], 
     return True
 
 
-def read_runs(run_dirs: Sequence[str | Path]) -> list[Run]:
+def read_runs(run_dirs: Sequence[str | Path]) -> list[FinishedRun]:
     """The finished runs in these folders.
 
     Raises:
       InputError: for a run that `load_summary` refuses.
     """
-    runs, left = [], MOST_OF_PICTURES
+    runs, left = [], MAX_PICTURES
     for folder in (found for each in run_dirs for found in run_folders(each)):
         picture = _picture(folder / PICTURE, left)
         left -= len(picture or "")
-        runs.append(Run(str(folder), load_summary(folder), read_lines(folder / "metrics.jsonl"), picture))
+        lines = read_lines(folder / "metrics.jsonl")
+        runs.append(FinishedRun(str(folder), load_summary(folder), lines, picture))
     return runs
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl, whose last one may be half written; none if it is not there."""
-    try:
-        with open_regular(path) as stream:
-            content = stream.read(MOST_OF_LINES)
-    except OSError:
-        return []
-    found = []
-    for line in content.split(b"\n")[:-1]:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):  # damaged
-            continue
-        if isinstance(value, dict) and all(isinstance(value.get(name), int) for name in ("task", "round")):
-            found.append(value)
-    return found
+def render(runs: Sequence[FinishedRun], run_dirs: Sequence[str | Path]) -> str:
+    """The page of these runs as HTML. `run_dirs`: as the user named them, for the command that makes it."""
+    from fcljax.results.page_parts import parts_of  # imports matplotlib, which takes a second
 
-
-def write_page(path: Path, runs: Sequence[Run], run_dirs: Sequence[str | Path]) -> Path:
-    """Write the page of these runs. `run_dirs`: as the user named them, for the command that makes it."""
-    write_text(path, render(runs, run_dirs))
-    return path
-
-
-def render(runs: Sequence[Run], run_dirs: Sequence[str | Path]) -> str:
-    """The page of these runs as HTML."""
-    read = lambda name: (resources.files("fcljax") / "assets" / "report" / name).read_text(encoding="utf-8")
-    style, script = read("page.css"), read("page.js")
+    style, script = _asset("page.css"), _asset("page.js")
     # a user's text is escaped, and what no file in UTF-8 can hold is written with backslashes
     environment = jinja2.Environment(
         autoescape=True,
@@ -115,37 +90,42 @@ def render(runs: Sequence[Run], run_dirs: Sequence[str | Path]) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     again = shlex.join(["fcljax", "report", *map(str, run_dirs)])
+    page = environment.from_string(_asset("page.html")).render(
+        title=_title(runs),
+        lead=_lead(runs),
+        parts=parts_of(runs, again),
+        version=__version__,
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+    )
+    return page.lstrip()
+
+
+def _asset(name: str) -> str:
+    return (resources.files("fcljax") / "assets" / "report" / name).read_text(encoding="utf-8")
+
+
+def _title(runs: Sequence[FinishedRun]) -> str:
     return (
-        environment.from_string(read("page.html"))
-        .render(
-            title=_title(runs),
-            lead=_lead(runs),
-            parts=parts_of(runs, again),
-            version=__version__,
-            style=Markup(style),
-            script=Markup(script),
-            style_hash=_hash(style),
-            script_hash=_hash(script),
-        )
-        .lstrip()
+        f"{_few([run.summary['method'] for run in runs])} on {_few([run.summary['dataset'] for run in runs])}"
     )
 
 
-def _title(runs: Sequence[Run]) -> str:
-    methods = list(dict.fromkeys(run.summary["method"] for run in runs))
-    data = list(dict.fromkeys(run.summary["dataset"] for run in runs))
-    few = lambda names: ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{few(methods)} on {few(data)}"
+def _few(names: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:4]) + (f" and {len(distinct) - 4} more" if len(distinct) > 4 else "")
 
 
-def _lead(runs: Sequence[Run]) -> str:
+def _lead(runs: Sequence[FinishedRun]) -> str:
     if len(runs) == 1:
         return f"One run, seed {runs[0].summary['seed']}."
     return f"{len(runs)} runs of {len(groups_of([run.summary for run in runs]))} settings."
 
 
 def _hash(text: str) -> str:
-    """Of a script or a style, by which the page allows it and no other."""
+    """Of the page's script or style, so that its policy allows this one and no other."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""`fcljax watch`: how far runs have come, from their config.yaml and metrics.jsonl alone, also from another
+"""`fcljax watch`: the progress of runs, from their config.yaml and metrics.jsonl alone, also from another
 machine. Nothing is written and no lock is taken."""
 
 import contextlib
@@ -16,33 +16,29 @@ from rich.table import Table
 from fcljax import config
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
-from fcljax.results.page import read_lines
+from fcljax.results.run_folder import is_hidden, read_lines
 from fcljax.terminal import add_row, plain
 
 LOCK = ".lock"
 LOCKS = Path("/proc/locks")  # where Linux lists the locks that processes of this machine hold
 SETTINGS = ("config.yaml", "*/config.yaml", "*/*/config.yaml")  # of a run, and of those in a folder
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille letter: [column][row]
-WIDTH, HEIGHT = 60, 8  # letters of a curve
+BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve, from low to high
+WIDTH = 60  # letters of a curve
 
 
 class Watched(NamedTuple):
-    """What is known of a run.
-
-    folder: where it is.
-    settings: of config.yaml; empty where it cannot be read yet.
-    lines: of metrics.jsonl.
-    heard: when it last wrote, seconds since 1970; None: never.
-    owned: does a process of this machine own its lock? None where that cannot be known.
-    summed_up: is there a summary.json?
-    """
+    """What is known of a run."""
 
     folder: Path
     settings: dict[str, Any]
+    """of config.yaml; empty where it cannot be read yet"""
     lines: Sequence[dict[str, Any]]
-    heard: float | None
+    """of metrics.jsonl"""
+    written: float | None
+    """when it last wrote, in seconds since 1970; None: never"""
     owned: bool | None
-    summed_up: bool
+    """whether a process of this machine owns its lock; None where that cannot be known"""
+    has_summary: bool
 
 
 def rounds_of(settings: dict[str, Any]) -> int | None:
@@ -55,14 +51,14 @@ def rounds_of(settings: dict[str, Any]) -> int | None:
 
 
 def finished(run: Watched) -> bool:
-    """Has a run logged all its rounds, or summed them up?"""
+    """Whether a run has logged all its rounds, or has a summary."""
     rounds = rounds_of(run.settings)
-    return run.summed_up or (rounds is not None and len(run.lines) >= rounds)
+    return run.has_summary or (rounds is not None and len(run.lines) >= rounds)
 
 
 def run_dirs(folder: str | Path) -> list[Path]:
     """The run directories that a folder is or holds, finished or not. In a folder of `fcljax run --seeds`
-    these are also the ones that are to come.
+    these include the runs that have not begun.
 
     Raises:
       InputError: if there are none.
@@ -72,9 +68,9 @@ def run_dirs(folder: str | Path) -> list[Path]:
     if not planned and (folder / "metrics.jsonl").exists():
         return [folder]
     inside = [path.parent for pattern in SETTINGS[1:] for path in folder.glob(pattern)]
-    shown = lambda path: not any(name.startswith(".") for name in path.relative_to(folder).parts)
     holders = {path.parent for path in inside}  # a folder of seeds has a config.yaml too, and is no run
-    found = sorted({*planned, *(path for path in inside if shown(path) and path not in holders)})
+    begun = {path for path in inside if not is_hidden(path, folder) and path not in holders}
+    found = sorted({*planned, *begun})
     if not found and (folder / "config.yaml").exists():
         return [folder]
     if not found:
@@ -97,24 +93,24 @@ def look(folder: Path) -> Watched:
         settings = config.load_yaml(folder / "config.yaml")
     except InputError:
         settings = {}
-    heard = None
+    written = None
     for name in ("metrics.jsonl", "config.yaml"):
         with contextlib.suppress(OSError):
-            heard = max(heard or 0.0, (folder / name).stat().st_mtime)
+            written = max(written or 0.0, (folder / name).stat().st_mtime)
     lines, owned = read_lines(folder / "metrics.jsonl"), owned_here(folder / LOCK)
-    return Watched(folder, settings, lines, heard, owned, (folder / "summary.json").exists())
+    return Watched(folder, settings, lines, written, owned, (folder / "summary.json").exists())
 
 
 def owned_here(path: Path, locks: Path = LOCKS) -> bool | None:
-    """Does a process of this machine own a lock file? None where the system does not say. Asking for the lock
-    would keep a run from it that begins at this moment, so the system's list is read."""
+    """Whether a process of this machine owns a lock file; None where the system does not say. Taking the lock
+    would disturb a run that starts at this moment, so the system's list is read."""
     try:
         found = path.stat()
         listed = locks.read_text()
     except OSError:
         return None
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    return any(place in line.split() for line in listed.splitlines())
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return any(device in line.split() for line in listed.splitlines())
 
 
 def watch(
@@ -159,69 +155,61 @@ def _one(run: Watched, now: float) -> RenderableType:
     )
     for task in sorted({line["task"] for line in run.lines}):
         mine = [line for line in run.lines if line["task"] == task]
-        known = [line["A"] for line in mine if _is_number(line.get("A"))]
         add_row(
             table,
             task + 1,
             len(mine),
-            _said(mine[-1].get("loss"), ".4g"),
-            _percent(known[-1] if known else None),
-            _said(mine[-1].get("participants"), ""),
+            _formatted(mine[-1].get("loss"), ".4g"),
+            _percent(_values(mine, "A")),
+            _formatted(mine[-1].get("participants"), ""),
             sum(line.get("rejected") or 0 for line in mine),
         )
-    drawn = [plain(f"{_progress(run)} rounds; last heard of {_heard(run, now)}; {_state(run)}"), table]
+    shown = [plain(f"{_progress(run)} rounds; last written {_age(run, now)}; {_state(run)}"), table]
     for name, key, scale in (("accuracy A (%)", "A", 100), ("loss", "loss", 1)):
-        values = [scale * line[key] for line in run.lines if _is_number(line.get(key))]
+        values = [scale * value for value in _values(run.lines, key)]
         if len(values) > 1:
-            low, high = min(values), max(values)
-            drawn.append(plain(f"{name}, {low:.4g} to {high:.4g}, over the rounds that have it"))
-            drawn += [plain(line) for line in braille(values, WIDTH, HEIGHT)]
-    return Group(*drawn)
+            shown.append(
+                plain(f"{name}, {min(values):.4g} to {max(values):.4g}, over the rounds that have it")
+            )
+            shown.append(plain(sparkline(values, WIDTH)))
+    return Group(*shown)
 
 
 def _several(runs: Sequence[Watched], now: float) -> RenderableType:
-    table = Table("run", "rounds", "loss", "A_t", "curve", "rejected", "heard", "state")
+    table = Table("run", "rounds", "loss", "A_t", "curve", "rejected", "written", "state")
     table.columns[0].overflow = "fold"
     for run in runs:
         last = run.lines[-1] if run.lines else {}
-        known = [line["A"] for line in run.lines if _is_number(line.get("A"))]
+        known = _values(run.lines, "A")
         add_row(
             table,
             f"{run.folder.parent.name}/{run.folder.name}",
             _progress(run),
-            _said(last.get("loss"), ".4g"),
-            _percent(known[-1] if known else None),
-            braille(known, 8, 1)[0] if len(known) > 1 else "",
+            _formatted(last.get("loss"), ".4g"),
+            _percent(known),
+            sparkline(known, 8) if len(known) > 1 else "",
             sum(line.get("rejected") or 0 for line in run.lines),
-            _heard(run, now),
+            _age(run, now),
             _state(run),
         )
     done = sum(map(finished, runs))
     names = list(dict.fromkeys(map(_name, (run for run in runs if run.settings))))
-    said = "; ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return Group(plain(said), plain(f"{done} of {len(runs)} runs have all their rounds"), table)
+    title = "; ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return Group(plain(title), plain(f"{done} of {len(runs)} runs have all their rounds"), table)
 
 
-def braille(values: Sequence[float | int], width: int, height: int) -> list[str]:
-    """A curve as `height` lines of `width` braille letters, each of 2 x 4 dots. The lowest value is at the
-    bottom; between values the line is straight."""
-    columns, low = 2 * width, min(values)
-    span, top = (max(values) - low) or 1.0, 4 * height - 1
-    places = np.linspace(0, max(len(values) - 1, 0), columns)
-    level = np.interp(places, np.arange(len(values)), (np.asarray(values, float) - low) / span)
-    dots = np.round(top * (1 - level)).astype(int)
-    cells = np.zeros((height, width), int)
-    for column, dot in enumerate(dots):
-        before = dots[max(column - 1, 0)]
-        # steep parts are drawn without gaps
-        for place in {int(dot), *range(min(before, dot) + 1, max(before, dot))}:
-            cells[place // 4, column // 2] |= DOTS[column % 2][place % 4]
-    return ["".join(chr(0x2800 + int(cell)) for cell in line) for line in cells]
+def sparkline(values: Sequence[float | int], width: int) -> str:
+    """A curve of at most `width` letters from the lowest to the highest value; of more values, evenly spaced
+    ones are shown, the first and the last among them."""
+    chosen = np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
+    low, high = min(values), max(values)
+    steps = (len(BLOCKS) - 1) / ((high - low) or 1)
+    return "".join(BLOCKS[round((values[i] - low) * steps)] for i in chosen)
 
 
 def _name(run: Watched) -> str:
     if not run.settings:
-        return "not begun"
+        return "not started"
     return "{method} on {dataset}, seed {seed}".format_map(
         {name: run.settings.get(name, "?") for name in ("method", "dataset", "seed")}
     )
@@ -232,29 +220,34 @@ def _progress(run: Watched) -> str:
     return f"{len(run.lines)}/{'?' if rounds is None else rounds}"
 
 
-def _heard(run: Watched, now: float) -> str:
-    if run.heard is None:
+def _age(run: Watched, now: float) -> str:
+    if run.written is None:
         return "never"
-    seconds = max(0, round(now - run.heard))
-    minutes, hours = seconds // 60, seconds // 3600
-    return (
-        f"{seconds} s ago" if seconds < 120 else f"{minutes} min ago" if minutes < 120 else f"{hours} h ago"
-    )
+    seconds = max(0, round(now - run.written))
+    if seconds < 120:
+        return f"{seconds} s ago"
+    return f"{seconds // 60} min ago" if seconds < 7200 else f"{seconds // 3600} h ago"
 
 
 def _state(run: Watched) -> str:
     if finished(run) and not run.owned:
         return "finished"
-    return {True: "at work", False: "lock free here", None: "lock unknown"}[run.owned]
+    return {True: "running", False: "not running here", None: "unknown"}[run.owned]
+
+
+def _values(lines: Sequence[dict[str, Any]], key: str) -> list[float | int]:
+    """The numbers that lines have at a key."""
+    return [line[key] for line in lines if _is_number(line.get(key))]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _said(value: object, form: str) -> str:
+def _formatted(value: object, form: str) -> str:
     return format(value, form) if _is_number(value) else "-"
 
 
-def _percent(value: float | int | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
+def _percent(accuracies: Sequence[float | int]) -> str:
+    """The last of some accuracies."""
+    return f"{100 * accuracies[-1]:.2f} %" if accuracies else "-"

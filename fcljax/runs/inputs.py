@@ -5,7 +5,7 @@ Files are read here; everything after works on what was loaded.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from rich.console import Console
 from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.files.sources import hold_out, load_dataset
+from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -26,7 +26,7 @@ from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights.pretrained import Pretrained, load_backbone
+from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
 from fcljax.terminal import say
@@ -80,11 +80,7 @@ def load_network(
         cfg.checkpoint,
         image_size,
         cfg.dtype,
-        heads=cfg.heads,
-        positions=cfg.positions,
-        decoder=decoder,
-        stem=cfg.stem,
-        seed=seed,
+        WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),
     )
 
 
@@ -117,7 +113,7 @@ def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
     Raises:
       InputError: as `load_dataset`.
     """
-    dataset = load_dataset(cfg.dataset, **image_options(cfg, image_size), verify=cfg.verify)
+    dataset = load_dataset(cfg.dataset, image_options(cfg, image_size), verify=cfg.verify)
     return hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
 
 
@@ -132,7 +128,7 @@ def surrogate_images(
     if options.surrogate == cfg.dataset:
         raise InputError(f"surrogate: {options.surrogate!r} is the run's own data set; name another")
     try:
-        dataset = load_dataset(options.surrogate, **image_options(cfg, image_size), verify=cfg.verify)
+        dataset = load_dataset(options.surrogate, image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
     chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
@@ -154,11 +150,11 @@ def report_notes(backbone: Pretrained, console: Console) -> None:
         say(console, f"checkpoint: {note}")
 
 
-def image_options(cfg: ImageConfig, image_size: int) -> dict[str, Any]:
-    """The arguments of `load_dataset` and `prepare` under these settings, for a network that takes images of
+def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
+    """The options of `load_dataset` and `prepare` under these settings, for a network that takes images of
     image_size pixels."""
     geometry = preset(cfg.preprocess, image_size).geometry
-    return dict(
+    return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
         data_dir=cfg.data_dir,
         class_list=cfg.class_list,

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from fcljax.config import RunConfig
 from fcljax.files import write_text
-from fcljax.results import figures as report
 from fcljax.results import page, trackers
+from fcljax.results.run_folder import write_json
 from fcljax.runs import checkpoint, memory, resume
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
@@ -191,7 +191,7 @@ def _write_results(
     session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
 ) -> None:
     out, say_line = session.out, session.observer.say
-    report.write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", summary)
     draw_figures(exp, summary, rebuilt, out / "figures", say_line)
     page.try_report([out], out / page.NAME, say_line)
 

@@ -33,7 +33,7 @@ def check(exp: Experiment) -> None:
     )
 
 
-def _gib(size: float) -> str:
+def _gib(size: float | int) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 

@@ -156,7 +156,7 @@ class _Loops(NamedTuple):
         # At least two steps: XLA compiles a loop over one step's images differently, with other roundings.
         mesh, batch_size, devices, host = self.mesh, self.batch_size, size(self.mesh), isinstance(split, Host)
         steps = max(2, -(-capacity // (devices * batch_size)))
-        steps = min(steps, max(2, split.rows // batch_size)) if isinstance(split, Host) else steps
+        steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
         width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
         padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]

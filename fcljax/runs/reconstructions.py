@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
-from fcljax.results import figures as report
 from fcljax.runs.build import Experiment
 from fcljax.types import Restored, RoundContext
 
@@ -125,6 +124,7 @@ def identification(
 
 def draw_restored(path: Path, images: Restored, label: np.ndarray) -> None:
     """Draw some images of different classes, a column each."""
+    from fcljax.results import figures
 
     def pick(x: Array) -> np.ndarray:
         return np.round(255 * np.clip(np.asarray(x)[chosen], 0, 1)).astype(np.uint8)
@@ -137,4 +137,4 @@ def draw_restored(path: Path, images: Restored, label: np.ndarray) -> None:
         "with prompt": pick(images.restored),
         "original": pick(images.original),
     }
-    report.image_rows(path, strips)
+    figures.save(path, figures.image_rows(strips))

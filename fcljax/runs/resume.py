@@ -14,7 +14,7 @@ from fcljax.config import RunConfig
 from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.methods import METHODS
-from fcljax.results.figures import load_summary
+from fcljax.results.run_folder import load_summary
 from fcljax.runs import checkpoint
 from fcljax.runs.inputs import Inputs
 

@@ -67,7 +67,7 @@ def make_play_round(
         last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
         state, kept, report = play(exp, state, past, t, r)
         if kept is not None:
-            records.add(kept_examples=len(kept.label))
+            records.add(replay_examples=len(kept.label))
         if evaluate and (last or settings.eval_every_round):
             with clock("eval"):
                 evaluated = evaluate(exp.test, state, t, records)

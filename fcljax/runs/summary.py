@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.models.networks import network_name
-from fcljax.results import figures as report
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
@@ -101,7 +100,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "extra_storage": communication.extra_storage(payloads.broadcast),
         "client_state": communication.size(payloads.state),
         "server_state": communication.size(payloads.server),
-        "kept": _kept(exp, payloads, records),
+        "server_replay": _server_replay(exp, payloads, records),
         # images of another data set, which server and clients store
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
@@ -146,7 +145,7 @@ def _personal(records: Records) -> dict[str, Any] | None:
         [np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
         for each in records.clients
     ]
-    spread = {"mean": np.mean, "std": np.std, "least": np.min, "most": np.max}
+    spread = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_task_il} | {
         name: [float(of(values)) for values in means] for name, of in spread.items()
     }
@@ -156,26 +155,23 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     """HePCo's metrics, under the names of its release: accuracies over images, those of the merged model
     before the server changes it (predisacc), and F_N (drop)."""
 
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [None if np.isnan(value) else float(value) for value in values]
-
     count = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
-    found = {
-        name: plain(values) for name, values in metrics.by_image(records.accuracy, count)._asdict().items()
-    }
-    merged = plain(metrics.by_image(records.provisional, count).acc) if records.provisional else None
-    return found | {"predisacc": merged, "drop": metrics.drop(records.accuracy, count)}
+    by_name = metrics.by_image(records.accuracy, count)._asdict()
+    found = {name: metrics.without_nan(values) for name, values in by_name.items()}
+    merged = metrics.by_image(records.provisional, count).acc if records.provisional else None
+    found["predisacc"] = None if merged is None else metrics.without_nan(merged)
+    return found | {"drop": metrics.drop(records.accuracy, count)}
 
 
-def _kept(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
-    """The examples that the server keeps of finished tasks, outside of its state; None if it keeps none.
+def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
+    """The examples that the server keeps of finished tasks for replay, outside of its state; None if none.
 
     Returns:
-      rows, bytes: all of them at the end of the run.
-      most: how many there is room for.
-      row_bytes: what a client sends for one.
+      examples, bytes: all of them at the end of the run.
+      capacity: how many there is room for.
+      example_bytes: what a client sends for one.
       image_bytes: an image of the network's size as grey levels.
-      sent: the examples in all uploads.
+      uploaded: the examples in all uploads.
     """
     if exp.method.server_replay is None:
         return None
@@ -183,15 +179,15 @@ def _kept(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, in
     kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
     capacity = len(kept.label)
     each = communication.num_bytes(kept.rows) // capacity
-    count, side = int(records.counts["kept_examples"]), exp.inputs.backbone.config.image_size
+    count, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
-        "rows": count,
+        "examples": count,
         "bytes": count * each,
-        "most": capacity * len(exp.scenario.tasks),
-        "row_bytes": each,
+        "capacity": capacity * len(exp.scenario.tasks),
+        "example_bytes": each,
         "image_bytes": 3 * side**2,
-        "sent": int(sent),
+        "uploaded": int(sent),
     }
 
 
@@ -289,13 +285,15 @@ RESTORED = "restored.png"  # of methods whose server can reconstruct images
 def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
     """File name -> draw(path), for FIGURES: accuracy curve, accuracy matrix, reliability, and the examples of
     each client and class (in a redrawn population those of the mean round)."""
+    from fcljax.results import figures
+
     name = f"{summary['method']} on {summary['dataset']}"
     holdings, classes = _holdings(exp), [task.classes for task in exp.scenario.tasks]
     draw = (
-        lambda path: report.accuracy_curve(path, {name: summary["A"]}),
-        lambda path: report.accuracy_matrix(path, summary["accuracy"]),
-        lambda path: report.reliability(path, summary["calibration"]),
-        lambda path: report.class_holdings(path, holdings, classes),
+        lambda path: figures.save(path, figures.accuracy_curve({name: summary["A"]})),
+        lambda path: figures.save(path, figures.accuracy_matrix(summary["accuracy"])),
+        lambda path: figures.save(path, figures.reliability(summary["calibration"])),
+        lambda path: figures.save(path, figures.class_counts(holdings, classes)),
     )
     return dict(zip(FIGURES, draw, strict=True))
 

@@ -17,9 +17,9 @@ from fcljax.config import PartitionConfig, RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import write_text
 from fcljax.methods import find_method
-from fcljax.results import figures as report
 from fcljax.results import page
 from fcljax.results.comparison import compare
+from fcljax.results.run_folder import write_json
 from fcljax.studies import paper_tables as tables
 from fcljax.studies import papers, sweeps
 from fcljax.studies.grid import Planned, name_of
@@ -243,7 +243,7 @@ def write(
     `tell` gets the reason if there is no page."""
     pairs, claims = tables.orderings(found), made.column.entry.claims
     write_text(out / TEXT, tables.markdown(title_of(made), notes_of(made), found, claims))
-    report.write_json(
+    write_json(
         out / DATA,
         {
             "system": made.column.system,

@@ -12,8 +12,8 @@ from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
 from fcljax.files import write_text
-from fcljax.results import figures as report
 from fcljax.results import metrics, page
+from fcljax.results.run_folder import write_json
 from fcljax.runs import loop
 from fcljax.runs.folder import check_new, locked
 from fcljax.runs.loop import Observer
@@ -89,7 +89,7 @@ def run_seeds(
             begun = (folder / "config.yaml").exists()
             own = dataclasses.replace(cfg, seed=seed)
             summaries.append(loop.run(own, folder, begun, observer))
-        report.write_json(out / "seeds.json", over_seeds(summaries))
+        write_json(out / "seeds.json", over_seeds(summaries))
         page.try_report([out], out / page.NAME, observer.say)
     return summaries
 

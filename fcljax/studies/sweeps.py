@@ -20,8 +20,8 @@ from rich.table import Table
 from fcljax import config
 from fcljax.errors import InputError, one_line
 from fcljax.files import write_text
-from fcljax.results import figures as report
 from fcljax.results.comparison import compare
+from fcljax.results.run_folder import load_summary, write_json
 from fcljax.runs.resume import check_file
 from fcljax.runs.signals import number_of, postponed
 from fcljax.runs.summary import learned_nothing
@@ -91,7 +91,7 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
                 play([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
         finally:
             outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
-            report.write_json(out / RESULT, result(runs, outcomes))
+            write_json(out / RESULT, result(runs, outcomes))
     return outcomes
 
 
@@ -152,7 +152,7 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
     """The outcome of a run whose process has ended with this code; None: there was no process."""
     try:
-        summary = report.load_summary(out / run.name)
+        summary = load_summary(out / run.name)
     except InputError:
         summary = None
     if summary and not code:

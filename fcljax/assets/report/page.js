@@ -1,7 +1,7 @@
 "use strict";
 // Tables sort by a click on a column's name and copy as CSV and LaTeX; curves are switched on and off.
 (function () {
-  const told = document.getElementById("told");
+  const status = document.getElementById("status");
   const value = (cell) => cell.dataset.v ?? cell.textContent.replace(/\s*\u2195?$/, "");
   const rowsOf = (table) => [...table.rows].map((row) => [...row.cells].map(value));
 
@@ -28,7 +28,7 @@
     body.append(...rows);
     for (const other of table.tHead.rows[0].cells) other.setAttribute("aria-sort", "none");
     head.setAttribute("aria-sort", up ? "ascending" : "descending");
-    told.textContent = `Sorted by ${head.textContent}, ${up ? "ascending" : "descending"}`;
+    status.textContent = `Sorted by ${head.textContent}, ${up ? "ascending" : "descending"}`;
   }
 
   function csv(table) {
@@ -49,7 +49,7 @@
 
   // Where the clipboard is closed to the page, the text is shown for the user to take.
   function copied(text, what, box) {
-    const done = () => (told.textContent = `Copied ${what}`);
+    const done = () => (status.textContent = `Copied ${what}`);
     const shown = function () {
       const area = box.querySelector("textarea") ?? document.createElement("textarea");
       area.setAttribute("aria-label", `${what}, to be copied by hand`);
@@ -60,7 +60,7 @@
       if (document.execCommand("copy")) {
         area.remove();
         done();
-      } else told.textContent = "The browser does not let this page copy; the text is marked below the table";
+      } else status.textContent = "The browser does not let this page copy; the text is marked below the table";
     };
     if (navigator.clipboard) navigator.clipboard.writeText(text).then(done, shown);
     else shown();
@@ -100,11 +100,12 @@
   });
 
   for (const legend of document.querySelectorAll(".switches")) {
-    const curves = legend.closest("figure").querySelectorAll("g.curve");
+    const figure = legend.closest("figure");
     [...legend.children].forEach(function (entry, place) {
       const made = button("", "", function () {
-        const off = curves[place].classList.toggle("off");
-        made.setAttribute("aria-pressed", String(!off));
+        const shown = made.getAttribute("aria-pressed") === "true";
+        for (const drawn of figure.querySelectorAll(`.c${place}`)) drawn.classList.toggle("off", shown);
+        made.setAttribute("aria-pressed", String(!shown));
       });
       made.append(...entry.childNodes);
       made.setAttribute("aria-pressed", "true");

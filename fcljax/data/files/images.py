@@ -1,8 +1,8 @@
-"""One image: from a file that nobody vouches for to RGB pixels of the size in which they are stored.
+"""One image: from an untrusted file to RGB pixels of the size in which they are stored.
 
-The header is read first, and what it promises is refused before a pixel is decoded where it is too small, too
-large or not of 8 bits. Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so
-that stored test images equal theirs bit by bit.
+The header is read first: an image that is too small, too large or not of 8 bits is refused before a pixel is
+decoded. Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so that stored
+test images equal theirs bit by bit.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
 from fcljax.data.geometry import Geometry
-from fcljax.errors import InputError
+from fcljax.errors import InputError, reason
 from fcljax.files import open_regular
 
 Picture = Path | bytes | UInt8[np.ndarray, "H W C"]  # a file, its content, or its pixels: grey (C = 1) or RGB
@@ -36,7 +36,7 @@ _KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BI
 
 
 class Decoded(NamedTuple):
-    """One image as it is stored, and how large it was."""
+    """One image as it is stored, and its original size."""
 
     pixels: UInt8[np.ndarray, "h w 3"]
     height: int  # in pixels, before `fit`
@@ -47,8 +47,8 @@ class Decoded(NamedTuple):
 def quiet() -> Iterator[None]:
     """No warnings from Pillow inside the block.
 
-    What matters is refused, and the rest is about metadata that nobody reads. Filters belong to the process,
-    not to a thread: wrap the loop, not the decoding of one image.
+    Images that it warns about with reason are refused; other warnings concern unused metadata. Filters belong
+    to the process and not to a thread, so wrap the loop and not the decoding of one image.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")
@@ -56,7 +56,7 @@ def quiet() -> Iterator[None]:
 
 
 def fits(geometry: Geometry) -> tuple[Fit, Fit]:
-    """How training and test images are brought to the size of `geometry`."""
+    """The functions that bring training and test images to the size of `geometry`."""
     kernel = _KERNELS[geometry.kernel]
     test = squeeze if geometry.squash else centre
     return partial(squeeze, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
@@ -72,8 +72,8 @@ def squeeze(
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
     """The short side resized to `side`, then the central square: torchvision's Resize, CenterCrop (on PIL).
 
-    Of a sliver whose whole would have MAX_PIXELS or more (at 224 pixels: 800 times as long as wide) only the
-    square is computed, from the part of the image that it shows. That can differ by a few grey levels.
+    For an image that is so narrow that the whole of it would have MAX_PIXELS or more (at 224 pixels: 800
+    times as long as wide), only the square is computed, which can differ by a few grey levels.
     """
     short, long = sorted(image.size)
     length = int(side * long / short)
@@ -90,7 +90,7 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
     """Height and width in pixels, from the header alone.
 
     Raises:
-      InputError: for what is no image or not to be decoded, naming `name`.
+      InputError: for a file that is no image or cannot be decoded, naming `name`.
       OSError: for a file that cannot be opened, or is no regular one.
     """
     if isinstance(picture, np.ndarray):
@@ -101,7 +101,7 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
 def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
     """The pixels in RGB, after `fit`; as they are without it.
 
-    Transparency is dropped, orientation tags are not heeded.
+    Transparency is dropped, orientation tags are ignored.
 
     Raises:
       InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more,
@@ -139,7 +139,7 @@ def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) ->
             ) from error
         # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
         except Exception as error:
-            raise InputError(f"dataset: {name!r} is not a readable image ({one_line(error)})") from error
+            raise InputError(f"dataset: {name!r} is not a readable image ({reason(error)})") from error
 
 
 def _check_header(image: Image.Image, name: str) -> None:
@@ -155,8 +155,3 @@ def _check_header(image: Image.Image, name: str) -> None:
         raise InputError(
             f"dataset: {name!r} has pixels of mode {image.mode!r}; convert it to 8 bits per channel"
         )
-
-
-def one_line(error: Exception) -> str:
-    """Kind and message of an exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

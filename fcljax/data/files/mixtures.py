@@ -1,4 +1,4 @@
-"""Several data sets as one, for streams whose tasks come from different worlds (NonIID-50 of FedWeIT)."""
+"""Several data sets as one, for streams whose tasks come from different data sets (NonIID-50 of FedWeIT)."""
 
 import hashlib
 
@@ -19,41 +19,39 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
       parts: at least one.
     """
     height, width = parts[0].x_train.shape[1:3]
-    first = np.cumsum([0, *(len(part.class_names) for part in parts)])
-    labels = lambda split: np.concatenate(
-        [getattr(part, f"y_{split}") + start for part, start in zip(parts, first, strict=False)]
-    )
-    images = lambda split: np.concatenate(
-        [_fitted(getattr(part, f"x_{split}"), height, width) for part in parts]
-    )
+    first = np.cumsum([0, *(len(part.class_names) for part in parts[:-1])])
     digests = "+".join(part.digest for part in parts)
     return Dataset(
         name,
-        images("train"),
-        labels("train"),
-        images("test"),
-        labels("test"),
+        np.concatenate([_resized(part.x_train, height, width) for part in parts]),
+        np.concatenate([part.y_train + start for part, start in zip(parts, first, strict=True)]),
+        np.concatenate([_resized(part.x_test, height, width) for part in parts]),
+        np.concatenate([part.y_test + start for part, start in zip(parts, first, strict=True)]),
         tuple(f"{part.name}/{own}" for part in parts for own in part.class_names),
         augment=all(part.augment for part in parts),
-        size_train=_sizes([part.size_train for part in parts], [part.x_train for part in parts]),
-        size_test=_sizes([part.size_test for part in parts], [part.x_test for part in parts]),
+        size_train=_sizes([(part.size_train, part.x_train) for part in parts]),
+        size_test=_sizes([(part.size_test, part.x_test) for part in parts]),
         digest=hashlib.sha256(digests.encode()).hexdigest(),
         sources=tuple(i for i, part in enumerate(parts) for _ in part.class_names),
     )
 
 
-def _fitted(
+def _resized(
     images: UInt8[np.ndarray, "N h w 3"], height: int, width: int
 ) -> UInt8[np.ndarray, "N height width 3"]:
     if images.shape[1:3] == (height, width):
         return images
-    resize = lambda pixels: Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
-    return np.stack([np.asarray(resize(pixels)) for pixels in images])
+    bicubic = Image.Resampling.BICUBIC
+    return np.stack([np.asarray(Image.fromarray(x).resize((width, height), bicubic)) for x in images])
 
 
-def _sizes(known: list, images: list) -> Int32[np.ndarray, "N 2"] | None:
-    """Sizes before squeezing, where some data set has such images."""
-    if all(each is None for each in known):
+def _sizes(parts: list[tuple[np.ndarray | None, np.ndarray]]) -> Int32[np.ndarray, "N 2"] | None:
+    """Sizes before squeezing, if any data set has such images."""
+    if all(sizes is None for sizes, _ in parts):
         return None
-    square = lambda x: np.tile(np.int32(x.shape[1:3]), (len(x), 1))
-    return np.concatenate([square(x) if own is None else own for own, x in zip(known, images, strict=True)])
+    return np.concatenate(
+        [
+            np.tile(np.array(images.shape[1:3], np.int32), (len(images), 1)) if sizes is None else sizes
+            for sizes, images in parts
+        ]
+    )

@@ -1,14 +1,15 @@
 """The prepared cache: images decoded once into arrays on disk, which later runs map into memory.
 
-A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written beside its place under
-another name and renamed when it is whole, so that a reader sees all of it or nothing. Its name ends in a key,
-a hash of whatever decides the pixels: change a source file or the geometry and it is another folder.
+A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written under another name and
+renamed when it is complete, so that a reader sees all of it or nothing. Its name ends in a key, a hash of
+everything that decides the pixels: another source file or geometry gives another folder.
 """
 
 import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fcljax
-from fcljax.data.files.images import Decoded, Fit, Picture, decode, fits, quiet, size_of
+from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
 from fcljax.data.geometry import Geometry
-from fcljax.errors import InputError
+from fcljax.errors import InputError, reason
 from fcljax.files import leftovers, owned, temporary_folder, write_text
 from fcljax.terminal import say
 
@@ -38,16 +39,16 @@ _LONG = 2000  # images from which a progress bar is worth its line
 
 
 class Split(NamedTuple):
-    """Images of one split that are still to be decoded."""
+    """Images of one split before decoding."""
 
     labels: Int64[np.ndarray, " N"]
-    names: Sequence[str]  # [N] for messages: the path, or where else the image is
-    fetch: Callable[[Sequence[int]], list[Picture]]  # rows to what to decode
+    names: Sequence[str]  # [N] for messages: the path, or another place of the image
+    fetch: Callable[[Sequence[int]], list[Picture]]  # from indices to what is decoded
     size: tuple[int, int] | None = None  # height and width of every image, where known beforehand
 
 
 class Listing(NamedTuple):
-    """What images with which labels are in which split."""
+    """The images and labels of both splits."""
 
     where: Path  # the folder that holds the raw data
     class_names: tuple[str, ...]
@@ -71,9 +72,9 @@ class Prepared(NamedTuple):
 
 
 class PreparedInfo(NamedTuple):
-    """What `fcljax data prepare` has to report."""
+    """What `fcljax data prepare` reports."""
 
-    folder: Path | None  # None for data that is small or is the user's own array file and stays in memory
+    folder: Path | None  # None for data that stay in memory
     counts: tuple[int, int]  # training and test images
     bytes: int  # of all arrays
     digest: str  # sha256 of what the arrays hold
@@ -81,7 +82,7 @@ class PreparedInfo(NamedTuple):
 
 
 def place(root: Path, label: str, name: str, fingerprint: str, geometry: Geometry) -> Path:
-    """Where prepared data of these facts lie, if any. `label` is for people; all else goes into the key."""
+    """The folder of prepared data with these properties. `label` is for people; all else is in the key."""
     facts = json.dumps([FORMAT, name, fingerprint, list(geometry)])
     return root / f"{label}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -103,8 +104,8 @@ def build(
     `images.fits`.
 
     Args:
-      facts: what the manifest shall say about the source.
-      skip_corrupt: leave out what cannot be decoded, and list it in the manifest.
+      facts: what the manifest says about the source, its name among it.
+      skip_corrupt: leave out images that cannot be decoded, and list them in the manifest.
       force: replace what is at `target`.
 
     Raises:
@@ -118,7 +119,12 @@ def build(
         with alone(target, console), temporary_folder(target) as folder:
             if force or not target.exists():
                 with quiet():
-                    _write(folder, listing, geometry, facts, skip_corrupt, console)
+                    manifest = _write(folder, listing, geometry, skip_corrupt, console)
+                manifest |= facts
+                write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
+                if skipped := manifest["skipped"]:
+                    listed = f"skipped {len(skipped)} unreadable images, listed in manifest.json"
+                    say(console, f"{facts['name']}: {listed}; {skipped[0]['reason']}")
                 _move(folder, target, force)
     except OSError as error:
         raise InputError(
@@ -132,7 +138,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
     if their file's size or time is not the one that was noted, and always with `full`.
 
     Raises:
-      InputError: for a damaged one, with the command that rebuilds it (of the data set `name`).
+      InputError: for a damaged one, with the command that rebuilds the data set `name`.
     """
     try:
         manifest = read_manifest(target)
@@ -140,26 +146,22 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         _note_times(target, manifest)
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
-        if any(
-            len(np.unique(arrays[key])) != classes or arrays[key].max() >= classes
-            for key in ("y_train", "y_test")
-        ):
-            raise ValueError("labels do not fit the class names")
-        skipped = tuple(entry["reason"] for entry in manifest["skipped"])
-        size_train, size_test = arrays.pop("size_train", None), arrays.pop("size_test", None)
+        sizes = {split: arrays.pop(f"size_{split}", None) for split in ("train", "test")}
+        for labels in (arrays["y_train"], arrays["y_test"]):
+            if len(np.unique(labels)) != classes or labels.max() >= classes:
+                raise ValueError("labels do not fit the class names")
         return Prepared(
             target,
             **arrays,
-            size_train=size_train,
-            size_test=size_test,
+            size_train=sizes["train"],
+            size_test=sizes["test"],
             class_names=tuple(manifest["class_names"]),
             digest=manifest["digest"],
-            skipped=skipped,
+            skipped=tuple(entry["reason"] for entry in manifest["skipped"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"dataset: prepared data {str(target)!r} is damaged ({reason}); "
+            f"dataset: prepared data {str(target)!r} is damaged ({reason(error)}); "
             f"rebuild it with: fcljax data prepare {name} --force"
         ) from error
 
@@ -208,20 +210,34 @@ def _finish(sums: Any, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    rows = max(1, _BYTES // max(1, array[:1].nbytes))
-    return (array[start : start + rows] for start in range(0, len(array), rows))
+    length = max(1, _BYTES // max(1, array[:1].nbytes))
+    return (array[start : start + length] for start in range(0, len(array), length))
 
 
 # Writing
 
 
+class _Work(NamedTuple):
+    """How all images of a data set are decoded."""
+
+    folder: Path
+    geometry: Geometry
+    size: tuple[int, int] | None  # height and width of all images that are stored as they are
+    skip_corrupt: bool
+    pool: Executor
+    advance: Callable[[int], None]  # the progress, by so many images
+
+
 @contextlib.contextmanager
 def alone(target: Path, console: Console) -> Iterator[None]:
     """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
-    wait = lambda: say(console, f"waiting for another process that prepares {target.name}")
+
+    def wait() -> None:
+        say(console, f"waiting for another process that prepares {target.name}")
+
     with owned(target.parent / f".{target.name}.lock", wait) as locked:
-        # Where files cannot be locked all processes decode, the first to finish wins, and each removes what
-        # is its own.
+        # Where files cannot be locked all processes decode, the first to finish wins, and each removes its
+        # own leftovers.
         for left in leftovers(target) if locked else ():
             shutil.rmtree(left, ignore_errors=True)
         yield
@@ -230,7 +246,7 @@ def alone(target: Path, console: Console) -> Iterator[None]:
 def _move(folder: Path, target: Path, force: bool) -> None:
     if force and target.exists():
         with temporary_folder(target) as old:
-            target.rename(old / "old")  # whoever has it mapped keeps it
+            target.rename(old / "old")  # a process that has it mapped keeps it
             os.replace(folder, target)
         return
     try:
@@ -241,62 +257,40 @@ def _move(folder: Path, target: Path, force: bool) -> None:
 
 
 def _write(
-    folder: Path,
-    listing: Listing,
-    geometry: Geometry,
-    facts: Mapping[str, object],
-    skip_corrupt: bool,
-    console: Console,
-) -> None:
+    folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
+) -> dict[str, Any]:
+    """Write all arrays to `folder`; what the manifest says of them."""
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:
         size = _common_size(listing, geometry, pool)
-        shapes = (size, size) if size else ((geometry.train,) * 2, (geometry.test,) * 2)
-        _check_space(folder, listing, shapes)
-        arrays, skipped = {}, []
-        for split, images, shape, fit in zip(
-            ("train", "test"), listing[2:], shapes, fits(geometry), strict=True
-        ):
-            attempt = partial(_attempt, fit=None if size else fit, shape=shape, skip_corrupt=skip_corrupt)
-            sizes = not size and (split == "train" or geometry.squash)
-            facts_of_split, left_out = _write_split(
-                folder, split, images, shape, sizes, pool, attempt, advance
-            )
-            arrays |= facts_of_split
-            skipped += left_out
-    _check_classes(
-        listing, [np.load(folder / f"y_{split}.npy") for split in ("train", "test")], "no readable"
-    )
-    manifest = {
+        work = _Work(folder, geometry, size, skip_corrupt, pool, advance)
+        _check_space(work, listing)
+        train, left_out = _write_split(work, "train", listing.train)
+        test, also = _write_split(work, "test", listing.test)
+    labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
+    _check_classes(listing, labels, "no readable")
+    arrays = train | test
+    return {
         "format": FORMAT,
         "library": fcljax.__version__,
         "pillow": PIL.__version__,
-        **facts,
         "geometry": geometry._asdict(),
         "stored": "as they are" if size else "resized",
-        "counts": {"train": arrays["y_train"]["shape"][0], "test": arrays["y_test"]["shape"][0]},
+        "counts": {"train": len(labels[0]), "test": len(labels[1])},
         "class_names": list(listing.class_names),
-        "skipped": skipped,
+        "skipped": left_out + also,
         "arrays": arrays,
         "digest": _digest({key: entry["sha256"] for key, entry in arrays.items()}),
     }
-    write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
-    if skipped:
-        say(
-            console,
-            f"{facts['name']}: skipped {len(skipped)} unreadable images, listed in manifest.json; "
-            f"{skipped[0]['reason']}",
-        )
 
 
 @contextlib.contextmanager
 def _progress(console: Console, count: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("decoding images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=count < _LONG or not console.is_terminal
-    ) as progress:
+    disable = count < _LONG or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         task = progress.add_task("", total=count)
-        yield lambda images: progress.advance(task, images)
+        yield partial(progress.advance, task)
 
 
 def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> None:
@@ -310,15 +304,21 @@ def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> Non
             )
 
 
-def _check_space(folder: Path, listing: Listing, shapes: Sequence[tuple[int, int]]) -> None:
+def _shape(work: _Work, split: str) -> tuple[int, int]:
+    """Height and width in which the images of a split are stored."""
+    side = work.geometry.train if split == "train" else work.geometry.test
+    return work.size or (side, side)
+
+
+def _check_space(work: _Work, listing: Listing) -> None:
     need = sum(
-        len(split.names) * height * width * 3
-        for split, (height, width) in zip(listing[2:], shapes, strict=True)
+        3 * len(images.names) * math.prod(_shape(work, split))
+        for split, images in (("train", listing.train), ("test", listing.test))
     )
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(work.folder).free
     if need > free:
         raise InputError(
-            f"data_dir: {str(folder.parent)!r} has {free / 1e9:.1f} GB left, "
+            f"data_dir: {str(work.folder.parent)!r} has {free / 1e9:.1f} GB left, "
             f"the prepared images need {need / 1e9:.1f} GB; choose another with --data-dir or FCLJAX_DATA"
         )
 
@@ -335,7 +335,7 @@ def _common_size(listing: Listing, geometry: Geometry, pool: Executor) -> tuple[
 
 
 def _sizes(split: Split, pool: Executor) -> Iterator[tuple[int, int]]:
-    for pictures, names in _fetched(split):
+    for pictures, names in _blocks_of(split):
         yield from filter(None, pool.map(_size, pictures, names))
 
 
@@ -343,21 +343,21 @@ def _size(picture: Picture, name: str) -> tuple[int, int] | None:
     try:
         return size_of(picture, name)
     except (InputError, OSError):
-        return None  # decoding will say so
+        return None  # decoding raises it again
 
 
-def _fetched(split: Split) -> Iterator[tuple[list[Picture], Sequence[str]]]:
+def _blocks_of(split: Split) -> Iterator[tuple[list[Picture], Sequence[str]]]:
     for start in range(0, len(split.names), _BLOCK):
-        rows = range(start, min(start + _BLOCK, len(split.names)))
-        yield split.fetch(rows), split.names[rows.start : rows.stop]
+        indices = range(start, min(start + _BLOCK, len(split.names)))
+        yield split.fetch(indices), split.names[indices.start : indices.stop]
 
 
-def _attempt(
-    picture: Picture, name: str, fit: Fit | None, shape: tuple[int, int], skip_corrupt: bool
-) -> Decoded | dict[str, str]:
+def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | dict[str, str]:
+    """An image as it is stored, or why it is skipped."""
+    fit = None if work.size else fits(work.geometry)[split == "test"]
     try:
         decoded = decode(picture, name, fit)
-        if decoded.pixels.shape[:2] != shape:
+        if decoded.pixels.shape[:2] != _shape(work, split):
             raise InputError(
                 f"dataset: {name!r} has {decoded.width}x{decoded.height} pixels, unlike the others"
             )
@@ -365,43 +365,35 @@ def _attempt(
     except OSError as error:  # of the file system, not of the image: never skipped
         raise InputError(f"dataset: {name!r} cannot be read ({error.strerror or error})") from error
     except InputError as error:
-        if not skip_corrupt:
+        if not work.skip_corrupt:
             raise
         return {"file": name, "reason": str(error).removeprefix("dataset: ")}
 
 
-def _write_split(
-    folder: Path,
-    split: str,
-    images: Split,
-    shape: tuple[int, int],
-    keep_sizes: bool,
-    pool: Executor,
-    attempt: Callable[[Picture, str], Decoded | dict[str, str]],
-    advance: Callable[[int], None],
-) -> tuple[dict[str, dict], list[dict]]:
-    path, sums, skipped, kept, sizes = folder / f"x_{split}.npy", hashlib.sha256(), [], [], []
+def _write_split(work: _Work, split: str, images: Split) -> tuple[dict[str, dict], list[dict]]:
+    """Write the arrays of a split; what the manifest says of each, and which images were skipped."""
+    shape, path, sums = _shape(work, split), work.folder / f"x_{split}.npy", hashlib.sha256()
+    kept, sizes, skipped, done = [], [], [], 0
     _allocate(path, (len(images.names), *shape, 3))
-    row = 0
-    for pictures, names in _fetched(images):
-        results = list(pool.map(attempt, pictures, names))
-        good = [result for result in results if isinstance(result, Decoded)]
-        skipped += [result for result in results if not isinstance(result, Decoded)]
-        pixels = np.stack([result.pixels for result in good]) if good else np.empty((0, *shape, 3), np.uint8)
+    for pictures, names in _blocks_of(images):
+        results = list(work.pool.map(partial(_decode, work, split), pictures, names))
+        good = [(done + i, x) for i, x in enumerate(results) if isinstance(x, Decoded)]
+        pixels = np.stack([x.pixels for _, x in good]) if good else np.empty((0, *shape, 3), np.uint8)
         # mapped anew, so that it does not fill up memory
         np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = pixels
         sums.update(pixels.data)
-        kept += [row + index for index, result in enumerate(results) if isinstance(result, Decoded)]
-        sizes += [(result.height, result.width) for result in good]
-        row += len(results)
-        advance(len(results))
-    if len(kept) < row:
+        skipped += [x for x in results if not isinstance(x, Decoded)]
+        kept += [index for index, _ in good]
+        sizes += [(x.height, x.width) for _, x in good]
+        done += len(results)
+        work.advance(len(results))
+    if len(kept) < done:
         _shorten(path, len(kept))
     facts = {f"x_{split}": _facts(path, _finish(sums, np.dtype(np.uint8), (len(kept), *shape, 3)))}
-    facts |= _save(folder, f"y_{split}", images.labels[kept])
-    return facts | (
-        _save(folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2)) if keep_sizes else {}
-    ), skipped
+    facts |= _save(work.folder, f"y_{split}", images.labels[kept])
+    if not work.size and (split == "train" or work.geometry.squash):
+        facts |= _save(work.folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2))
+    return facts, skipped
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> None:
@@ -416,11 +408,11 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> None:
                     raise
 
 
-def _shorten(path: Path, rows: int) -> None:
+def _shorten(path: Path, length: int) -> None:
     full, part = np.load(path, mmap_mode="r"), path.with_name(f"part_{path.name}")
-    target = np.lib.format.open_memmap(part, mode="w+", dtype=full.dtype, shape=(rows, *full.shape[1:]))
+    target = np.lib.format.open_memmap(part, mode="w+", dtype=full.dtype, shape=(length, *full.shape[1:]))
     start = 0
-    for block in _blocks(full[:rows]):
+    for block in _blocks(full[:length]):
         target[start : start + len(block)] = block
         start += len(block)
     os.replace(part, path)
@@ -455,10 +447,10 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
 
 
 def _note_times(target: Path, manifest: dict[str, Any]) -> None:
-    """Files that were copied have other times; once they are known to be whole, these are noted."""
+    """Note the times of copied files, once their content has been checked."""
     times = {key: (target / f"{key}.npy").stat().st_mtime_ns for key in manifest["arrays"]}
     if times == {key: facts.get("time") for key, facts in manifest["arrays"].items()}:
         return
     arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
-    with contextlib.suppress(OSError):  # of somebody else: then they are compared every time
+    with contextlib.suppress(OSError):  # a folder that cannot be written: its files are checked every time
         write_text(target / "manifest.json", json.dumps({**manifest, "arrays": arrays}, indent=1))

@@ -1,14 +1,13 @@
 """Data sets by name: two built in, published ones from official files or tensorflow-datasets, the user's own.
 
-Images of files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and
-built-in sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and whatever is wrong
-with a user's file is one line that names it.
+Image files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and built-in
+sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and an error in a user's file
+is one line that names it.
 """
 
 import hashlib
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,15 +16,17 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from rich.console import Console
 
+from fcljax.archives import read_npz
 from fcljax.data.files import download, listings, prepared
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.files.images import one_line
-from fcljax.data.files.listings import NAMED, Raw, same_classes
+from fcljax.data.files.image_folders import folder_of_classes
+from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
+from fcljax.data.files.raw import Choice, Raw, same_classes
 from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
-from fcljax.errors import InputError, nearest
+from fcljax.errors import InputError, nearest, reason
 from fcljax.files import check_folder, in_home, machine_memory
 from fcljax.terminal import say
 
@@ -43,6 +44,7 @@ DATASETS = {
     **{name: named.what for name, named in NAMED.items()},
 }
 
+_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 _KEPT = ("digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
@@ -73,87 +75,60 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
     )
 
 
-class _Options(NamedTuple):
-    geometry: Geometry
-    data: Path
-    class_list: str | None
-    skip_corrupt: bool
-    glyph_train: int
-    glyph_test: int
-    seed: int
-    console: Console
+class DataOptions(NamedTuple):
+    """How a data set is found and read. `Geometry` does not apply to `digits`, `glyphs` and `npz:PATH`, whose
+    images stay as they are."""
+
+    geometry: Geometry = Geometry()  # how images of many or of large sizes are brought to one
+    data_dir: str | Path | None = None  # folder of raw and prepared data, see `data_folder`
+    class_list: str | None = None  # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
+    skip_corrupt: bool = False  # leave out images that cannot be decoded
+    glyph_train: int = 200  # training images per class of `glyphs`
+    glyph_test: int = 50  # test images per class of `glyphs`
+    seed: int = 0  # of `glyphs`; all other splits are fixed
+    console: Console | None = None  # for progress and notes; None: standard error
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all data."""
+        return data_folder(self.data_dir)
+
+    def say(self, line: str) -> None:
+        """Print a note."""
+        say(self.console or Console(stderr=True), line)
 
 
-def load_dataset(
-    name: str,
-    *,
-    geometry: Geometry = Geometry(),  # noqa: B008
-    data_dir: str | Path | None = None,
-    class_list: str | None = None,
-    skip_corrupt: bool = False,
-    glyph_train: int = 200,
-    glyph_test: int = 50,
-    seed: int = 0,
-    verify: bool = False,
-    console: Console | None = None,
-) -> Dataset:
+def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool = False) -> Dataset:  # noqa: B008
     """The data set of that name, one of `DATASETS`. Nothing is downloaded.
 
     Args:
-      geometry: how images of many or of large sizes are brought to one. Those of `digits`, `glyphs` and
-        `npz:PATH` stay as they are.
-      data_dir: folder of raw and prepared data, see `data_folder`.
-      class_list: a text file with a WordNet id per line, for `imagenet100` and `imagenet200`.
-      skip_corrupt: leave out images that cannot be decoded.
-      glyph_train: training images per class of `glyphs`.
-      glyph_test: test images per class of `glyphs`.
-      seed: of `glyphs`. All other splits are fixed.
       verify: compare prepared images with their checksums even if their files have not been touched.
-      console: for the progress of decoding and for notes; standard error when None.
 
     Raises:
       InputError: for an unknown name, for data that are not there (with what to do about it), and for
         whatever is wrong with a file.
     """
-    console = console or Console(stderr=True)
-    options = _Options(
-        geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
-    )
-    return _loaded(name, options, verify)
+    if _kind(name, options) in _KEPT:
+        return _in_memory(name, options, verify)
+    return _dataset(name, _from_cache(name, options, full=verify))
 
 
-def prepare(
-    name: str,
-    *,
-    geometry: Geometry = Geometry(),  # noqa: B008
-    data_dir: str | Path | None = None,
-    class_list: str | None = None,
-    skip_corrupt: bool = False,
-    glyph_train: int = 200,
-    glyph_test: int = 50,
-    seed: int = 0,
-    console: Console | None = None,
-    force: bool = False,
-) -> PreparedInfo:
+def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False) -> PreparedInfo:  # noqa: B008
     """Make a data set ready for runs: download it if it is not there, decode it, check every byte.
 
     Args:
-      force: decode again, and replace what was prepared. For the others see `load_dataset`.
+      force: decode again, and replace what was prepared.
 
     Raises:
       InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files
         to put where instead.
     """
-    console = console or Console(stderr=True)
-    options = _Options(
-        geometry, data_folder(data_dir), class_list, skip_corrupt, glyph_train, glyph_test, seed, console
-    )
     if _kind(name, options) in _KEPT:
         dataset = _in_memory(name, options)
-        arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
         counts = len(dataset.y_train), len(dataset.y_test)
-        return PreparedInfo(None, counts, sum(array.nbytes for array in arrays), dataset.digest, ())
-    check_folder(options.data, "data_dir")
+        size = sum(getattr(dataset, key).nbytes for key in _ARRAYS)
+        return PreparedInfo(None, counts, size, dataset.digest, ())
+    check_folder(options.folder, "data_dir")
     return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
 
 
@@ -190,7 +165,7 @@ def _state(name: str, folder: Path) -> str:
     return "raw files found" if raw.route == "files" else "via tensorflow-datasets"
 
 
-def _kind(name: str, options: _Options) -> str:
+def _kind(name: str, options: DataOptions) -> str:
     kind, colon, path = name.partition(":")
     if kind in ("npz", "folder", "mix"):
         if not path:
@@ -207,27 +182,21 @@ def _kind(name: str, options: _Options) -> str:
     return kind
 
 
-def _loaded(name: str, options: _Options, full: bool = False) -> Dataset:
-    if _kind(name, options) in _KEPT:
-        return _in_memory(name, options, full)
-    return _dataset(name, _from_cache(name, options, full=full))
-
-
 def _path(name: str) -> Path:
     return in_home(name.partition(":")[2], "dataset")
 
 
-def _in_memory(name: str, options: _Options, full: bool = False) -> Dataset:
+def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
     if name == "digits":
         dataset = _digits()
     elif name == "glyphs":
         dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
     elif name.startswith("mix:"):
         sources = name.removeprefix("mix:").split("+")
-        return mixed(name, [_loaded(source, options, full) for source in sources])
+        return mixed(name, [load_dataset(source, options, full) for source in sources])
     else:
         dataset = _npz(name, _path(name))
-    arrays = {key: getattr(dataset, key) for key in ("x_train", "y_train", "x_test", "y_test")}
+    arrays = {key: getattr(dataset, key) for key in _ARRAYS}
     return dataset._replace(digest=prepared.digest(arrays))
 
 
@@ -247,16 +216,16 @@ def _dataset(name: str, data: Prepared) -> Dataset:
 
 
 def _from_cache(
-    name: str, options: _Options, *, force: bool = False, full: bool = False, may_download: bool = False
+    name: str, options: DataOptions, *, force: bool = False, full: bool = False, may_download: bool = False
 ) -> Prepared:
     choice = listings.class_list(options.class_list) if options.class_list else None
-    raw = _find(name, options.data, choice)
+    raw = _find(name, options.folder, choice)
     target = None if raw or force else _prepared_without_raw(name, options, choice)
     if raw is None and target is None:
         if not may_download:
-            raise InputError(f"dataset: {name!r} is not here; {listings.how_to_get(name, options.data)}")
+            raise InputError(f"dataset: {name!r} is not here; {listings.how_to_get(name, options.folder)}")
         _download(name, options)
-        raw = _find(name, options.data, choice)
+        raw = _find(name, options.folder, choice)
     if raw:
         target, fresh = _built(name, raw, options, choice, force)
         full = full and not fresh
@@ -271,33 +240,33 @@ def _from_cache(
     return data
 
 
-def _download(name: str, options: _Options) -> None:
-    instead = listings.what_to_put(name, options.data)
+def _download(name: str, options: DataOptions) -> None:
+    instead = listings.what_to_put(name, options.folder)
     if name not in download.OFFICIAL:
         raise InputError(f"dataset: {name!r} is not here and cannot be downloaded; {instead}")
-    download.fetch(name, download.OFFICIAL[name], options.data, instead=instead, console=options.console)
+    download.fetch(name, download.OFFICIAL[name], options.folder, instead=instead, console=options.console)
 
 
-def _find(name: str, folder: Path, choice: listings.Choice) -> Raw | None:
-    return listings.find(name, folder, choice) if name in NAMED else listings.folder_of_classes(_path(name))
+def _find(name: str, folder: Path, choice: Choice) -> Raw | None:
+    return listings.find(name, folder, choice) if name in NAMED else folder_of_classes(_path(name))
 
 
-def _built(name: str, raw: Raw, options: _Options, choice: listings.Choice, force: bool) -> tuple[Path, bool]:
+def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
     """Where the raw data lie prepared, once they do, and whether that is only since now."""
     kind, _, path = name.partition(":")
     label = f"{kind}-{re.sub(r'[^A-Za-z0-9_]+', '_', Path(path).name)[:40]}" if path else name
     scan = raw.scan()
-    target = prepared.place(options.data / "prepared", label, kind, scan.fingerprint, options.geometry)
+    target = prepared.place(options.folder / "prepared", label, kind, scan.fingerprint, options.geometry)
     fresh = force or not target.exists()
     if fresh:
-        say(options.console, f"preparing {name} from {raw.where}, once")
+        options.say(f"preparing {name} from {raw.where}, once")
         listing = scan.listing()
         count, official = (
             len(listing.train.names) + len(listing.test.names),
             NAMED[name].images if name in NAMED else None,
         )
         if official and count != official:
-            say(options.console, f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
+            options.say(f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
         facts = {
             "name": name,
             "class_list": choice,
@@ -328,12 +297,12 @@ def _manifests(folder: Path, name: str) -> list[tuple[Path, dict]]:
     return found
 
 
-def _prepared_without_raw(name: str, options: _Options, choice: listings.Choice) -> Path | None:
+def _prepared_without_raw(name: str, options: DataOptions, choice: Choice) -> Path | None:
     """The prepared data set whose raw data are gone, or were never on this machine."""
     wanted = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
     targets = [
         target
-        for target, facts in _manifests(options.data, name)
+        for target, facts in _manifests(options.folder, name)
         if {key: facts.get(key) for key in wanted} == wanted
     ]
     if len(targets) > 1:
@@ -363,8 +332,8 @@ def _enlarge(gray: UInt8[np.ndarray, "H W"]) -> UInt8[np.ndarray, "S S 3"]:
 def _stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
     chosen = np.zeros(len(labels), bool)
     for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        chosen[rows[: round(share * len(rows))]] = True
+        members = rng.permutation(np.flatnonzero(labels == label))
+        chosen[members[: round(share * len(members))]] = True
     return chosen
 
 
@@ -378,24 +347,13 @@ def _glyphs(train: int, test: int, seed: int) -> Dataset:
 
 
 def _npz(name: str, path: Path) -> Dataset:
-    if not path.is_file():
-        raise InputError(f"dataset: no such file: {str(path)!r}")
-    arrays = _read_npz(path, ("x_train", "y_train", "x_test", "y_test"))
-    x_train, x_test = (_checked_images(path, key, arrays[key]) for key in ("x_train", "x_test"))
-    y_train, y_test = (_checked_labels(path, key, arrays[key]) for key in ("y_train", "y_test"))
-    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise InputError(
-                f"dataset: {str(path)!r}: x_{split} has {len(x)} rows but y_{split} has {len(y)}; "
-                "they must match"
-            )
+    (x_train, y_train), (x_test, y_test), named = _read_npz(path, ("train", "test"), "dataset")
     if x_train.shape[1:] != x_test.shape[1:]:
         sides = f"x_train are {_sides(x_train)} but of x_test {_sides(x_test)}"
         raise InputError(f"dataset: {str(path)!r}: images of {sides}; make them equal")
     classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    names = _class_names(path, arrays.get("class_names"), classes)
-    return Dataset(name, x_train, y_train, x_test, y_test, names)
+    return Dataset(name, x_train, y_train, x_test, y_test, _class_names(path, named, classes))
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
@@ -403,7 +361,7 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
     the other split is one black image.
 
     Args:
-      name: of the data set that it is a part of, which says whether crops keep its classes.
+      name: of the data set that it is a part of, which decides whether crops keep its classes.
       path: of the file.
       split: "train" or "test".
       class_names: of all classes; None: those of the file, else the numbers up to its largest label.
@@ -412,22 +370,18 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
       InputError: naming what is wrong with the file.
     """
     path = in_home(path, "data")
-    if not path.is_file():
-        raise InputError(f"data: no such file: {str(path)!r}")
-    keys = (f"x_{split}", f"y_{split}")
-    arrays = _read_npz(path, keys)
-    x, y = _checked_images(path, keys[0], arrays[keys[0]]), _checked_labels(path, keys[1], arrays[keys[1]])
-    if len(x) != len(y):
-        raise InputError(f"data: {str(path)!r}: {keys[0]} has {len(x)} rows but {keys[1]} has {len(y)}")
-    named, most = arrays.get("class_names"), int(y.max())
+    (x, y), named = _read_npz(path, (split,), "data")
+    largest = int(y.max())
     if class_names is None:
-        count = most + 1 if named is None else max(most + 1, len(named))
+        count = largest + 1 if named is None else max(largest + 1, len(named))
         class_names = _class_names(path, named, list(range(count)))
-    if most >= len(class_names):
-        raise InputError(f"data: {str(path)!r}: {keys[1]} holds label {most} of {len(class_names)} classes")
+    if largest >= len(class_names):
+        raise InputError(
+            f"data: {str(path)!r}: y_{split} holds label {largest} of {len(class_names)} classes"
+        )
     black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
     arrays = (x, y, *black) if split == "train" else (*black, x, y)
-    digest = prepared.digest(dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays, strict=True)))
+    digest = prepared.digest(dict(zip(_ARRAYS, arrays, strict=True)))
     return Dataset(name, *arrays, class_names, suggests_crops(name), digest=digest)
 
 
@@ -448,40 +402,34 @@ def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tu
     return tuple(str(names[label]) for label in classes)
 
 
-def _read_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _read_npz(path: Path, splits: tuple[str, ...], field: str) -> tuple:
+    """Images and labels of each split, and class_names or None; `field` is for messages."""
+    if not path.is_file():
+        raise InputError(f"{field}: no such file: {str(path)!r}")
+    keys = [f"{kind}_{split}" for split in splits for kind in "xy"]
     try:
-        with zipfile.ZipFile(path) as archive:  # np.load would take a .npy or a pickle for what it is not
-            for member in archive.namelist():
-                if download.leads_out(member):
-                    raise InputError(
-                        f"dataset: {str(path)!r} holds a file named {member!r}, which leads out of it; "
-                        "save it again"
-                    )
-            size = sum(info.file_size for info in archive.infolist())
-            if size > machine_memory() // 2:
-                raise InputError(
-                    f"dataset: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; the limit is half of "
-                    f"the machine's memory, {machine_memory() / 2**31:.1f} GiB"
-                )
-            present = {member.removesuffix(".npy") for member in archive.namelist()}
-        missing = [key for key in keys if key not in present]
-        if missing:
-            raise InputError(
-                f"dataset: {str(path)!r} has no array {missing[0]!r}; it needs {', '.join(keys)}"
-            )
-        with np.load(path, allow_pickle=False) as arrays:
-            return {key: np.asarray(arrays[key]) for key in (*keys, "class_names") if key in present}
-    except InputError:
-        raise
+        arrays = read_npz(path, machine_memory() // 2, (*keys, "class_names"))
     # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
     except Exception as error:
         if "Object arrays" in str(error):
             raise InputError(
                 f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"
             ) from error
-        raise InputError(
-            f"dataset: {str(path)!r} is damaged or not a .npz file ({one_line(error)})"
-        ) from error
+        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
+    for key in keys:
+        if key not in arrays:
+            raise InputError(f"dataset: {str(path)!r} has no array {key!r}; it needs {', '.join(keys)}")
+    read = []
+    for split in splits:
+        x = _checked_images(path, f"x_{split}", arrays[f"x_{split}"])
+        y = _checked_labels(path, f"y_{split}", arrays[f"y_{split}"])
+        if len(x) != len(y):
+            raise InputError(
+                f"{field}: {str(path)!r}: x_{split} has {len(x)} examples but y_{split} has {len(y)}; "
+                "they must match"
+            )
+        read.append((x, y))
+    return *read, arrays.get("class_names")
 
 
 def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:

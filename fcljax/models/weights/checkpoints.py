@@ -1,18 +1,16 @@
-"""Files of weights as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, the Hugging Face hub's.
+"""Files of weights as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, and the Hugging Face hub.
 
-Nothing that a file says is executed. safetensors and npz hold no code; a torch file is a pickle, so its
-opcodes are read first, without running them, and then a reader that knows tensors and plain containers does
-the rest (`torch_zip.py`); files before torch 1.6 are no zips and need torch's own weights-only loader
+No code in a file is ever executed. safetensors and npz hold none; a torch file is a pickle, so its opcodes
+are checked first, without running them, and then read by a reader that knows only tensors and plain
+containers (`torch_zip.py`). Files before torch 1.6 are no zips and need torch's own weights-only loader
 (`fcljax[torch]`).
 """
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import io
 import json
-import math
 import os
 import pickle
 import pickletools
@@ -29,7 +27,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from fcljax.errors import InputError
+from fcljax.archives import check_members, read_npz, sha256
+from fcljax.errors import InputError, reason
 from fcljax.models.weights.torch_zip import named, read_torch_zip
 
 TORCH = (".pth", ".pt", ".bin")
@@ -53,7 +52,7 @@ _TYPES = {
     "BOOL": np.bool_,
 }
 
-# What the pickles of state dicts, optimisers and numpy scalars name; none of it acts on anything outside.
+# Names in the pickles of state dicts, optimisers and numpy scalars; none of them has any effect outside.
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
@@ -75,19 +74,14 @@ _DAMAGE += (
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds.
+    """The content of a file."""
 
-    tensors: arrays by dotted name, some of them views of the file. metadata: what a safetensors file says of
-    itself. digest: the file's sha256. source: the file's name without folders, or its place on the hub.
-    config, preprocessor: the config.json and preprocessor_config.json beside it, or {}.
-    """
-
-    tensors: dict[str, np.ndarray]
-    metadata: dict[str, str]
-    digest: str
-    source: str
-    config: dict[str, Any]
-    preprocessor: dict[str, Any]
+    tensors: dict[str, np.ndarray]  # by dotted name, some of them views of the file
+    metadata: dict[str, str]  # of a safetensors file
+    digest: str  # the file's sha256
+    source: str  # the file's name without folders, or its address on the hub
+    config: dict[str, Any]  # the config.json beside it, or {}
+    preprocessor: dict[str, Any]  # the preprocessor_config.json beside it, or {}
 
 
 def read(checkpoint: str | Path) -> Checkpoint:
@@ -121,30 +115,25 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
-        return (_read_npz if path.suffix == ".npz" else _read_torch)(path), {}
+        return read_npz(path, ZIP_LIMIT) if path.suffix == ".npz" else _read_torch(path), {}
     except InputError:
         raise
     except _DAMAGE as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"checkpoint: {str(path)!r} is damaged or not what its name says: {why}") from None
-
-
-def sha256(path: Path) -> str:
-    """The hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise InputError(
+            f"checkpoint: {str(path)!r} is damaged or not what its name says: {reason(error)}"
+        ) from None
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """The dotted names that a pickle would import, found by reading its opcodes, not by running them.
+    """The dotted names that a pickle would import, from its opcodes, which are not run.
 
-    "?" stands for a name that is put together in a way which opcodes alone do not show.
+    "?" stands for a name that opcodes alone do not show.
 
     Raises:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    # what was pushed, None for anything but text: STACK_GLOBAL takes the last two
+    # the stack, None for anything but text: STACK_GLOBAL takes the last two
     strings: list[str | None] = []
     memo: dict[int, str | None] = {}
     # pyrefly: ignore[bad-argument-type]  # what is read in bytes will do
@@ -185,7 +174,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"checkpoint: {str(path)!r} is no JSON: {' '.join(str(error).split())}") from None
+        raise InputError(f"checkpoint: {str(path)!r} is no JSON: {reason(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"checkpoint: {str(path)!r} holds no JSON object")
     return values
@@ -205,44 +194,6 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
         begin, end = (start + offset for offset in entry["data_offsets"])
         tensors[name] = np.asarray(data[begin:end]).view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors, metadata
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with zipfile.ZipFile(path) as archive:
-        _check_members(path, archive)
-    # Our own handle: np.load leaves its open when the archive is damaged, and takes a bare .npy of this name.
-    with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-        return {name: _array(file, name) for name in file.files}
-
-
-def _array(file: Any, name: str) -> np.ndarray:
-    """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
-    member = name if name in file.zip.namelist() else f"{name}.npy"
-    with file.zip.open(member) as stream:
-        version = np.lib.format.read_magic(stream)
-        header = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
-        shape, _, kind = header(stream)
-    if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
-        raise ValueError(f"{name} is cut off")
-    return file[name]
-
-
-def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    members = archive.infolist()
-    for member in members:
-        name = member.filename.replace("\\", "/")
-        if name.startswith("/") or ".." in PurePosixPath(name).parts or re.match("[A-Za-z]:", name):
-            raise InputError(
-                f"checkpoint: {str(path)!r} has a member outside the archive: {member.filename!r}"
-            )
-    size = sum(member.file_size for member in members)
-    if size > ZIP_LIMIT:
-        raise InputError(
-            f"checkpoint: {str(path)!r} would unpack to {size / 2**30:.1f} GiB; "
-            f"the limit is {ZIP_LIMIT >> 30} GiB"
-        )
 
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
@@ -281,7 +232,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
-        _check_members(path, archive)
+        check_members(archive, ZIP_LIMIT)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         if not any(PurePosixPath(name).name == "data.pkl" for name in pickles):
             raise ValueError("it has no data.pkl")
@@ -308,7 +259,7 @@ def _legacy_imports(path: Path) -> list[str]:
 
 
 def _plumbing() -> list[object]:
-    """What the loader may build beside tensors: settings and learning rates of DINO, iBOT and MAE."""
+    """What the loader may build besides tensors: settings and learning rates of DINO, iBOT and MAE."""
     import _codecs
 
     scalar = np._core.multiarray.scalar
@@ -390,8 +341,9 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
         return None
     except Exception as error:  # what the transport raises differs from version to version of the library
         _remove(_cached(cache, repository) - before)
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {why}") from None
+        raise InputError(
+            f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {reason(error)}"
+        ) from None
     blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(path) != blob.name:
         _remove(_cached(cache, repository) - before | {path, blob})

@@ -1,44 +1,42 @@
-"""Whose names tensors carry, the architecture that their shapes tell, the way to our own names and layouts.
+"""From the names and shapes of a file's tensors to a Vision Transformer under our own names and layouts.
 
-A network is a stack: something that embeds, a learned token, positions, blocks, a norm and something that
-comes out. That holds for the encoder (patches, class token, head) and for the decoder of a masked autoencoder
-(latents, mask token, pixels), so one table of names describes either. Linear weights are [in, out] here,
-[out, in] in torch, and split by heads in Google's files.
+A network is a stack: an embedding, a learned token, positions, blocks, a norm and an output. That holds for
+the encoder (patches, class token, head) and for the decoder of a masked autoencoder (latents, mask token,
+pixels), so one table of names describes either. Kernels are [in, out] here, [out, in] in torch, and split by
+heads in Google's files.
 """
 
 import dataclasses
 import math
 import re
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fcljax.errors import InputError, choose
-from fcljax.models.mae import DecoderConfig
+from fcljax.models.mae import DecoderConfig, decoder_shapes
 from fcljax.models.shapes import VITS
-from fcljax.models.vit import ViTConfig
+from fcljax.models.vit import ViTConfig, parameter_shapes
 from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]
 
 
 class Naming(NamedTuple):
-    """How one kind of file names a stack.
-
-    Names of modules lack the leaf (kernel or scale, and bias); token and pos are whole names.
-    """
+    """How one kind of file names a stack. Names of modules lack the leaf (kernel or scale, and bias)."""
 
     mapping: str
     layout: Literal["ours", "torch", "google"]
     embed: str
-    token: str
-    pos: str
+    token: str  # a whole name
+    pos: str  # a whole name
     norm: str
     out: str
     block: str  # prefix of block %d
-    modules: dict[str, tuple[str, ...]]  # ours -> theirs; several are joined into one of ours
+    modules: Mapping[str, tuple[str, ...]]  # ours -> theirs; several are joined into one of ours
 
 
 class Facts(NamedTuple):
@@ -48,53 +46,55 @@ class Facts(NamedTuple):
     decoder_heads: int | None = None
 
 
-class Network(NamedTuple):
-    """A network under our names and in our layouts, float32 numpy arrays, some of them views.
+class Interpreted(NamedTuple):
+    """A network under our names and in our layouts, float32 numpy arrays, some of them views."""
 
-    config: its image size is the file's. fused: whether q, k and v were one tensor. part: "teacher",
-    "student" or None. torch_training: whether the file looks as DINO, iBOT, MAE and DeiT write theirs, which
-    normalise pixels by ImageNet's constants.
-    """
-
-    config: ViTConfig
+    config: ViTConfig  # at the file's image size
     params: PyTree
     head: PyTree | None
     decoder: tuple[DecoderConfig, PyTree] | None
     mapping: str
-    fused: bool
-    part: str | None
+    fused: bool  # whether q, k and v were one tensor
+    part: str | None  # "teacher" or "student"
+    # whether it looks like the files of DINO, iBOT, MAE and DeiT, which normalise by ImageNet's constants
     torch_training: bool
     notes: tuple[str, ...]
 
 
 def _modules(norm1: str, qkv: str, proj: str, norm2: str, fc1: str, fc2: str) -> dict[str, tuple[str, ...]]:
-    theirs = (norm1, qkv, proj, norm2, fc1, fc2)
-    return dict(
-        zip(
-            ("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2"),
-            (tuple(x.split()) for x in theirs),
-            strict=True,
-        )
-    )
+    ours = ("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
+    return {
+        name: tuple(theirs.split())
+        for name, theirs in zip(ours, (norm1, qkv, proj, norm2, fc1, fc2), strict=True)
+    }
 
 
 _OURS = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
 _TIMM = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
-_QKV = " ".join(f"attention.attention.{part}" for part in ("query", "key", "value"))
 _HF4 = _modules(
     "layernorm_before",
-    _QKV,
+    " ".join(f"attention.attention.{part}" for part in ("query", "key", "value")),
     "attention.output.dense",
     "layernorm_after",
     "intermediate.dense",
     "output.dense",
 )
-_QKV = "attention.q_proj attention.k_proj attention.v_proj"
-_HF5 = _modules("layernorm_before", _QKV, "attention.o_proj", "layernorm_after", "mlp.fc1", "mlp.fc2")
+_HF5 = _modules(
+    "layernorm_before",
+    "attention.q_proj attention.k_proj attention.v_proj",
+    "attention.o_proj",
+    "layernorm_after",
+    "mlp.fc1",
+    "mlp.fc2",
+)
 _MHA = "MultiHeadDotProductAttention_1/"
-_QKV = " ".join(f"{_MHA}{part}" for part in ("query", "key", "value"))
 _GOOGLE = _modules(
-    "LayerNorm_0", _QKV, f"{_MHA}out", "LayerNorm_2", "MlpBlock_3/Dense_0", "MlpBlock_3/Dense_1"
+    "LayerNorm_0",
+    " ".join(f"{_MHA}{part}" for part in ("query", "key", "value")),
+    f"{_MHA}out",
+    "LayerNorm_2",
+    "MlpBlock_3/Dense_0",
+    "MlpBlock_3/Dense_1",
 )
 
 _HF = (
@@ -105,13 +105,12 @@ _HF = (
     "classifier",
 )
 _BIG = ("embedding", "cls", "Transformer/posembed_input/pos_embedding", "Transformer/encoder_norm", "head")
+_PATCHES = ("patch_embed.proj", "cls_token", "pos_embed", "norm", "head")
 _FCLJAX = ("decoder.embed", "decoder.mask", "decoder.pos", "decoder.norm", "decoder.predict")
 _MAE = ("decoder_embed", "mask_token", "decoder_pos_embed", "decoder_norm", "decoder_pred")
 ENCODERS = (
     Naming("fcljax", "ours", "patch", "cls", "pos", "norm", "head", "block_%02d.", _OURS),
-    Naming(
-        "timm", "torch", "patch_embed.proj", "cls_token", "pos_embed", "norm", "head", "blocks.%d.", _TIMM
-    ),
+    Naming("timm", "torch", *_PATCHES, "blocks.%d.", _TIMM),
     Naming("huggingface", "torch", *_HF, "encoder.layer.%d.", _HF4),
     Naming("huggingface", "torch", *_HF, "layers.%d.", _HF5),
     Naming("google", "google", *_BIG, "Transformer/encoderblock_%d/", _GOOGLE),
@@ -127,9 +126,10 @@ _OUR_ENCODER = ENCODERS[0]
 _OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
 
 _WRAPPERS = {"model", "state_dict", "teacher", "student", "module", "backbone", "encoder", "vit", "_orig_mod"}
-_NETWORK = {"backbone", "encoder", "vit"}  # wrappers beside which heads and decoders lie
+_NETWORK = {"backbone", "encoder", "vit"}  # wrappers beside which heads and decoders are
 _ROLES = {"teacher", "student"}
-# What lies beside a backbone in the checkpoint of a training, by how a note calls it.
+_TRAINING = {"teacher", "student", "model", "state_dict", "backbone"}  # wrappers in checkpoints of a training
+# Other content of a training's checkpoint, by its name in notes.
 _IGNORED = {
     "teacher": r"teacher\..*",
     "student": r"student\..*",
@@ -146,45 +146,24 @@ _IGNORED = {
 
 
 class _Found(NamedTuple):
-    """A network's tensors under a naming, by names without wrappers and without what is ignored.
-
-    wrappers: those of the network. ignored: keys of _IGNORED.
-    """
+    """A network's tensors under a naming, by names without wrappers and without ignored content."""
 
     naming: Naming
     tensors: Tensors
     wrappers: frozenset[str]
-    ignored: tuple[str, ...]
-
-
-class _Stack(NamedTuple):
-    """Sizes of a stack. inputs: channels that are embedded. outputs: channels that come out, if any do."""
-
-    inputs: int
-    width: int
-    depth: int
-    heads: int
-    mlp: int
-    tokens: int
-    outputs: int | None
-    final_norm: bool
-    patch: int | None  # side of the patches where the embedding is a convolution over them
+    ignored: tuple[str, ...]  # keys of _IGNORED
 
 
 class _Recipe(NamedTuple):
-    """How one tensor of ours comes about from theirs.
-
-    Each of `names` has the shape `theirs`; its axes are reversed as torch has them or not, then it is
-    reshaped to `ours`, and all are joined on the last axis.
-    """
+    """How one tensor of ours is made of theirs, which are joined on the last axis."""
 
     names: tuple[str, ...]
-    theirs: tuple[int, ...]
-    ours: tuple[int, ...]
-    reverse: bool
+    theirs: tuple[int, ...]  # the shape of each
+    ours: tuple[int, ...]  # the shape that it gets
+    reverse: bool  # whether its axes are reversed first
 
 
-def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Network:
+def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Interpreted:
     """Find the network in `tensors`, check it tensor by tensor, and bring it to our names and layouts.
 
     Args:
@@ -194,28 +173,24 @@ def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Ne
       part: "teacher" or "student", for files that hold both.
 
     Raises:
-      InputError: if there is no ViT, or one of a kind that we do not model, or tensors are missing,
+      InputError: if there is no ViT, or one of a kind that is not supported, or tensors are missing,
         unexpected, misshaped or not finite.
     """
     found = _find(tensors, choose("part", part, sorted(_ROLES)))
     naming = found.naming
     _refuse_other_networks(naming, found.tensors)
     config, assumed = _architecture(naming, found.tensors, name, facts)
-    encoder = _recipes(naming, _OUR_ENCODER, _encoder_stack(config, _outputs(naming, found.tensors)))
-    decoder = _decoder(found, config, facts)
-    wanted = [recipe for recipes in (encoder, decoder[2] if decoder else {}) for recipe in recipes.values()]
-    _check(
-        found.tensors,
-        {theirs: recipe.theirs for recipe in wanted for theirs in recipe.names},
-        name or _describe(config),
-    )
-    params = _build(found.tensors, encoder)
+    shapes, outputs = _shapes(parameter_shapes(dataclasses.replace(config, depth=1))), _outputs(found)
+    if outputs is not None:
+        shapes |= {"head.kernel": (config.width, outputs), "head.bias": (outputs,)}
+    recipes = _recipes(naming, _OUR_ENCODER, shapes, config)
+    decoder = _decoder(found, config, facts) if _has_decoder(found.tensors) else None
+    wanted = recipes | {f"decoder {key}": each for key, each in (decoder[2] if decoder else {}).items()}
+    check(found.tensors, _their_shapes(wanted), name or _describe(config))
+    params = _build(found.tensors, recipes)
     head = params.pop("head", None)
-    training = decoder is not None or bool(
-        found.wrappers & {"teacher", "student", "model", "state_dict", "backbone"}
-    )
-    training = training or not {"mask_token", "masked_embed", "centers of the loss"}.isdisjoint(found.ignored)
-    return Network(
+    trained = {"mask_token", "masked_embed", "centers of the loss"} & set(found.ignored)
+    return Interpreted(
         config,
         params,
         head,
@@ -223,7 +198,7 @@ def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Ne
         "mae" if decoder and naming.mapping == "timm" else naming.mapping,
         fused=len(naming.modules["attn.qkv"]) == 1,
         part=next(iter(_ROLES & found.wrappers), None),
-        torch_training=naming.layout == "torch" and training,
+        torch_training=naming.layout == "torch" and bool(decoder or found.wrappers & _TRAINING or trained),
         notes=(*_notes(found, config, head), *assumed, *(decoder[1] if decoder else ())),
     )
 
@@ -234,7 +209,7 @@ def is_decoder(tensors: Tensors) -> bool:
 
 
 def interpret_decoder(tensors: Tensors, facts: Facts) -> tuple[DecoderConfig, PyTree, list[str]]:
-    """A decoder that comes without its encoder: static shape, parameters, what had to be assumed.
+    """A decoder that comes without its encoder: static shape, parameters, assumptions.
 
     Args:
       tensors: for which `is_decoder` holds.
@@ -244,18 +219,16 @@ def interpret_decoder(tensors: Tensors, facts: Facts) -> tuple[DecoderConfig, Py
       InputError: if tensors are missing, unexpected, misshaped or not finite.
     """
     naming = DECODERS[0]
-    patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
+    patch = math.isqrt((_outputs(_Found(naming, tensors, frozenset(), ())) or 3) // 3)
     width = _extent(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
-    encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)  # what its decoder tells of it
-    found = _Found(ENCODERS[0], tensors, frozenset(), ())
-    config, notes, recipes = _decoder_of(found, encoder, facts)
-    wanted = {theirs: recipe.theirs for recipe in recipes.values() for theirs in recipe.names}
-    _check(tensors, wanted, "a decoder")
+    encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)  # as far as its decoder tells
+    config, notes, recipes = _decoder(_Found(ENCODERS[0], tensors, frozenset(), ()), encoder, facts)
+    check(tensors, _their_shapes(recipes), "a decoder")
     return config, _build(tensors, recipes), notes
 
 
 def headless(head: PyTree) -> str:
-    """What a user is told of a head that is left out."""
+    """The note on a head that is left out."""
     return f"the classification head of {head['bias'].size} classes is no part of the backbone"
 
 
@@ -278,7 +251,7 @@ def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
 
 
 def _find(tensors: Tensors, part: str) -> _Found:
-    """The network's tensors without the wrappers around their names, and what lies beside them."""
+    """The network's tensors without the wrappers around their names, and the labels of ignored content."""
     prefix, naming = _prefix(tensors, part)
     wrappers = prefix.split(".")[:-1]
     outer = ".".join([*wrappers[:-1], ""]) if wrappers and wrappers[-1] in _NETWORK else prefix
@@ -288,22 +261,23 @@ def _find(tensors: Tensors, part: str) -> _Found:
         if naming.layout == "torch":
             short = re.sub(r"^decoder\.(?=decoder_|mask_token$)", "", short)
         named[key if short in named else short] = value
-    ignored = {key: label for key in named for label, names in _IGNORED.items() if re.fullmatch(names, key)}
-    if naming.layout == "ours":
-        ignored = {}
+    ignored = {}
+    if naming.layout != "ours":
+        ignored = {
+            key: label for key in named for label, names in _IGNORED.items() if re.fullmatch(names, key)
+        }
     if _has_decoder(named):
         ignored.pop("mask_token", None)
     if "pre_logits" in ignored.values():
-        ignored |= {
-            key: "classification head" for key in named if key.startswith(f"{naming.out}{_dot(naming)}")
-        }
+        head = f"{naming.out}{_dot(naming)}"
+        ignored |= {key: "classification head" for key in named if key.startswith(head)}
     kept = {key: value for key, value in named.items() if key not in ignored}
     labels = tuple(label for label in [*_IGNORED, "classification head"] if label in ignored.values())
     return _Found(_variant(ENCODERS, naming, kept), kept, frozenset(wrappers), labels)
 
 
 def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
-    """What stands before the names of the one network to take, and how that is named."""
+    """The prefix of the names of the one network to take, and its naming."""
     anchors = {_leaf(naming, naming.embed, "kernel"): naming for naming in reversed(ENCODERS)}
     at = {
         key.removesuffix(anchor): naming
@@ -313,9 +287,9 @@ def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
     }
     if not at:
         wanted = ", ".join(f"{anchor} ({naming.mapping})" for anchor, naming in reversed(anchors.items()))
-        held = ", ".join(list(tensors)[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
         raise InputError(
-            f"checkpoint: no Vision Transformer in it: none of {wanted}; it holds: {held or 'no tensors'}"
+            f"checkpoint: no Vision Transformer in it: none of {wanted}; "
+            f"it holds: {_listed(list(tensors)) or 'no tensors'}"
         )
     known = {prefix: naming for prefix, naming in at.items() if set(prefix.split(".")[:-1]) <= _WRAPPERS}
     roles = {role: [prefix for prefix in known if role in prefix.split(".")] for role in sorted(_ROLES)}
@@ -326,10 +300,10 @@ def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
             )
         known = {prefix: known[prefix] for prefix in roles[part]}
     if len(known) != 1:
-        places = ", ".join(repr(prefix) for prefix in known or at)
+        prefixes = ", ".join(repr(prefix) for prefix in known or at)
         problem = "several networks, under" if known else "a network under a wrapper of another kind:"
         raise InputError(
-            f"checkpoint: it holds {problem} {places}; "
+            f"checkpoint: it holds {problem} {prefixes}; "
             f"give a file of one network, bare or under {', '.join(sorted(_WRAPPERS))}"
         )
     return next(iter(known.items()))
@@ -350,14 +324,12 @@ def _has_decoder(tensors: Tensors) -> bool:
 
 
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
-    """What would load tensor by tensor, or nearly, and yet be another network."""
-    if any(
-        re.match(r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier", key)
-        for key in tensors
-    ):
+    """Refuse networks whose tensors would load, or nearly, and that compute something else."""
+    second = r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier"
+    if any(re.match(second, key) for key in tensors):
         raise InputError(
             "checkpoint: a distilled network has a second token beside the class token, "
-            "which is not modelled here"
+            "which is not supported here"
         )
     if any(key.startswith("fc_norm") for key in tensors):
         raise InputError(
@@ -376,18 +348,18 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
 def _architecture(
     naming: Naming, tensors: Tensors, name: str | None, facts: Facts
 ) -> tuple[ViTConfig, list[str]]:
-    """The static shape that the tensors tell, or that of `name`, and what had to be assumed."""
+    """The static shape of the tensors, or that of `name`, and what had to be assumed."""
     patch, width = _patches(naming, tensors)
     grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
-    depth, mlp = _blocks(naming, tensors) or 1, _mlp(naming, tensors, width)
+    depth, mlp = _blocks(naming, tensors), _mlp(naming, tensors, width)
     config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
-    told = _extent(
-        tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['attn.qkv'][0]}", "kernel"), 1, None
-    )
-    told = told if naming.layout == "google" else None
-    if told and facts.heads and told != facts.heads:
-        raise InputError(f"heads: {facts.heads} asked for, but the checkpoint has {told}")
-    heads = facts.heads or told
+    has = None
+    if naming.layout == "google":
+        query = f"{naming.block % 0}{naming.modules['attn.qkv'][0]}"
+        has = _extent(tensors, _leaf(naming, query, "kernel"), 1, None)
+    if has and facts.heads and has != facts.heads:
+        raise InputError(f"heads: {facts.heads} asked for, but the checkpoint has {has}")
+    heads = facts.heads or has
     if name is not None:
         if heads not in (None, VITS[name].heads):
             raise InputError(
@@ -420,13 +392,12 @@ def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     """Side of the patches and width, from the patch embedding."""
     shape = tensors[_leaf(naming, naming.embed, "kernel")].shape
+    channels, square = None, (0, 0)
     if naming.layout == "ours" and len(shape) == 2:
         side = math.isqrt(shape[0] // 3)
-        channels, square = (3, (side, side)) if shape[0] == 3 * side**2 else (None, (side, side))
+        channels, square = 3 if shape[0] == 3 * side**2 else None, (side, side)
     elif len(shape) == 4:
         channels, square = (shape[1], shape[2:]) if naming.layout == "torch" else (shape[2], shape[:2])
-    else:
-        channels, square = None, (0, 0)
     if channels != 3 or square[0] != square[1] or not math.prod(shape):
         raise InputError(
             f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: "
@@ -450,61 +421,45 @@ def _grid(naming: Naming, tensors: Tensors) -> int:
 def _blocks(naming: Naming, tensors: Tensors) -> int:
     """One more than the highest index of a block; a wild index counts no further than there are tensors."""
     pattern = re.compile(re.sub("%(02)?d", r"(\\d{1,9})", re.escape(naming.block)))
-    return min(
-        max((int(match[1]) + 1 for key in tensors if (match := pattern.match(key))), default=0), len(tensors)
-    )
+    found = [int(match[1]) + 1 for key in tensors if (match := pattern.match(key))]
+    return min(max(found, default=1), len(tensors))
 
 
 def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
-    return _extent(
-        tensors, _leaf(naming, f"{naming.block % 0}{naming.modules['fc1'][0]}", "bias"), 0, 4 * width
-    )
+    first = f"{naming.block % 0}{naming.modules['fc1'][0]}"
+    return _extent(tensors, _leaf(naming, first, "bias"), 0, 4 * width)
 
 
-def _outputs(naming: Naming, tensors: Tensors) -> int | None:
-    bias = _extent(tensors, _leaf(naming, naming.out, "bias"), 0, None)
-    return bias or _extent(
-        tensors, _leaf(naming, naming.out, "kernel"), 0 if naming.layout == "torch" else -1, None
-    )
+def _outputs(found: _Found) -> int | None:
+    naming, tensors = found.naming, found.tensors
+    last = 0 if naming.layout == "torch" else -1
+    kernel = _extent(tensors, _leaf(naming, naming.out, "kernel"), last, None)
+    return _extent(tensors, _leaf(naming, naming.out, "bias"), 0, None) or kernel
 
 
 def _extent(tensors: Tensors, name: str, axis: int, default):
-    """Length of an axis, or the default if there is none, which the check that follows says better."""
+    """Length of an axis, or the default if there is none, which the check that follows reports better."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else default
 
 
 def _decoder(
     found: _Found, config: ViTConfig, facts: Facts
-) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]] | None:
-    """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
-    return _decoder_of(found, config, facts) if _has_decoder(found.tensors) else None
-
-
-def _decoder_of(
-    found: _Found, config: ViTConfig, facts: Facts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
+    """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
     naming, notes = _variant(DECODERS, found.naming, found.tensors), []
     width, heads = _extent(found.tensors, naming.token, -1, 512), facts.decoder_heads
     if heads is None:
         heads = 16 if width % 16 == 0 else config.heads  # MAE's are 16, whatever the encoder has
         notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
-    if heads < 1 or width % heads:
+    if heads < 1 or width < 1 or width % heads:
         raise InputError(
             f"decoder_heads: {heads} does not divide the decoder's width {width}; give --decoder-heads"
         )
-    depth, mlp = _blocks(naming, found.tensors) or 1, _mlp(naming, found.tensors, width)
+    depth, mlp = _blocks(naming, found.tensors), _mlp(naming, found.tensors, width)
     decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)
-    stack = _Stack(
-        config.width, width, depth, heads, mlp, 1 + config.grid**2, 3 * config.patch**2, True, None
-    )
-    return decoder, notes, _recipes(naming, _OUR_DECODER, stack)
-
-
-def _encoder_stack(c: ViTConfig, outputs: int | None) -> _Stack:
-    return _Stack(
-        3 * c.patch**2, c.width, c.depth, c.heads, c.mlp, 1 + c.grid**2, outputs, c.final_norm, c.patch
-    )
+    shapes = _shapes(decoder_shapes(dataclasses.replace(decoder, depth=1)))
+    return decoder, notes, _recipes(naming, _OUR_DECODER, shapes, decoder)
 
 
 def _describe(config: ViTConfig) -> str:
@@ -512,6 +467,8 @@ def _describe(config: ViTConfig) -> str:
 
 
 # ---- its tensors -------------------------------------------------------------------------------------------
+
+_Shapes = dict[str, tuple[int, ...]]
 
 
 def _dot(naming: Naming) -> str:
@@ -522,94 +479,109 @@ def _leaf(naming: Naming, module: str, leaf: str) -> str:
     return f"{module}{_dot(naming)}{'weight' if naming.layout == 'torch' and leaf != 'bias' else leaf}"
 
 
-def _recipes(theirs: Naming, ours: Naming, stack: _Stack) -> dict[str, _Recipe]:
-    """For every tensor of ours, by name and in order, where it comes from."""
-    width, lead = stack.width, () if theirs.layout == "ours" else (1,)
-    recipes = {
-        ours.token: _Recipe((theirs.token,), (*lead, *lead, width), (width,), False),
-        ours.pos: _Recipe((theirs.pos,), (*lead, stack.tokens, width), (stack.tokens, width), False),
-    }
-    for ours_, theirs_, leaves in _layers(theirs, ours, stack):
-        for leaf, shape in leaves.items():
-            part = (*shape[:-1], shape[-1] // len(theirs_))
-            names = tuple(_leaf(theirs, module, leaf) for module in theirs_)
-            recipes[f"{ours_}.{leaf}"] = _Recipe(
-                names, _their_shape(theirs.layout, ours_, part, stack), part, theirs.layout == "torch"
-            )
+def _shapes(tree: PyTree) -> _Shapes:
+    flat: dict[str, Any] = flatten_dict(tree, sep=".")
+    return {name: leaf.shape for name, leaf in flat.items()}
+
+
+def _recipes(
+    theirs: Naming, ours: Naming, shapes: _Shapes, config: ViTConfig | DecoderConfig
+) -> dict[str, _Recipe]:
+    """For every tensor of ours, by name and in order, how it is made.
+
+    Args:
+      theirs, ours: the names of the file's stack and of our own.
+      shapes: of our tensors, for a network of one block.
+      config: the network's own shape.
+    """
+    recipes, first = {}, ours.block % 0
+    single = {ours.token: theirs.token, ours.pos: theirs.pos}
+    outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out}
+    for name, shape in shapes.items():
+        if name in single:
+            lead = () if theirs.layout == "ours" else (1,) * (3 - len(shape))
+            recipes[name] = _Recipe((single[name],), (*lead, *shape), shape, False)
+            continue
+        module, _, leaf = name.rpartition(".")
+        inner = module.removeprefix(first)
+        copies = [(module, [outside[module]])] if module in outside else []
+        if inner != module:
+            copies = [
+                (ours.block % i + inner, [theirs.block % i + each for each in theirs.modules[inner]])
+                for i in range(config.depth)
+            ]
+        for mine, modules in copies:
+            part = (*shape[:-1], shape[-1] // len(modules))
+            names = tuple(_leaf(theirs, each, leaf) for each in modules)
+            their_shape = _their_shape(theirs.layout, inner, part, config)
+            recipes[f"{mine}.{leaf}"] = _Recipe(names, their_shape, part, theirs.layout == "torch")
     return dict(sorted(recipes.items()))
 
 
-_Shapes = dict[str, tuple[int, ...]]
-
-
-def _layers(theirs: Naming, ours: Naming, stack: _Stack) -> list[tuple[str, tuple[str, ...], _Shapes]]:
-    """Modules: our name, their names, and the shapes of our leaves."""
-    width, mlp = stack.width, stack.mlp
-    norm: _Shapes = {"scale": (width,), "bias": (width,)}
-
-    def matrix(inputs: int, outputs: int) -> _Shapes:
-        return {"kernel": (inputs, outputs), "bias": (outputs,)}
-
-    inside = {"norm1": norm, "attn.qkv": matrix(width, 3 * width), "attn.proj": matrix(width, width)}
-    inside |= {"norm2": norm, "fc1": matrix(width, mlp), "fc2": matrix(mlp, width)}
-    layers: list[tuple[str, tuple[str, ...], _Shapes]]
-    layers = [(ours.embed, (theirs.embed,), matrix(stack.inputs, width))]
-    layers += [(ours.norm, (theirs.norm,), norm)] if stack.final_norm else []
-    layers += [(ours.out, (theirs.out,), matrix(width, stack.outputs))] if stack.outputs is not None else []
-    for i in range(stack.depth):
-        for module, names in theirs.modules.items():
-            layers.append(
-                (
-                    f"{ours.block % i}{module}",
-                    tuple(f"{theirs.block % i}{name}" for name in names),
-                    inside[module],
-                )
-            )
-    return layers
-
-
-def _their_shape(layout: str, module: str, shape: tuple[int, ...], stack: _Stack) -> tuple[int, ...]:
-    """The shape, in their layout, of what has `shape` in ours."""
-    patch, width, heads = stack.patch, stack.width, stack.heads
+def _their_shape(
+    layout: str, module: str, shape: tuple[int, ...], config: ViTConfig | DecoderConfig
+) -> tuple[int, ...]:
+    """The shape, in their layout, of a tensor that has `shape` in ours."""
+    patch, width, heads = config.patch, config.width, config.heads
     if layout == "ours":
         return shape
-    if module == _OUR_ENCODER.embed and len(shape) == 2 and patch is not None:
+    if module == _OUR_ENCODER.embed and len(shape) == 2:
         return (width, 3, patch, patch) if layout == "torch" else (patch, patch, 3, width)
     if layout == "torch":
         return shape[::-1]
-    if module.endswith("attn.qkv"):
+    if module == "attn.qkv":
         return (*shape[:-1], heads, width // heads)
-    return (heads, width // heads, width) if module.endswith("attn.proj") and len(shape) == 2 else shape
+    return (heads, width // heads, width) if module == "attn.proj" and len(shape) == 2 else shape
 
 
-def _check(tensors: Tensors, wanted: dict[str, tuple[int, ...]], name: str) -> None:
-    wrong = [
-        f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
-        for key, shape in wanted.items()
-        if key in tensors and tuple(tensors[key].shape) != shape
-    ]
-    missing = [key for key in wanted if key not in tensors]
-    unexpected = [key for key in tensors if key not in wanted]
-    found = {"misshaped": wrong, "missing": missing, "unexpected": unexpected}
-    problems = [
-        f"{kind}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
-        for kind, keys in found.items()
-        if keys
-    ]
+def _their_shapes(recipes: dict[str, _Recipe]) -> _Shapes:
+    return {name: recipe.theirs for recipe in recipes.values() for name in recipe.names}
+
+
+def check(tensors: Tensors, wanted: _Shapes, name: str) -> None:
+    """Check that a file has exactly these tensors.
+
+    Raises:
+      InputError: naming the first tensors that are misshaped, missing or unexpected.
+    """
+    found = {
+        "misshaped": [
+            f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
+            for key, shape in wanted.items()
+            if key in tensors and tuple(tensors[key].shape) != shape
+        ],
+        "missing": [key for key in wanted if key not in tensors],
+        "unexpected": [key for key in tensors if key not in wanted],
+    }
+    problems = [f"{kind}: {_listed(keys)}" for kind, keys in found.items() if keys]
     if problems:
         raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
     """Our parameters; float32 tensors that need no joining stay views."""
     flat = {}
     for ours, recipe in recipes.items():
-        parts = [_ours(_float32(name, tensors[name]), recipe) for name in recipe.names]
+        parts = []
+        for name in recipe.names:
+            x = float32(name, tensors[name])
+            if recipe.reverse:
+                x = reverse(x)
+            parts.append(x.reshape(recipe.ours))
         flat[ours] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return unflatten_dict(flat, sep=".")
 
 
-def _float32(name: str, x: np.ndarray) -> np.ndarray:
+def float32(name: str, x: np.ndarray) -> np.ndarray:
+    """A tensor as float32.
+
+    Raises:
+      InputError: if it holds no floating-point numbers, or some that are not finite.
+    """
     if not (np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16):
         raise InputError(f"checkpoint: {name} holds {x.dtype}, and weights are floating-point numbers")
     with np.errstate(over="ignore"):
@@ -619,7 +591,6 @@ def _float32(name: str, x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _ours(x: np.ndarray, recipe: _Recipe) -> np.ndarray:
-    if recipe.reverse:  # [out, in], or [out, in, row, column] of the patch embedding
-        x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
-    return x.reshape(recipe.ours)
+def reverse(x: np.ndarray) -> np.ndarray:
+    """From torch's layout [out, in] or [out, in, row, column] to [in, out] or [row, column, in, out]."""
+    return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T

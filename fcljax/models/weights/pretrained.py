@@ -1,7 +1,7 @@
-"""Pretrained backbones: from any kind of file that researchers have to a network and a file in our layout.
+"""Pretrained backbones: from the usual kinds of files of weights to a network.
 
-`checkpoints` reads files, `naming` knows the names; the image size, the compute type and the pixel constants
-are settled here, and a decoder of a masked autoencoder joins the encoder that it was trained on.
+`checkpoints` reads files, `naming` and `torchvision` know the names of tensors. The image size, the compute
+type and the pixel constants are decided here, and a masked autoencoder's decoder joins its encoder.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import json
 import math
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,12 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
-from fcljax.files import atomic, check_folder
+from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
 from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
-from fcljax.options import option
 from fcljax.pixels import NORMALISE
 from fcljax.settings import Positions, Stem
 from fcljax.types import PyTree
@@ -44,71 +43,52 @@ _IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
 
 
 class PretrainedDecoder(NamedTuple):
-    """A masked autoencoder's decoder.
+    """A masked autoencoder's decoder."""
 
-    config: its static shape, at the encoder's image size. params: for `decode`. mean, std: as a `Pretrained`
-    has them, of the pixels that its encoder saw when it was trained, and that it predicts.
-    """
-
-    config: DecoderConfig
-    params: PyTree
-    mean: Colour
+    config: DecoderConfig  # at the encoder's image size
+    params: PyTree  # for `decode`
+    mean: Colour  # pixel constants of the images that its encoder saw in training, and that it predicts
     std: Colour
 
 
 class Pretrained(NamedTuple):
-    """A network with what is needed to use it.
+    """A network with what is needed to use it."""
 
-    config: its static shape, at the image size that was asked for.
-    params: of the network, or of the encoder of an autoencoder.
-    head: {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class
-      token.
-    decoder: a masked autoencoder's decoder, if the file has one or another file was named.
-    mean, std: what the weights expect to be taken off pixels in [0, 1], and what to divide them by.
-    mapping: whose names the file has: fcljax, timm, huggingface, google, mae or torchvision; random: there
-      is no file.
-    digest: the file's sha256.
-    notes: what a user should be told: what was assumed, left out, or changed.
-    """
-
-    config: NetworkConfig
-    params: PyTree
+    config: NetworkConfig  # at the image size that was asked for
+    params: PyTree  # of the network, or of the encoder of an autoencoder
+    # {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class token
     head: PyTree | None
-    decoder: PretrainedDecoder | None
-    mean: Colour
-    std: Colour
+    decoder: PretrainedDecoder | None  # a masked autoencoder's, from this file or another
+    mean: Colour  # what the weights expect to be subtracted from pixels in [0, 1]
+    std: Colour  # and what to divide them by
+    # whose names the file has: fcljax, timm, huggingface, google, mae or torchvision; random: no file
     mapping: str
-    digest: str
-    notes: tuple[str, ...]
+    digest: str  # the file's sha256
+    notes: tuple[str, ...]  # for the user: what was assumed, left out, or changed
 
 
-@dataclasses.dataclass(frozen=True)
-class ConvertOptions:
-    """Options of `fcljax convert`."""
+class WeightOptions(NamedTuple):
+    """How a file of weights is read."""
 
-    heads: int | None = option(None, unset="the file's, else width / 64")
-    """Number of attention heads."""
-    decoder_heads: int | None = option(None, unset="the file's, else 16")
-    """Number of attention heads of a masked autoencoder's decoder."""
-    keep_head: bool = False
-    """Keep the classification head, if there is one."""
-    part: Literal["teacher", "student"] = "teacher"
-    """Network to take from a checkpoint that holds both."""
-    image_size: int | None = option(None, unset="the network's own")
-    """Side in pixels of the images, to which position embeddings are interpolated."""
-    normalise: Literal["half", "unit", "imagenet"] | None = option(None, unset="the file's, or its kind's")
-    """Pixel range that the network expects."""
-    positions: Positions = "antialiased"
-    """Interpolation of position embeddings."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Number format in which all weights are stored."""
+    heads: int | None = None  # attention heads, for files that do not tell them
+    decoder_heads: int | None = None  # the same for the decoder of a masked autoencoder
+    part: str = "teacher"  # or "student": the network to take from a checkpoint that holds both
+    positions: Positions = "antialiased"  # how position embeddings are interpolated
+    normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else those of its kind
+    # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one that `fcljax
+    # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
+    # takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
+    decoder: str | None = None
+    # of a convolutional network without a file; None: "cifar" for images under 64 px, else "imagenet"
+    stem: Stem | None = None
+    seed: int = 0  # of the values of a convolutional network without a file
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """A file's network at the image size that was asked for, still in numpy, with pixel constants."""
 
     source: checkpoints.Checkpoint
-    network: naming.Network
+    network: naming.Interpreted
     mean: Colour
     std: Colour
     notes: tuple[str, ...]
@@ -119,14 +99,7 @@ def load_backbone(
     checkpoint: str | None,
     image_size: int | None,
     dtype: str = "float32",
-    *,
-    heads: int | None = None,
-    decoder_heads: int | None = None,
-    part: str = "teacher",
-    positions: Positions = "antialiased",
-    decoder: str | None = None,
-    stem: Stem | None = None,
-    seed: int = 0,
+    options: WeightOptions = WeightOptions(),  # noqa: B008
 ) -> Pretrained:
     """A pretrained network, or a convolutional one with random values.
 
@@ -138,15 +111,7 @@ def load_backbone(
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
         embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
-      heads: attention heads, for files that do not tell them.
-      decoder_heads: the same for the decoder of a masked autoencoder.
-      part: "teacher" or "student", which network to take from a checkpoint that holds both.
-      positions: how position embeddings are interpolated (`interpolate_positions`).
-      decoder: another file with a masked autoencoder's decoder, as `checkpoint` names files: one that `fcljax
-        pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
-        takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
-      stem: of a convolutional network without a file; None: "cifar" for images under 64 px, else "imagenet".
-      seed: of the values of a convolutional network without a file.
+      options: see there.
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
@@ -159,31 +124,44 @@ def load_backbone(
     if name in VITS:
         _check_size(image_size, VITS[name], name)
     file = None if checkpoint is None else checkpoints.read(checkpoint)
-    if name is not None and name in CONVNETS and file is None:
-        _refuse_for_convnets({"heads": heads, "decoder": decoder})
-        return _random_convnet(name, image_size, dtype, stem, seed)
-    if file is not None and (name in CONVNETS or torchvision.is_convnet(file.tensors)):
-        _refuse_for_convnets({"heads": heads, "decoder": decoder})
-        return _convnet(name, file, image_size, dtype, stem)
-    _refuse_stem(stem, name)
+    if name in CONVNETS or (file and torchvision.is_convnet(file.tensors)):
+        for option in ("heads", "decoder"):
+            if getattr(options, option) is not None:
+                raise InputError(
+                    f"{option}: {getattr(options, option)!r} is of a ViT, and the backbone is a "
+                    "convolutional network"
+                )
+        if file is None:
+            assert name is not None  # one of CONVNETS
+            return _random_convnet(name, image_size, dtype, options)
+        return _convnet(name, file, image_size, dtype, options.stem)
+    if options.stem is not None:
+        raise InputError(
+            f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
+            "nearest: --backbone resnet18"
+        )
+    decoder = options.decoder
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
     file = checkpoints.read(packaged(name)) if file is None else file
-    loaded = _loaded(file, name, image_size, naming.Facts(heads, decoder_heads), part, positions)
-    joined, notes = _own_decoder(loaded), []
+    found = loaded(file, name, image_size, options)
+    joined, notes = _own_decoder(found), []
     if decoder is not None:
-        joined, notes = _other_decoder(loaded, decoder, decoder_heads)
-    network = loaded.network
+        joined, notes = _other_decoder(found, decoder, options.decoder_heads)
+    if joined:
+        config = dataclasses.replace(joined.config, dtype=dtype)
+        joined = joined._replace(config=config, params=_stored(joined.params, dtype))
+    network = found.network
     return Pretrained(
         config=dataclasses.replace(network.config, dtype=dtype),
         params=_stored(network.params, dtype),
         head=network.head and jax.tree.map(jnp.array, network.head),
-        decoder=joined and _computing(joined, dtype),
-        mean=loaded.mean,
-        std=loaded.std,
+        decoder=joined,
+        mean=found.mean,
+        std=found.std,
         mapping=network.mapping,
-        digest=loaded.source.digest,
-        notes=(*loaded.notes, *notes),
+        digest=file.digest,
+        notes=(*found.notes, *notes),
     )
 
 
@@ -205,13 +183,11 @@ def _convnet(
     return Pretrained(config, params, head, None, *said, "torchvision", file.digest, tuple(notes))
 
 
-def _random_convnet(
-    name: str, image_size: int | None, dtype: str, stem: Stem | None, seed: int
-) -> Pretrained:
+def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
     """Values that depend on the seed alone; pixels between -1 and 1."""
-    config = CONVNETS[name]
+    config, seed = CONVNETS[name], options.seed
     own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-    config = _sized(dataclasses.replace(config, stem=stem or own), image_size, dtype)
+    config = _sized(dataclasses.replace(config, stem=options.stem or own), image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"
@@ -227,26 +203,6 @@ def _sized(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNet
             f"last stage; nearest: {config.reduction}"
         )
     return dataclasses.replace(config, image_size=size, dtype=dtype)
-
-
-def _refuse_for_convnets(options: dict[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(f"{name}: {value!r} is of a ViT, and the backbone is a convolutional network")
-
-
-def _refuse_stem(stem: Stem | None, name: str | None) -> None:
-    if stem is not None:
-        raise InputError(
-            f"stem: {stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; nearest: "
-            f"--backbone resnet18"
-        )
-
-
-def _computing(decoder: PretrainedDecoder, dtype: str) -> PretrainedDecoder:
-    """The decoder with matrix products in this type."""
-    config = dataclasses.replace(decoder.config, dtype=dtype)
-    return decoder._replace(config=config, params=_stored(decoder.params, dtype))
 
 
 def packaged(name: str | None) -> str:
@@ -269,51 +225,6 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
         return None
     file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
     return str(file) if file.is_file() else None
-
-
-def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
-    """Write any checkpoint as a file of our own.
-
-    It keeps what is known of the checkpoint: architecture, heads, pixel constants, provenance.
-
-    Args:
-      source: as `load_backbone`'s checkpoint.
-      target: the .safetensors file to write, a new one; None takes the source's name, in the current folder.
-      options: see there.
-
-    Returns:
-      What was found and written, as rows (property, value).
-
-    Raises:
-      InputError: as `load_backbone`, and if the target cannot be written or exists.
-    """
-    path = _target(source, target)
-    file = checkpoints.read(source)
-    if torchvision.is_convnet(file.tensors):
-        raise InputError(
-            f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
-            f"`fcljax run METHOD --checkpoint {source}`"
-        )
-    file, network, mean, std, notes = _loaded(
-        file,
-        None,
-        options.image_size,
-        naming.Facts(options.heads, options.decoder_heads),
-        options.part,
-        options.positions,
-        options.normalise,
-    )
-    tree = dict(network.params)
-    if network.head is not None and options.keep_head:
-        tree["head"] = network.head
-    if network.decoder is not None:
-        tree["decoder"] = network.decoder[1]
-    save_native(path, tree, _metadata(file, network, mean, std), options.dtype)
-    return [
-        *_rows(network, options, file, mean, std),
-        *(("note", note) for note in notes),
-        ("written to", str(path)),
-    ]
 
 
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
@@ -347,6 +258,28 @@ def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], kind: st
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
     return b"".join([len(text).to_bytes(8, "little"), text, *(x.tobytes() for x in flat.values())])
+
+
+def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: str) -> dict[str, str]:
+    """The metadata of a file of a decoder alone, for `load_backbone`.
+
+    Args:
+      config: its static shape.
+      mean, std: as in PretrainedDecoder.
+      encoder: sha256 of the file of the encoder that it was trained on.
+    """
+    return {
+        "format": FORMAT,
+        "decoder": shape_text(config),
+        "mean": json.dumps(mean),
+        "std": json.dumps(std),
+        "encoder_sha256": encoder,
+    }
+
+
+def shape_text(config: ViTConfig | DecoderConfig) -> str:
+    """A static shape as metadata."""
+    return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
 
 
 def interpolate_positions(
@@ -390,20 +323,20 @@ def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 # ---- from a file to a network ------------------------------------------------------------------------------
 
 
-def _loaded(
-    file: checkpoints.Checkpoint,
-    name: str | None,
-    image_size: int | None,
-    facts: naming.Facts,
-    part: str = "teacher",
-    positions: Positions = "antialiased",
-    normalise: str | None = None,
-) -> _Loaded:
-    network = _with_epsilon(file, naming.interpret(file.tensors, name, _joined(facts, _told(file)), part))
+def loaded(
+    file: checkpoints.Checkpoint, name: str | None, image_size: int | None, options: WeightOptions
+) -> Loaded:
+    """The ViT of a file.
+
+    Raises:
+      InputError: as `load_backbone`.
+    """
+    facts = _joined(naming.Facts(options.heads, options.decoder_heads), _said(file))
+    network = _with_epsilon(file, naming.interpret(file.tensors, name, facts, options.part))
     _check_size(image_size, network.config, name or "the checkpoint")
-    network, resized = _resized(network, image_size, positions)
-    mean, std, assumed = _constants(file, network, normalise)
-    return _Loaded(file, network, mean, std, (*network.notes, *resized, *assumed))
+    network, resized = _resized(network, image_size, options.positions)
+    mean, std, assumed = _constants(file, network, options.normalise)
+    return Loaded(file, network, mean, std, (*network.notes, *resized, *assumed))
 
 
 def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
@@ -415,8 +348,8 @@ def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
         )
 
 
-def _told(file: checkpoints.Checkpoint) -> naming.Facts:
-    """What metadata or a config.json say of the network."""
+def _said(file: checkpoints.Checkpoint) -> naming.Facts:
+    """The heads that metadata or a config.json state."""
     kind = file.metadata.get("format", "")
     if kind.startswith("fcljax") and kind != FORMAT:
         raise InputError(
@@ -436,7 +369,7 @@ def _told(file: checkpoints.Checkpoint) -> naming.Facts:
     )
 
 
-def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Network) -> naming.Network:
+def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Interpreted) -> naming.Interpreted:
     """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else 1e-6
     epsilon = _epsilon(file, _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual)))
@@ -480,18 +413,18 @@ def _whole(file: checkpoints.Checkpoint, what: str, value: object) -> int | None
     return value
 
 
-def _joined(asked: naming.Facts, told: naming.Facts) -> naming.Facts:
-    for field, ours, theirs in zip(naming.Facts._fields, asked, told, strict=True):
+def _joined(asked: naming.Facts, said: naming.Facts) -> naming.Facts:
+    for field, ours, theirs in zip(naming.Facts._fields, asked, said, strict=True):
         if ours is not None and ours < 1:
             raise InputError(f"{field}: {ours} is not positive")
         if None not in (ours, theirs) and ours != theirs:
             raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
-    return naming.Facts(*(theirs if ours is None else ours for ours, theirs in zip(asked, told, strict=True)))
+    return naming.Facts(asked.heads or said.heads, asked.decoder_heads or said.decoder_heads)
 
 
 def _resized(
-    network: naming.Network, image_size: int | None, positions: Positions
-) -> tuple[naming.Network, list[str]]:
+    network: naming.Interpreted, image_size: int | None, positions: Positions
+) -> tuple[naming.Interpreted, list[str]]:
     """The network at another image size."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
@@ -523,7 +456,7 @@ def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions
 
 
 def _constants(
-    file: checkpoints.Checkpoint, network: naming.Network, normalise: str | None
+    file: checkpoints.Checkpoint, network: naming.Interpreted, normalise: str | None
 ) -> tuple[Colour, Colour, list[str]]:
     """Mean and standard deviation of pixels: as the user or the file says, or as its kind suggests."""
     if normalise is not None:
@@ -551,7 +484,7 @@ def _said_constants(file: checkpoints.Checkpoint) -> tuple[Colour, Colour] | Non
 
 
 def _assumed(mean: Colour, std: Colour, kind: str) -> str:
-    constants = f"pixel mean {_listed(mean)} and std {_listed(std)} are assumed ({kind})"
+    constants = f"pixel mean {listed(mean)} and std {listed(std)} are assumed ({kind})"
     return f"{constants}: the checkpoint does not tell them"
 
 
@@ -577,13 +510,13 @@ def _stored(tree: PyTree, dtype: str) -> PyTree:
 # ---- a decoder in a file of its own ------------------------------------------------------------------------
 
 
-def _own_decoder(loaded: _Loaded) -> PretrainedDecoder | None:
+def _own_decoder(loaded: Loaded) -> PretrainedDecoder | None:
     """The decoder in the encoder's file, which works with the file's own constants."""
     decoder = loaded.network.decoder
     return decoder and PretrainedDecoder(*decoder, loaded.mean, loaded.std)
 
 
-def _other_decoder(encoder: _Loaded, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
+def _other_decoder(encoder: Loaded, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
     """The decoder in another file, at the encoder's image size, and what a user should be told."""
     try:
         file, decoder, notes = _read_decoder(encoder, source, heads)
@@ -611,16 +544,16 @@ def _other_decoder(encoder: _Loaded, source: str, heads: int | None) -> tuple[Pr
 
 
 def _read_decoder(
-    encoder: _Loaded, source: str, heads: int | None
+    encoder: Loaded, source: str, heads: int | None
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
     """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
     autoencoder."""
     file = checkpoints.read(source)
-    facts = _joined(naming.Facts(None, heads), _told(file))
+    facts = _joined(naming.Facts(None, heads), _said(file))
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell
         facts = facts._replace(heads=facts.heads or encoder.network.config.heads)
-        decoder = _own_decoder(_loaded(file, None, None, facts))
+        decoder = _own_decoder(loaded(file, None, None, WeightOptions(*facts)))
         if decoder is None:
             raise InputError(f"{file.source!r} has no decoder")
         return file, decoder, []
@@ -634,81 +567,6 @@ def _read_decoder(
     return file, PretrainedDecoder(config, params, mean, std), notes
 
 
-# ---- from a network to a file of our own -------------------------------------------------------------------
-
-
-def _target(source: str, target: str | None) -> Path:
-    """Where to write, found out before the work is done."""
-    name = (
-        source.removeprefix("hf:").partition(":")[0].partition("@")[0]
-        if source.startswith("hf:")
-        else Path(source).stem
-    )
-    path = Path(target if target is not None else f"{PurePosixPath(name).name}.safetensors")
-    if path.suffix != ".safetensors":
-        raise InputError(f"target: {str(path)!r} must end in .safetensors")
-    if path.exists() or path.is_symlink():
-        raise InputError(f"target: {str(path)!r} exists; give another name")
-    if not path.parent.is_dir():
-        raise InputError(f"target: there is no folder {str(path.parent)!r}")
-    check_folder(path.parent, "target")
-    return path
-
-
-def _metadata(
-    file: checkpoints.Checkpoint, network: naming.Network, mean: Colour, std: Colour
-) -> dict[str, str]:
-    metadata = {"format": FORMAT, "source": file.source, "sha256": file.digest, "mapping": network.mapping}
-    metadata |= {"config": _shape(network.config), "mean": json.dumps(mean), "std": json.dumps(std)}
-    metadata |= {"decoder": _shape(network.decoder[0])} if network.decoder else {}
-    return metadata | ({"part": network.part} if network.part else {})
-
-
-def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: str) -> dict[str, str]:
-    """What a file of a decoder alone says of itself for `load_backbone`.
-
-    Args:
-      config: its static shape.
-      mean, std: as in PretrainedDecoder.
-      encoder: sha256 of the file of the encoder that it was trained on.
-    """
-    return {
-        "format": FORMAT,
-        "decoder": _shape(config),
-        "mean": json.dumps(mean),
-        "std": json.dumps(std),
-        "encoder_sha256": encoder,
-    }
-
-
-def _shape(config: ViTConfig | DecoderConfig) -> str:
-    return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
-
-
-def _rows(
-    network: naming.Network, options: ConvertOptions, file: checkpoints.Checkpoint, mean: Colour, std: Colour
-) -> list[tuple[str, str]]:
-    c, decoder = network.config, network.decoder and network.decoder[0]
-    size = sum(x.size for x in jax.tree.leaves(network.params))
-    classes = network.head and network.head["bias"].size
-    return [
-        ("mapping", network.mapping + (f" ({network.part})" if network.part else "")),
-        *((field, str(getattr(c, field))) for field in ("width", "depth", "heads", "mlp", "patch")),
-        ("image size", str(c.image_size)),
-        ("class token", "yes"),
-        ("final norm", "yes" if c.final_norm else "no"),
-        ("qkv", "fused" if network.fused else "split"),
-        ("parameters", f"{size:,}"),
-        ("head", f"{classes} classes, {'kept' if options.keep_head else 'dropped'}" if classes else "none"),
-        (
-            "decoder",
-            f"width {decoder.width}, depth {decoder.depth}, heads {decoder.heads}" if decoder else "none",
-        ),
-        ("mean", _listed(mean)),
-        ("std", _listed(std)),
-        ("sha256", file.digest),
-    ]
-
-
-def _listed(colour: Colour) -> str:
+def listed(colour: Colour) -> str:
+    """A colour in a line."""
     return ", ".join(f"{x:g}" for x in colour)

@@ -1,49 +1,54 @@
 """ResNets and DenseNets under torchvision's names, which timm's share: what is in a file of weights."""
 
 import re
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fcljax.errors import InputError
-from fcljax.models.convnet import Variables
-from fcljax.models.densenet import DenseNetConfig
+from fcljax.models.convnet import Variables, convnet_shapes
+from fcljax.models.densenet import DenseNet, DenseNetConfig
 from fcljax.models.networks import ConvNetConfig, network_name
-from fcljax.models.resnet import ResNetConfig
+from fcljax.models.resnet import ResNet, ResNetConfig
+from fcljax.models.weights.naming import Tensors, check, float32, reverse
 from fcljax.settings import Stem
 from fcljax.types import PyTree
 
-Tensors = dict[str, np.ndarray]
-Part = Literal["weights", "stats"]
-
-_STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}
-# leaves of a batch normalisation: theirs, ours
-_LEAVES: dict[str, tuple[Part, str]] = {
-    "weight": ("weights", "scale"),
-    "bias": ("weights", "bias"),
-    "running_mean": ("stats", "mean"),
-    "running_var": ("stats", "var"),
+_STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}  # by the size of the first kernel
+# our names of modules and leaves -> theirs
+_OUTSIDE = {
+    ResNetConfig: {"stem.conv": "conv1", "stem.norm.norm": "bn1"},
+    DenseNetConfig: {
+        "stem.conv": "features.conv0",
+        "stem.norm.norm": "features.norm0",
+        "norm.norm": "features.norm5",
+    },
+}
+_IN_BLOCK = {
+    "norm1.norm": "bn1",
+    "norm2.norm": "bn2",
+    "down": "downsample.0",
+    "down_norm.norm": "downsample.1",
+}
+_LEAVES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "var": "running_var",
 }
 
 
 class Found(NamedTuple):
-    """A network of a file. head: {"kernel", "bias"} of its classifier, if there is one."""
+    """A network of a file."""
 
     config: ConvNetConfig
     params: Variables
-    head: PyTree | None
+    head: PyTree | None  # {"kernel", "bias"} of its classifier, if there is one
 
 
-class _Place(NamedTuple):
-    """Where a tensor goes, and what shape it must have."""
-
-    part: Part
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
-# what stands before torchvision's own names where a whole model was saved
+# the prefix of torchvision's own names where a whole model was saved
 _FIRST = re.compile(r"((?:.*\.)?)(?:layer1\.0\.conv1|features\.denseblock1\.denselayer1\.conv\.?1)\.weight$")
 
 
@@ -69,21 +74,38 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
         raise InputError(f"checkpoint: does not fit {name}: it is {network_name(config)}")
-    places = _resnet(config) if isinstance(config, ResNetConfig) else _densenet(config)
     head = {key: x for key, x in tensors.items() if re.match(r"(fc|classifier)\.(weight|bias)$", key)}
-    counters = {key for key in tensors if key.endswith("num_batches_tracked")}
-    _check(tensors, places, set(head) | counters, network_name(config))
-    parts: dict[Part, dict[tuple[str, ...], np.ndarray]] = {"weights": {}, "stats": {}}
-    for key, place in places.items():
-        x = tensors[key].astype(np.float32)
-        parts[place.part][place.path] = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x
-    params = Variables(*(unflatten_dict(parts[part]) for part in ("weights", "stats")))
+    body = {key: x for key, x in tensors.items() if key not in head and not key.endswith("batches_tracked")}
+    module = ResNet(config) if isinstance(config, ResNetConfig) else DenseNet(config)
+    shapes: dict[Any, Any] = flatten_dict(convnet_shapes(module, config.image_size))
+    theirs = {path: _their_name(config, path) for path in shapes}
+    check(body, {theirs[path]: _their_shape(x.shape) for path, x in shapes.items()}, network_name(config))
+    flat = {path: reverse(float32(key, body[key])) for path, key in theirs.items()}
+    variables = unflatten_dict(flat)
+    params = Variables(variables["params"], variables["batch_stats"])
     return Found(config, params, _head(head, config.width))
 
 
+def _their_name(config: ConvNetConfig, path: tuple[str, ...]) -> str:
+    """Of a variable by its path: its collection, its modules and its leaf."""
+    module = ".".join(path[1:-1])
+    theirs = _OUTSIDE[type(config)].get(module)
+    if match := re.match(r"stage_(\d+)_block_(\d+)\.(.+)", module):
+        theirs = f"layer{int(match[1]) + 1}.{match[2]}.{_IN_BLOCK.get(match[3], match[3])}"
+    elif match := re.match(r"block_(\d+)_layer_(\d+)\.(\w+)", module):
+        theirs = f"features.denseblock{int(match[1]) + 1}.denselayer{int(match[2]) + 1}.{match[3]}"
+    elif match := re.match(r"transition_(\d+)\.(\w+)", module):
+        theirs = f"features.transition{int(match[1]) + 1}.{match[2]}"
+    return f"{theirs}.{_LEAVES[path[-1]]}"
+
+
+def _their_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[3], shape[2], shape[0], shape[1]) if len(shape) == 4 else shape
+
+
 def _renamed(tensors: Tensors) -> Tensors:
-    """Without what stands before all names. torchvision's own files of DenseNets have the names of an early
-    version, norm.1 for norm1."""
+    """Names without the prefix of all of them. torchvision's own files of DenseNets have the names of an
+    early version, norm.1 for norm1."""
     prefix = next(match[1] for name in tensors if (match := _FIRST.match(name)))
     own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.", r"\1", name): x for name, x in own.items()}
@@ -99,7 +121,9 @@ def _architecture(tensors: Tensors) -> ConvNetConfig:
     size = 224 if stem == "imagenet" else 32
     if not dense:
         if "layer1.0.conv3.weight" in tensors:
-            raise InputError("checkpoint: its blocks are bottlenecks; of ResNets 18 and 34 are known here")
+            raise InputError(
+                "checkpoint: its blocks are bottlenecks; of ResNets only 18 and 34 are supported"
+            )
         return ResNetConfig(size, _counted(tensors, r"layer(\d+)\.(\d+)\."), channels, stem)
     layers = _counted(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
     narrow = tensors.get("features.denseblock1.denselayer1.conv2.weight")
@@ -112,74 +136,6 @@ def _counted(tensors: Tensors, pattern: str) -> tuple[int, ...]:
     found = {match.groups() for name in tensors if (match := re.match(pattern, name))}
     stages = max(int(stage) for stage, _ in found)
     return tuple(sum(int(stage) == i for stage, _ in found) for i in range(1, stages + 1))
-
-
-def _conv(theirs: str, ours: tuple[str, ...], inputs: int, outputs: int, size: int) -> dict[str, _Place]:
-    return {f"{theirs}.weight": _Place("weights", (*ours, "kernel"), (outputs, inputs, size, size))}
-
-
-def _norm(theirs: str, ours: tuple[str, ...], channels: int) -> dict[str, _Place]:
-    return {
-        f"{theirs}.{leaf}": _Place(part, (*ours, "norm", mine), (channels,))
-        for leaf, (part, mine) in _LEAVES.items()
-    }
-
-
-def _resnet(c: ResNetConfig) -> dict[str, _Place]:
-    """Where every tensor of a ResNet goes."""
-    places = _conv("conv1", ("stem", "conv"), 3, c.channels, 7 if c.stem == "imagenet" else 3)
-    places |= _norm("bn1", ("stem", "norm"), c.channels)
-    inputs = c.channels
-    for stage, blocks in enumerate(c.stages):
-        outputs = c.channels * 2**stage
-        for i in range(blocks):
-            theirs, ours = f"layer{stage + 1}.{i}", f"stage_{stage}_block_{i}"
-            places |= _conv(f"{theirs}.conv1", (ours, "conv1"), inputs, outputs, 3)
-            places |= _conv(f"{theirs}.conv2", (ours, "conv2"), outputs, outputs, 3)
-            for norm in ("1", "2"):
-                places |= _norm(f"{theirs}.bn{norm}", (ours, f"norm{norm}"), outputs)
-            if inputs != outputs:
-                places |= _conv(f"{theirs}.downsample.0", (ours, "down"), inputs, outputs, 1)
-                places |= _norm(f"{theirs}.downsample.1", (ours, "down_norm"), outputs)
-            inputs = outputs
-    return places
-
-
-def _densenet(c: DenseNetConfig) -> dict[str, _Place]:
-    """Where every tensor of a DenseNet goes."""
-    places = _conv("features.conv0", ("stem", "conv"), 3, c.channels, 7 if c.stem == "imagenet" else 3)
-    places |= _norm("features.norm0", ("stem", "norm"), c.channels)
-    width = c.channels
-    for block, layers in enumerate(c.blocks):
-        for i in range(layers):
-            theirs = f"features.denseblock{block + 1}.denselayer{i + 1}"
-            ours = f"block_{block}_layer_{i:02d}"
-            places |= _norm(f"{theirs}.norm1", (ours, "norm1"), width)
-            places |= _conv(f"{theirs}.conv1", (ours, "conv1"), width, 4 * c.growth, 1)
-            places |= _norm(f"{theirs}.norm2", (ours, "norm2"), 4 * c.growth)
-            places |= _conv(f"{theirs}.conv2", (ours, "conv2"), 4 * c.growth, c.growth, 3)
-            width += c.growth
-        if block < len(c.blocks) - 1:
-            theirs, ours = f"features.transition{block + 1}", f"transition_{block}"
-            places |= _norm(f"{theirs}.norm", (ours, "norm"), width)
-            places |= _conv(f"{theirs}.conv", (ours, "conv"), width, width // 2, 1)
-            width //= 2
-    return places | _norm("features.norm5", ("norm",), width)
-
-
-def _check(tensors: Tensors, places: dict[str, _Place], besides: set[str], name: str) -> None:
-    missing, unexpected = sorted(places.keys() - tensors.keys()), tensors.keys() - places.keys() - besides
-    if missing:
-        raise InputError(f"checkpoint: does not fit {name}: {missing[0]} is missing ({len(missing)} in all)")
-    if unexpected:
-        raise InputError(f"checkpoint: does not fit {name}: it has no place for {min(unexpected)}")
-    for key, place in places.items():
-        if tensors[key].shape != place.shape:
-            raise InputError(
-                f"checkpoint: does not fit {name}: {key} is {tensors[key].shape}, needs {place.shape}"
-            )
-        if not (np.issubdtype(tensors[key].dtype, np.floating) and np.isfinite(tensors[key]).all()):
-            raise InputError(f"checkpoint: {key} holds values that are no finite numbers")
 
 
 def _head(tensors: Tensors, width: int) -> PyTree | None:

@@ -1,4 +1,4 @@
-"""The command that repeats a finished run."""
+"""The command that repeats a run."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from fcljax import config
 from fcljax.errors import InputError
 
 
-def run_command(settings: dict[str, Any]) -> list[str]:
+def command(settings: dict[str, Any]) -> list[str]:
     """The words of the `fcljax run` command for these settings: only the options that differ from the
     defaults, or all of them if the method or a setting is not known here."""
     method, changed = settings["method"], _changed(settings)

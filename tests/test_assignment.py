@@ -1,4 +1,5 @@
-"""Who holds what in which round: static clients keep their rows, redrawn populations get others each time."""
+"""The examples of each client in every round: static clients keep theirs, redrawn populations get new
+ones."""
 
 import dataclasses
 import hashlib
@@ -15,7 +16,7 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet, sample_client
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.scenario import deal, make_scenario
+from fcljax.scenario import assign, make_scenario
 
 CLASSES, TASKS = 10, 5
 BY_TASK = ["quantity", "shards", "task_dirichlet"]
@@ -45,10 +46,9 @@ def settings(**values):
     return settle(PartitionConfig(clients=3, **values))
 
 
-def held(dealt, task, round_=0):
-    """The rows of each client."""
-    rows, offset = dealt.rows(task, round_)
-    return [part.tolist() for part in np.split(rows, offset[1:-1])]
+def owned(assigned, task, round_=0):
+    """The indices of each client's examples."""
+    return [part.tolist() for part in assigned.indices(task, round_).by_client()]
 
 
 # ---- static clients ----------------------------------------------------------------------------------------
@@ -71,80 +71,80 @@ def held(dealt, task, round_=0):
         ),
     ],
 )
-def test_static_deals_of_the_whole_training_set_are_what_they_always_were(
+def test_static_partitions_of_the_whole_training_set_are_what_they_always_were(
     digits, partition, sizes, first, digest
 ):
-    dealt = deal(digits, settings(partition=partition))
-    assert np.diff(dealt.rows(0, 0).offset).tolist() == sizes
-    assert dealt.rows(0, 0).rows[:4].tolist() == first
+    assigned = assign(digits, settings(partition=partition))
+    assert np.diff(assigned.indices(0, 0).offset).tolist() == sizes
+    assert assigned.indices(0, 0).indices[:4].tolist() == first
     parts = [
         array
         for task in range(TASKS)
-        for array in (dealt.rows(task, 0).rows.astype("<i4"), dealt.rows(task, 0).offset)
+        for array in (assigned.indices(task, 0).indices.astype("<i4"), assigned.indices(task, 0).offset)
     ]
-    content = b"".join(array.tobytes() for array in (*parts, dealt.train_label, dealt.test_label))
+    content = b"".join(array.tobytes() for array in (*parts, assigned.train_label, assigned.test_label))
     assert hashlib.sha256(content).hexdigest() == digest
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_static_clients_hold_the_same_rows_in_every_round(digits, partition):
-    dealt = deal(digits, settings(partition=partition))
-    assert held(dealt, 1, 0) == held(dealt, 1, 7)
+def test_static_clients_have_the_same_examples_in_every_round(digits, partition):
+    assigned = assign(digits, settings(partition=partition))
+    assert owned(assigned, 1, 0) == owned(assigned, 1, 7)
 
 
 def test_an_independent_client_has_its_part_of_a_partition_of_its_own(digits):
-    """As PILoRA's release deals: clients share rows, and some rows belong to nobody."""
-    dealt = deal(digits, settings(partition="task_dirichlet", population="independent", seed=5))
-    mine = np.flatnonzero(dealt.train_label < 2)  # two classes a task
+    """As in PILoRA's release: clients share examples, and some examples belong to no client."""
+    assigned = assign(digits, settings(partition="task_dirichlet", population="independent", seed=5))
+    mine = np.flatnonzero(assigned.train_label < 2)  # two classes a task
     for round_ in (0, 1):
-        found = held(dealt, 0, round_)
+        found = owned(assigned, 0, round_)
         for client in range(3):
             rng = np.random.RandomState([5, 0, round_, client])
             assert found[client] == mine[dirichlet(digits.y_train[mine], 3, 0.5, rng)[client]].tolist()
-    assert held(dealt, 0, 0) != held(dealt, 0, 1)
+    assert owned(assigned, 0, 0) != owned(assigned, 0, 1)
     assert len(set(sum(found, []))) < len(sum(found, []))
-    together = deal(digits, settings(partition="task_dirichlet", population="redrawn", seed=5))
-    assert len(set(sum(held(together, 0), []))) == len(sum(held(together, 0), [])) == len(mine)
+    together = assign(digits, settings(partition="task_dirichlet", population="redrawn", seed=5))
+    assert len(set(sum(owned(together, 0), []))) == len(sum(owned(together, 0), [])) == len(mine)
 
 
 @pytest.mark.parametrize("population", ["static", "redrawn"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_clients_hold_rows_of_the_tasks_classes_only_and_share_none_but_in_shards(
+def test_clients_have_examples_of_the_tasks_classes_only_and_share_none_except_in_shards(
     digits, partition, population
 ):
-    dealt = deal(digits, settings(partition=partition, population=population))
+    assigned = assign(digits, settings(partition=partition, population=population))
     for task, described in enumerate(make_tasks(CLASSES, TASKS)):
-        rows = np.concatenate(held(dealt, task)).astype(int)
-        assert described.current[dealt.train_label[rows]].all()
+        rows = np.concatenate(owned(assigned, task)).astype(int)
+        assert described.current[assigned.train_label[rows]].all()
         assert partition == "shards" or len(set(rows)) == len(rows)
         if partition not in ("quantity", "shards"):
-            assert set(rows) == set(np.flatnonzero(described.current[dealt.train_label]))
+            assert set(rows) == set(np.flatnonzero(described.current[assigned.train_label]))
 
 
 def test_partitions_by_task_go_on_with_the_stream_of_the_class_order_task_by_task(digits):
-    dealt = deal(digits, settings(partition="task_dirichlet", seed=5))
+    assigned = assign(digits, settings(partition="task_dirichlet", seed=5))
     stream = np.random.RandomState(5)
     stream.permutation(CLASSES)
     for task, described in enumerate(make_tasks(CLASSES, TASKS)):
-        mine = np.flatnonzero(described.current[dealt.train_label])
+        mine = np.flatnonzero(described.current[assigned.train_label])
         parts = dirichlet(digits.y_train[mine], 3, 0.5, stream)
-        assert held(dealt, task) == [mine[part].tolist() for part in parts]
+        assert owned(assigned, task) == [mine[part].tolist() for part in parts]
 
 
 def test_the_natural_class_order_is_that_of_the_labels_and_draws_nothing(digits):
-    dealt = deal(digits, settings(partition="task_dirichlet", class_order="natural"))
-    np.testing.assert_array_equal(dealt.train_label, digits.y_train)
-    np.testing.assert_array_equal(dealt.test_label, digits.y_test)
+    assigned = assign(digits, settings(partition="task_dirichlet", class_order="natural"))
+    np.testing.assert_array_equal(assigned.train_label, digits.y_train)
+    np.testing.assert_array_equal(assigned.test_label, digits.y_test)
     mine = np.flatnonzero(digits.y_train < CLASSES // TASKS)
     parts = dirichlet(digits.y_train[mine], 3, 0.5, np.random.RandomState(2023))
-    assert held(dealt, 0) == [mine[part].tolist() for part in parts]
+    assert owned(assigned, 0) == [mine[part].tolist() for part in parts]
 
 
 @pytest.mark.parametrize("population", ["static", "redrawn"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_rows_beyond_the_training_share_belong_to_nobody(digits, partition, population):
-    dealt = deal(digits, settings(partition=partition, population=population, train_share=0.8))
-    rows = np.concatenate([part for task in range(TASKS) for part in held(dealt, task)]).astype(int)
+def test_examples_beyond_the_training_share_belong_to_no_client(digits, partition, population):
+    assigned = assign(digits, settings(partition=partition, population=population, train_share=0.8))
+    rows = np.concatenate([part for task in range(TASKS) for part in owned(assigned, task)]).astype(int)
     for label in range(CLASSES):
         members = np.flatnonzero(digits.y_train == label)
         mine = rows[digits.y_train[rows] == label]
@@ -157,25 +157,27 @@ def test_rows_beyond_the_training_share_belong_to_nobody(digits, partition, popu
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_every_round_of_a_redrawn_population_deals_other_rows(digits, partition):
-    dealt = deal(digits, settings(partition=partition, population="redrawn"))
-    rounds = [held(dealt, 0, round_) for round_ in range(4)]
+def test_every_round_of_a_redrawn_population_has_other_examples(digits, partition):
+    assigned = assign(digits, settings(partition=partition, population="redrawn"))
+    rounds = [owned(assigned, 0, round_) for round_ in range(4)]
     for other in range(1, 4):
         assert [sorted(part) for part in rounds[0]] != [sorted(part) for part in rounds[other]]
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_a_redrawn_deal_depends_on_seed_task_and_round_only(digits, partition):
-    dealt = deal(digits, settings(partition=partition, population="redrawn"))
-    forward = [held(dealt, task, round_) for task in range(3) for round_ in range(2)]
-    again = deal(digits, settings(partition=partition, population="redrawn"))
-    backward = [held(again, task, round_) for task in reversed(range(3)) for round_ in reversed(range(2))]
+def test_a_redrawn_partition_depends_on_seed_task_and_round_only(digits, partition):
+    assigned = assign(digits, settings(partition=partition, population="redrawn"))
+    forward = [owned(assigned, task, round_) for task in range(3) for round_ in range(2)]
+    again = assign(digits, settings(partition=partition, population="redrawn"))
+    backward = [owned(again, task, round_) for task in reversed(range(3)) for round_ in reversed(range(2))]
     assert forward == backward[::-1]
 
 
-def test_a_redrawn_deal_of_another_seed_is_another(digits):
+def test_a_redrawn_partition_of_another_seed_is_another(digits):
     natural = settings(partition="task_dirichlet", population="redrawn", class_order="natural")
-    assert held(deal(digits, natural), 0) != held(deal(digits, dataclasses.replace(natural, seed=2024)), 0)
+    assert owned(assign(digits, natural), 0) != owned(
+        assign(digits, dataclasses.replace(natural, seed=2024)), 0
+    )
 
 
 def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits):
@@ -183,9 +185,11 @@ def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits
         InputError, match="^classes_per_client: 3 label ids per client, of 2; nearest valid value: 2$"
     )
     with refused:
-        deal(digits, settings(partition="quantity", classes_per_client=3))
+        assign(digits, settings(partition="quantity", classes_per_client=3))
     with refused:
-        deal(digits, settings(partition="quantity", classes_per_client=3, population="redrawn")).rows(0, 0)
+        assign(digits, settings(partition="quantity", classes_per_client=3, population="redrawn")).indices(
+            0, 0
+        )
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ def test_an_impossible_alpha_is_refused_whether_clients_are_static_or_not(digits
 
 def finished(options, factory):
     """The run directory of `linear` under these options."""
-    out = factory.getbasetemp() / "-".join(["deal", *options]).replace("--", "")
+    out = factory.getbasetemp() / "-".join(["run", *options]).replace("--", "")
     if not out.exists():
         assert (
             cli.main(["run", "linear", *OPTIONS, *options, "--keep-checkpoints", "4", "--out", str(out)]) == 0
@@ -231,11 +235,11 @@ def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_
 
 
 @pytest.mark.long
-def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, tmp_path_factory):
+def test_the_examples_of_a_redrawn_round_are_those_that_were_assigned(digits, tmp_path_factory):
     out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
     cfg = PartitionConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")
-    dealt = deal(digits, settle(cfg))
-    rows = sum(len(dealt.rows(task, round_).rows) for task in range(2) for round_ in range(2))
+    assigned = assign(digits, settle(cfg))
+    rows = sum(len(assigned.indices(task, round_).indices) for task in range(2) for round_ in range(2))
     *_, records = small_runs.last_checkpoint(out)
     assert records["counts"]["client_images"] == rows
 
@@ -255,7 +259,7 @@ def test_the_training_rows_of_a_redrawn_round_are_those_that_were_dealt(digits, 
         (["--class-order", "sorted"], ["class_order", "'sorted'", "natural"]),
     ],
 )
-def test_settings_of_a_deal_that_cannot_be_are_one_line(options, parts, tmp_path, capsys):
+def test_settings_of_an_impossible_partition_are_one_line(options, parts, tmp_path, capsys):
     assert cli.main(["run", "linear", *OPTIONS, *options, "--out", str(tmp_path / "run")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
     assert all(part in line for part in parts)
@@ -267,8 +271,8 @@ def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
 ):
     options = ["--clients", "3", "--partition", partition, "--population", "redrawn"]
     assert cli.main(["data", "show", "digits", *options, "--out", str(tmp_path)]) == 0
-    dealt = deal(digits, settings(partition=partition, population="redrawn"))
-    sizes = np.sum([np.diff(dealt.rows(task, 0).offset) for task in range(TASKS)], axis=0)
+    assigned = assign(digits, settings(partition=partition, population="redrawn"))
+    sizes = np.sum([np.diff(assigned.indices(task, 0).offset) for task in range(TASKS)], axis=0)
     shown = capsys.readouterr().out
     assert f"{sizes.min()} to {sizes.max()}" in shown
     assert f"{partition}, again in every round" in shown
@@ -278,38 +282,40 @@ def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
 # ---- sampled clients ---------------------------------------------------------------------------------------
 
 
-def test_sampled_clients_depend_on_seed_task_round_and_place(digits):
-    """The seeds of HePCo's release: place + 1 + K round + K R task + 2000 seed."""
+def test_sampled_clients_depend_on_seed_task_round_and_client(digits):
+    """The seeds of HePCo's release: client + 1 + K round + K R task + 2000 seed."""
     cfg = settings(partition="sampled", split_ratio=0.2, category_ratio=0.5, seed=9, class_order="natural")
-    dealt = deal(digits, cfg, rounds=4)
+    assigned = assign(digits, cfg, rounds=4)
     for task, round_ in ((0, 0), (0, 3), (2, 1)):
         rows = np.flatnonzero(make_tasks(CLASSES, TASKS)[task].current[digits.y_train])
-        for client, mine in enumerate(held(dealt, task, round_)):
+        for client, mine in enumerate(owned(assigned, task, round_)):
             seed = client + 1 + 3 * round_ + 12 * task + 18000
             sample = sample_client(digits.y_train[rows], seed, 0.2, 0.5, 1.0)
-            assert mine == rows[sample.rows].tolist() and len(sample.told) == 1 and mine
-    assert held(dealt, 0, 0) == held(deal(digits, cfg, rounds=4), 0, 0) != held(dealt, 0, 1)
+            assert mine == rows[sample.indices].tolist() and len(sample.reported) == 1 and mine
+    assert owned(assigned, 0, 0) == owned(assign(digits, cfg, rounds=4), 0, 0) != owned(assigned, 0, 1)
 
 
-def test_sampled_clients_share_rows(digits):
-    """Clients draw by themselves, so that two may have the same rows."""
-    dealt = deal(digits, settings(partition="sampled", split_ratio=1.0, category_ratio=1.0))
-    first, second, _ = held(dealt, 1)
+def test_sampled_clients_share_examples(digits):
+    """Clients draw independently, so that two may have the same examples."""
+    assigned = assign(digits, settings(partition="sampled", split_ratio=1.0, category_ratio=1.0))
+    first, second, _ = owned(assigned, 1)
     assert len(set(first)) == len(first) == len(second) and len({*first} & {*second}) > 200
 
 
-def test_long_tails_that_are_only_told_are_no_longer_than_the_rows(digits):
-    """What clients say goes to the method, what they hold to the chart."""
+def test_long_tails_that_are_only_reported_do_not_change_the_examples(digits):
+    """The method gets what clients report, the chart what they have."""
     cfg = settings(partition="sampled", split_ratio=0.5, category_ratio=1.0, imbalance=0.1, long_tail="told")
-    told, real = (
+    reporting, real = (
         make_scenario(digits, replaced, 2, False)
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
     )
-    said, done = told.partitions[0][1], real.partitions[0][1]
+    said, done = reporting.partitions[0][1], real.partitions[0][1]
     np.testing.assert_array_equal(said.class_rows, done.class_rows)
     assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
     assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
-    assert told.holdings.sum() == sum(len(each.rows) for of_task in told.partitions for each in of_task)
+    assert reporting.holdings.sum() == sum(
+        len(each.rows) for of_task in reporting.partitions for each in of_task
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Zip and npz files that nobody vouches for: what is in them is checked before any of it is used."""
+
+import hashlib
+import math
+import zipfile
+from collections.abc import Container
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+
+
+def sha256(path: Path) -> str:
+    """The hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def leads_out(member: str) -> bool:
+    """Whether the path of a member of an archive leaves the folder that it is unpacked to, on any system."""
+    paths = PurePosixPath(member), PureWindowsPath(member)
+    return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
+
+
+def check_members(archive: zipfile.ZipFile, limit: int) -> None:
+    """Check the names of all members and the size of their contents.
+
+    Raises:
+      ValueError: for a member that leads out of the archive, or more than `limit` bytes when unpacked.
+    """
+    for name in archive.namelist():
+        if leads_out(name):
+            raise ValueError(f"it holds a file named {name!r}, which leads out of it")
+    size = sum(member.file_size for member in archive.infolist())
+    if size > limit:
+        raise ValueError(
+            f"it would unpack to {size / 2**30:.1f} GiB, and the limit is {limit / 2**30:.1f} GiB"
+        )
+
+
+def read_npz(path: Path, limit: int, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file, none of them pickled.
+
+    Args:
+      path: of the file.
+      limit: bytes that it may unpack to.
+      names: the arrays to read, as far as they are there; None reads all.
+
+    Raises:
+      ValueError: as `check_members`, and for an array that is cut off or holds Python objects. A damaged file
+        can raise anything else that the parsers of zip and npy raise.
+    """
+    with zipfile.ZipFile(path) as archive:  # np.load would also take a bare .npy or a pickle of this name
+        check_members(archive, limit)
+    # our own handle: np.load leaves its own open when the archive is damaged
+    with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
+        return {name: _array(file, name) for name in file.files if names is None or name in names}
+
+
+def _array(file: Any, name: str) -> np.ndarray:
+    """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
+    member = name if name in file.zip.namelist() else f"{name}.npy"
+    with file.zip.open(member) as stream:
+        first = np.lib.format.read_magic(stream) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(stream)
+    if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
+        raise ValueError(f"{name} is cut off")
+    return file[name]

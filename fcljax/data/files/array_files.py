@@ -1,0 +1,125 @@
+"""Data sets that are official array files: CIFAR's binary batches and MNIST's idx files."""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+
+from fcljax.data.files.prepared import Listing, Split
+from fcljax.data.files.raw import Choice, Raw, Scan, content, file_facts, text
+from fcljax.errors import InputError, reason
+
+FASHION_FILES = "fashion_mnist/{train,t10k}-{images-idx3,labels-idx1}-ubyte (or .gz)"
+_FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+
+
+def cifar(
+    base: Path, choice: Choice, *, folder: str, train: Sequence[str], test: str, names: str, label_bytes: int
+) -> Raw | None:
+    """CIFAR's binary version.
+
+    Args:
+      folder: its name below `base`.
+      train, test, names: the files of the training images, the test images and the names of classes.
+      label_bytes: before each image; the last one is read.
+    """
+    root = base / folder
+    if not root.is_dir():
+        return None
+    files = [root / file for file in (*train, test, names)]
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"dataset: {str(file)!r} is missing; unpack the archive again")
+
+    def listing() -> Listing:
+        classes = tuple(line.strip() for line in text(root / names).splitlines() if line.strip())
+        batches = [_cifar_batch(file, len(classes), label_bytes) for file in files[:-1]]
+        images, labels = (np.concatenate(part) for part in zip(*batches[:-1], strict=True))
+        test_split = _split(root / test, *batches[-1])
+        return Listing(root, classes, _split(root / "training", images, labels), test_split)
+
+    return Raw(root, lambda: _scan(files, listing))
+
+
+def fashion_mnist(base: Path, choice: Choice) -> Raw | None:
+    """Fashion-MNIST's four files, packed by gzip or not."""
+    kinds = ("images-idx3", "labels-idx1")
+    stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in kinds]
+    found = {stem: [f for f in (base / stem, base / f"{stem}.gz") if f.is_file()] for stem in stems}
+    if not any(found.values()):
+        return None
+    for stem, there in found.items():
+        if not there:
+            raise InputError(f"dataset: {str(base / stem)!r} is missing; expected {FASHION_FILES}")
+    files, classes = [there[0] for there in found.values()], tuple(_FASHION.split(","))
+    return Raw(base, lambda: _scan(files, lambda: Listing(base, classes, _idx(*files[:2]), _idx(*files[2:]))))
+
+
+def _scan(files: Sequence[Path], listing: Callable[[], Listing]) -> Scan:
+    facts = [tuple(file_facts(file, file.name)) for file in files]
+    return Scan(hashlib.sha256(repr(facts).encode()).hexdigest(), listing)
+
+
+def _split(path: Path, images: UInt8[np.ndarray, "N H W C"], labels: Int64[np.ndarray, " N"]) -> Split:
+    names = [f"{path}, image {index}" for index in range(len(labels))]
+    size = images.shape[1], images.shape[2]
+    return Split(labels, names, lambda indices: [images[i] for i in indices], size)
+
+
+def _cifar_batch(
+    path: Path, classes: int, label_bytes: int
+) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int64[np.ndarray, " N"]]:
+    data, size = np.frombuffer(content(path), np.uint8), label_bytes + 3072
+    if len(data) == 0 or len(data) % size:
+        raise InputError(
+            f"dataset: {str(path)!r} has {len(data)} bytes, no multiple of {size}; it is truncated"
+        )
+    data = data.reshape(-1, size)
+    labels = data[:, label_bytes - 1].astype(np.int64)  # of CIFAR-100's two the fine one is last
+    if labels.max() >= classes:
+        raise InputError(
+            f"dataset: {str(path)!r} holds label {labels.max()}, but there are names for {classes} classes; "
+            "it is damaged"
+        )
+    return data[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
+def _idx(images: Path, labels: Path) -> Split:
+    x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
+    if len(x) != len(y):
+        raise InputError(
+            f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; "
+            "they must match"
+        )
+    most = _FASHION.count(",")
+    if len(y) == 0 or y.max() > most:
+        raise InputError(f"dataset: {str(labels)!r} does not hold labels from 0 to {most}; it is damaged")
+    return _split(images, x[..., None], y)
+
+
+def read_idx(path: Path, dimensions: int) -> UInt8[np.ndarray, "..."]:
+    """An array of bytes in the idx format of MNIST, packed by gzip or not.
+
+    Raises:
+      InputError: for a file that is something else, is truncated or holds more than its header says.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            header = np.frombuffer(stream.read(4 + 4 * dimensions), ">u4")
+            shape = tuple(map(int, header[1:]))
+            if len(header) != 1 + dimensions or header[0] != 0x800 + dimensions:
+                raise ValueError(f"no idx header of {dimensions} dimensions")
+            count = int(np.prod(shape, dtype=object))
+            if count >= 1 << 31:
+                raise ValueError(f"its header promises an array of {shape}")
+            data = stream.read(count + 1)
+            if len(data) != count:
+                more = "more" if len(data) > count else "less"
+                raise ValueError(f"{more} content than the {shape} that its header promises")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InputError(f"dataset: {str(path)!r} is damaged or no idx file ({reason(error)})") from error
+    return np.frombuffer(data, np.uint8).reshape(shape)

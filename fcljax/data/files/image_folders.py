@@ -1,0 +1,245 @@
+"""Data sets that are folders of image files, a folder per class."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from fcljax.data.files.prepared import Listing, Split
+from fcljax.data.files.raw import (
+    Choice,
+    File,
+    Raw,
+    Scan,
+    Table,
+    file_facts,
+    last_drawings,
+    random_split,
+    same_classes,
+    table,
+    text,
+    visible,
+)
+from fcljax.errors import InputError
+
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+IMAGENET_FILES = "imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG"
+TINY_FILES = "tiny-imagenet-200/ (train/WNID/images/*, val/images/*, val/val_annotations.txt)"
+
+_SUFFIXES = {".png", ".jpg", ".jpeg"}
+_SUBSET_SEED = 1993  # of the ImageNet subsets
+
+_Tree = dict[str, list[File]]  # image files by class
+
+
+def folder_of_classes(root: Path) -> Raw:
+    """train/CLASS/* and test/CLASS/* below `root`.
+
+    Raises:
+      InputError: for missing folders, here or when it is scanned.
+    """
+    for split in ("train", "test"):
+        if not (root / split).is_dir():
+            raise InputError(
+                f"dataset: no such folder: {str(root / split)!r}; "
+                "expected train/CLASS/*.png|jpg|jpeg and test/CLASS/..."
+            )
+    return Raw(root, partial(_scan_splits, root))
+
+
+def split_or_pooled(base: Path, choice: Choice, *, split: str, official: str) -> Raw | None:
+    """The published split in the folder `split` if it is there, else the official folder, split at random."""
+    if _is_split(base / split):
+        return folder_of_classes(base / split)
+    root = base / official
+    return Raw(root, partial(_scan_pooled, root, [""])) if root.is_dir() else None
+
+
+def imagenet_r_hepco(base: Path, choice: Choice) -> Raw | None:
+    """ImageNet-R split at random, whatever split its folder has."""
+    root = base / "imagenet-r"
+    if not root.is_dir():
+        return None
+    return Raw(root, partial(_scan_pooled, root, ["train", "test"] if _is_split(root) else [""], True))
+
+
+def domainnet(base: Path, choice: Choice) -> Raw | None:
+    """All six domains of DomainNet, pooled and split at random."""
+    root = base / "domainnet"
+    missing = [domain for domain in DOMAINS if not (root / domain).is_dir()]
+    if len(missing) == len(DOMAINS):
+        return None
+    if missing:
+        raise InputError(
+            f"dataset: domain {missing[0]!r} is missing in {str(root)!r}; expected {', '.join(DOMAINS)}"
+        )
+    return Raw(root, partial(_scan_pooled, root, DOMAINS))
+
+
+def tiny_imagenet(base: Path, choice: Choice) -> Raw | None:
+    """Tiny-ImageNet, tested on its validation split."""
+    root = base / "tiny-imagenet-200"
+    return Raw(root, partial(_scan_tiny_imagenet, root)) if root.is_dir() else None
+
+
+def imagenet(base: Path, choice: Choice, *, count: int) -> Raw | None:
+    """A subset of ImageNet's classes, tested on its validation split."""
+    root = base / "imagenet"
+    if not any((root / split).is_dir() for split in ("train", "test", "val")):
+        return None
+    return Raw(root, partial(_scan_imagenet, root, choice, count))
+
+
+def omniglot(base: Path, choice: Choice) -> Raw | None:
+    """Both parts of Omniglot."""
+    parts = ("images_background", "images_evaluation")
+    present = [part for part in parts if (base / part).is_dir()]
+    if len(present) == 1:
+        raise InputError(f"dataset: {str(base)!r} has {present[0]} only; expected {' and '.join(parts)}")
+    return Raw(base, partial(_scan_omniglot, base, parts)) if present else None
+
+
+# Trees of files
+
+
+def _is_split(root: Path) -> bool:
+    return (root / "train").is_dir() or (root / "test").is_dir()
+
+
+def _folders(folder: Path) -> list[str]:
+    return [entry.name for entry in visible(folder) if entry.is_dir()]
+
+
+def _images(root: Path, inside: str) -> list[File]:
+    found = [
+        file_facts(entry, f"{inside}/{entry.name}")
+        for entry in visible(root / inside)
+        if os.path.splitext(entry.name)[1].lower() in _SUFFIXES and not entry.is_dir()
+    ]
+    if not found:
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no images; expected files named *.png, *.jpg or *.jpeg"
+        )
+    return found
+
+
+def _tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> _Tree:
+    """The image files below root/inside, by class."""
+    classes = _folders(root / inside) if classes is None else classes
+    if not classes:
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no class folders; "
+            f"expected {inside or '.'}/CLASS/*.png|jpg|jpeg"
+        )
+    return {label: _images(root, f"{inside}/{label}" if inside else label) for label in classes}
+
+
+def _scan(root: Path, classes: Sequence[str], train: Table, test: Table) -> Scan:
+    sums = hashlib.sha256(json.dumps(classes).encode())
+    for split in (train, test):
+        for file, label in zip(split.items, split.labels, strict=True):
+            sums.update(f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape"))
+        sums.update(b"\n")
+    return Scan(
+        sums.hexdigest(), lambda: Listing(root, tuple(classes), _files(root, train), _files(root, test))
+    )
+
+
+def _files(root: Path, split: Table) -> Split:
+    names = [os.path.join(root, file.path) for file in split.items]
+    return Split(np.array(split.labels, np.int64), names, lambda indices: [Path(names[i]) for i in indices])
+
+
+# Scans of each layout
+
+
+def _scan_splits(root: Path) -> Scan:
+    train, test = (_tree(root, split) for split in ("train", "test"))
+    classes = same_classes(str(root), list(train), list(test))
+    return _scan(root, classes, table(classes, train), table(classes, test))
+
+
+def _scan_pooled(root: Path, folders: Sequence[str], by_name: bool = False) -> Scan:
+    """The files of all folders by class; `by_name` in the order that they would have in one folder."""
+    tree: _Tree = {}
+    for inside in folders:
+        for label, files in _tree(root, inside).items():
+            tree.setdefault(label, []).extend(files)
+    if by_name:
+        for files in tree.values():
+            files.sort(key=lambda file: os.path.basename(file.path))
+    classes = sorted(tree)
+    return _scan(root, classes, *random_split(table(classes, tree)))
+
+
+def _scan_tiny_imagenet(root: Path) -> Scan:
+    for needed in ("train", "val/images", "val/val_annotations.txt"):
+        if not (root / needed).exists():
+            raise InputError(f"dataset: {str(root / needed)!r} is missing; expected {TINY_FILES}")
+    wnids = _folders(root / "train")
+    train = {wnid: _images(root, f"train/{wnid}/images") for wnid in wnids}
+    test: _Tree = {wnid: [] for wnid in wnids}
+    label_of = _pairs(root / "val/val_annotations.txt")
+    for file in _images(root, "val/images"):
+        wnid = label_of.get(os.path.basename(file.path))
+        if wnid not in test:
+            problem = "has no line" if wnid is None else f"is of unknown class {wnid!r}"
+            raise InputError(
+                f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; "
+                "unpack the archive again"
+            )
+        test[wnid].append(file)
+    return _scan(root, _words(root, wnids), table(wnids, train), table(wnids, test))
+
+
+def _pairs(path: Path) -> dict[str, str]:
+    """The first two columns of a table that is separated by tabs."""
+    return dict(line.split("\t")[:2] for line in text(path).splitlines() if "\t" in line)
+
+
+def _words(root: Path, wnids: list[str]) -> list[str]:
+    """What classes are called; two of one name also have their WordNet ids."""
+    words = _pairs(root / "words.txt") if (root / "words.txt").is_file() else {}
+    names = [words.get(wnid, wnid).partition(",")[0].strip() for wnid in wnids]
+    return [
+        name if names.count(name) == 1 else f"{name} ({wnid})"
+        for name, wnid in zip(names, wnids, strict=True)
+    ]
+
+
+def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
+    splits = ("train", "val")
+    for split in splits:
+        if not (root / split).is_dir():
+            raise InputError(f"dataset: no such folder: {str(root / split)!r}; expected {IMAGENET_FILES}")
+    if choice is None:
+        wnids = _folders(root / "train")
+        if len(wnids) != 1000:
+            raise InputError(
+                f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
+                "name yours with --class-list"
+            )
+        drawn = np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
+        choice = tuple(wnids[index] for index in drawn)
+    if len(choice) != count:
+        raise InputError(f"class_list: {len(choice)} classes are listed; imagenet{count} needs {count}")
+    for wnid in choice:
+        for split in splits:
+            if not (root / split / wnid).is_dir():
+                raise InputError(
+                    f"class_list: class {wnid!r} is not in {str(root / split)!r}; it must be a folder there"
+                )
+    return _scan(root, choice, *(table(choice, _tree(root, split, choice)) for split in splits))
+
+
+def _scan_omniglot(base: Path, parts: Sequence[str]) -> Scan:
+    tree: _Tree = {}
+    for part in parts:
+        for alphabet in _folders(base / part):
+            characters = _tree(base, f"{part}/{alphabet}")
+            tree |= {f"{alphabet}/{character}": files for character, files in characters.items()}
+    return _scan(base, sorted(tree), *last_drawings(tree))

@@ -1,0 +1,139 @@
+"""Raw data of a data set before anything is decoded: its files or records, their labels and splits.
+
+Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files
+sorted, shuffled by Python's Random(0); the first int(0.8 n) are for training, the rest for testing.
+"""
+
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fcljax.data.files.prepared import Listing
+from fcljax.errors import InputError
+
+Choice = tuple[str, ...] | None  # the classes asked for, in the order of their labels; None: the default
+
+_DRAWINGS = 5  # test images of each Omniglot character
+
+
+class Scan(NamedTuple):
+    """Raw data whose files have been looked at."""
+
+    fingerprint: str  # changes with the names, sizes and times of the files, the labels and the split
+    listing: Callable[[], Listing]
+
+
+class Raw(NamedTuple):
+    """Raw data that are there."""
+
+    where: Path
+    scan: Callable[[], Scan]
+    route: str = "files"  # or "tfds"
+
+
+class Table(NamedTuple):
+    """Images of one split and their labels."""
+
+    items: list[Any]  # files or records
+    labels: list[int]
+
+    def take(self, indices: Sequence[int]) -> "Table":
+        """These images, in this order."""
+        return Table([self.items[i] for i in indices], [self.labels[i] for i in indices])
+
+
+class File(NamedTuple):
+    """A file as fingerprints see it."""
+
+    path: str  # relative to the root of the layout
+    size: int  # in bytes, -1 for a link that leads nowhere
+    time: int  # of the last change, in ns
+
+
+def file_facts(entry: os.DirEntry | Path, path: str) -> File:
+    """Size and time of a file."""
+    try:
+        stat = entry.stat()
+    except OSError:  # the decoder will name a link that leads nowhere
+        return File(path, -1, 0)
+    return File(path, stat.st_size, stat.st_mtime_ns)
+
+
+def visible(folder: Path) -> list[os.DirEntry]:
+    """The entries of a folder by name, without the hidden ones that file managers and notebooks leave.
+
+    Raises:
+      InputError: for a folder that cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"dataset: folder {str(folder)!r} cannot be read ({error.strerror})") from error
+    return sorted(shown, key=lambda entry: entry.name)
+
+
+def content(path: Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+      InputError: for a file that cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"dataset: {str(path)!r} cannot be read ({error.strerror})") from error
+
+
+def text(path: Path) -> str:
+    """The text of a file in UTF-8.
+
+    Raises:
+      InputError: for a file that cannot be read or is no text.
+    """
+    try:
+        return content(path).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"dataset: {str(path)!r} is no text in UTF-8; unpack the archive again") from error
+
+
+def table(classes: Sequence[str], tree: Mapping[str, Sequence]) -> Table:
+    """The images of a tree (images by class) in the order of the classes."""
+    labels = [label for label, name in enumerate(classes) for _ in tree[name]]
+    return Table([item for name in classes for item in tree[name]], labels)
+
+
+def random_split(images: Table) -> tuple[Table, Table]:
+    """80 % of the images for training, the rest for testing."""
+    order = list(range(len(images.items)))
+    random.Random(0).shuffle(order)
+    cut = int(0.8 * len(order))
+    return images.take(order[:cut]), images.take(order[cut:])
+
+
+def last_drawings(tree: Mapping[str, Sequence]) -> tuple[Table, Table]:
+    """Omniglot: the last 5 drawings of each character are for testing."""
+    classes = sorted(tree)
+    train = {label: tree[label][:-_DRAWINGS] for label in classes}
+    test = {label: tree[label][-_DRAWINGS:] for label in classes}
+    return table(classes, train), table(classes, test)
+
+
+def same_classes(where: str, train: list, test: list) -> list:
+    """The classes of both splits.
+
+    Raises:
+      InputError: naming one that only one split has.
+    """
+    for has, lacks, extra in (
+        ("test", "train", set(test) - set(train)),
+        ("train", "test", set(train) - set(test)),
+    ):
+        if extra:
+            raise InputError(
+                f"dataset: {where!r}: class {min(extra)!r} is in {has} but not in {lacks}; "
+                "both need every class"
+            )
+    return train

@@ -1,0 +1,165 @@
+"""Data sets that tensorflow-datasets has prepared with file_format="array_record", read without TensorFlow.
+
+Tried with its version 4.9.10, on archives in the official layout. Its imagenet_r and caltech_birds2011 keep
+the names of files and its cifar10 and cifar100 the number of each image, so that these give the same arrays
+as the official files, bit by bit. Its fashion_mnist, omniglot and domainnet have an order of their own: the
+same images (of domainnet the cleaned version), but other drawings of omniglot and other images of domainnet
+are for testing. Preparing anything needs TensorFlow itself, and so `download` does without the library.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fcljax.data.files.prepared import Listing, Split
+from fcljax.data.files.raw import Raw, Scan, Table, file_facts, last_drawings, random_split, table, visible
+from fcljax.errors import InputError, reason
+
+FOLDER = "tensorflow_datasets"  # below the data folder
+
+Read = Callable[[Sequence[Path]], Listing]  # from the folders of prepared builders
+
+
+def find(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
+    """What these builders have prepared in `folder`, if all of them have."""
+    versions = [_newest(folder / builder) for builder in builders]
+    found = [version for version in versions if version is not None]
+    if not found or len(found) < len(versions):
+        return None
+    return Raw(folder / builders[0].partition("/")[0], partial(_scan, read, found), "tfds")
+
+
+def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
+    """Labels and split as they are, images in the order of `field`."""
+    records = _records(versions, ("train", "test"))
+    rows = _fields(records, ["label", *([field] if field else [])])
+    splits = []
+    for index in range(2):
+        chosen = sorted((row for row in rows if row[0] == index), key=lambda row: row[3:])
+        splits.append(Table(chosen, [row[2] for row in chosen]))
+    return _listing(versions, records, records.features["label"].names, *splits)
+
+
+def pooled(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
+    """All images of all splits, split at random.
+
+    `field` holds a path that ends in CLASS/FILE; without it the label gives the class.
+    """
+    records = _records(versions, splits)
+    names, tree = records.features["label"].names, {}
+    for row in _fields(records, ["label", *([field] if field else [])]):
+        tree.setdefault(row[3].split("/")[-2] if field else names[row[2]], []).append(row)
+    if field:
+        for rows in tree.values():
+            rows.sort(key=lambda row: row[3].split("/")[-1])
+    classes = sorted(tree)
+    return _listing(versions, records, classes, *random_split(table(classes, tree)))
+
+
+def omniglot(versions: Sequence[Path]) -> Listing:
+    """Characters of all alphabets; the last 5 drawings of each are for testing."""
+    records = _records(versions, ("train", "test"))
+    alphabets, tree = records.features["alphabet"].names, {}
+    for row in _fields(records, ["alphabet", "alphabet_char_id"]):
+        tree.setdefault(f"{alphabets[row[2]]}/character{row[3] + 1:02d}", []).append(row)
+    return _listing(versions, records, sorted(tree), *last_drawings(tree))
+
+
+class _Records(NamedTuple):
+    sources: list[Any]  # random access to records
+    names: list[str]  # of the sources, for messages
+    features: Any  # of the first source
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest prepared version of a builder."""
+    versions = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.name.replace(".", "").isdigit() and (path / "dataset_info.json").is_file()
+    ]
+    return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part], default=None)
+
+
+def _scan(read: Read, versions: Sequence[Path]) -> Scan:
+    facts = [
+        (version.parent.name, version.name, [tuple(file_facts(each, each.name)) for each in visible(version)])
+        for version in versions
+    ]
+    return Scan(hashlib.sha256(repr(facts).encode()).hexdigest(), lambda: _checked(read, versions))
+
+
+def _checked(read: Read, versions: Sequence[Path]) -> Listing:
+    where = f"dataset: {str(versions[0])!r}"
+    try:
+        return read(versions)
+    except (InputError, MemoryError):
+        raise
+    except ImportError as error:
+        raise InputError(
+            f"{where} needs the packages tensorflow-datasets and array_record ({error})"
+        ) from error
+    except NotImplementedError as error:
+        raise InputError(f"{where} is not in array_record files; prepare it with that file_format") from error
+    # a damaged folder can raise anything in the library, and it is the folder's fault
+    except Exception as error:
+        raise InputError(f"{where} cannot be read by tensorflow-datasets ({reason(error)})") from error
+
+
+def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
+    import tensorflow_datasets as tfds
+
+    sources, names, features = [], [], None
+    for version in versions:
+        builder = tfds.builder_from_directory(version)
+        features = features or builder.info.features
+        # images as files, for our own decoder
+        raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
+        for split in splits:
+            # pyrefly: ignore[bad-argument-type]  # the library wraps its methods, which hides their self
+            sources.append(builder.as_data_source(split, decoders=raw))
+            names.append(f"{version}, {split}")
+    return _Records(sources, names, features)
+
+
+def _fields(records: _Records, fields: Sequence[str]) -> list[tuple]:
+    """For each record its source, its index there and the fields."""
+    rows = []
+    for number, source in enumerate(records.sources):
+        for index in range(len(source)):
+            record = source[index]
+            rows.append((number, index, *(_plain(record[field]) for field in fields)))
+    return rows
+
+
+def _plain(value: Any) -> str | int:
+    return value.decode() if isinstance(value, bytes) else int(value)
+
+
+def _listing(
+    versions: Sequence[Path], records: _Records, classes: Sequence[str], train: Table, test: Table
+) -> Listing:
+    return Listing(versions[0], tuple(classes), _split(records, train), _split(records, test))
+
+
+def _split(records: _Records, split: Table) -> Split:
+    items = [item[:2] for item in split.items]
+    names = [f"{records.names[source]}, record {index}" for source, index in items]
+    height, width, _ = records.features["image"].shape
+
+    def fetch(indices: Sequence[int]) -> list:
+        return [_image(records, *items[i], name=names[i]) for i in indices]
+
+    size = (height, width) if height and width else None
+    return Split(np.array(split.labels, np.int64), names, fetch, size)
+
+
+def _image(records: _Records, source: int, index: int, name: str) -> bytes:
+    try:
+        return records.sources[source][index]["image"]
+    except Exception as error:  # as above
+        raise InputError(f"dataset: {name} cannot be read ({reason(error)})") from error

@@ -1,0 +1,136 @@
+"""The files of finished runs that results are made from, and the folders that hold them."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fcljax.errors import InputError
+from fcljax.files import open_regular, write_text
+
+Summary = dict[str, Any]  # the content of a summary.json
+Number = float | int
+
+MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
+MISSING = object()
+SUMMARY_KEYS = (
+    *(
+        "method",
+        "dataset",
+        "backbone",
+        "seed",
+        "fidelity",
+        "accuracy",
+        "A",
+        "A_avg",
+        "A_last",
+        "trainable_params",
+    ),
+    *("client_images_per_s", "slot_efficiency", "traces"),
+    *(f"forgetting.{kind}" for kind in ("paper", "released", "diagonal")),
+    *(f"communication.{way}_{unit}" for way in ("upload", "download") for unit in ("scalars", "bytes")),
+    *(f"time.{part}_s" for part in ("compile", "client", "server", "eval")),
+)
+
+
+class FinishedRun(NamedTuple):
+    """A run that has a summary."""
+
+    folder: str
+    summary: Summary
+    lines: Sequence[dict[str, Any]] = ()
+    """of metrics.jsonl"""
+    picture: str | None = None
+    """the picture of its reconstructed images as a data URI, if it has one"""
+
+
+def write_json(path: str | Path, obj: object) -> None:
+    """Write `obj` as strict JSON: NaN and infinity are null, arrays lists, named tuples and mappings objects.
+
+    Raises:
+      TypeError: a value that JSON has no form for; an existing file is then left as it is.
+    """
+    text = json.dumps(_plain(obj), indent=2, allow_nan=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text + "\n")
+
+
+def load_summary(run_dir: str | Path) -> Summary:
+    """The `summary.json` of a run directory.
+
+    Raises:
+      InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing.
+    """
+    path = Path(run_dir) / "summary.json"
+    if not path.parent.is_dir():
+        raise InputError(f"run: no directory {str(run_dir)!r}")
+    if not path.is_file():
+        raise InputError(f"run: {str(run_dir)!r} has no summary.json; has the run finished?")
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
+        raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
+    if not isinstance(summary, dict):
+        raise InputError(f"run: {str(path)!r} lacks every field: it is not a JSON object")
+    missing = [key for key in SUMMARY_KEYS if read(summary, key, MISSING) is MISSING]
+    if missing:
+        raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
+    return summary
+
+
+def read(summary: Summary, key: str, default: Any = None) -> Any:
+    """What a summary has at "key" or "key.inner", `default` where it has no such key."""
+    found: Any = summary
+    for name in key.split("."):
+        found = found.get(name, default) if isinstance(found, dict) else default
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics.jsonl, whose last one may be half written; none if there is no file."""
+    try:
+        with open_regular(path) as stream:
+            content = stream.read(MAX_LOG_BYTES)
+    except OSError:
+        return []
+    found = []
+    for line in content.split(b"\n")[:-1]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):  # damaged
+            continue
+        if isinstance(value, dict) and all(isinstance(value.get(name), int) for name in ("task", "round")):
+            found.append(value)
+    return found
+
+
+def run_folders(folder: str | Path) -> list[Path]:
+    """The finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`, or of other folders that hold
+    runs or such folders. A run directory, and a folder without any, stands for itself."""
+    if (Path(folder) / "summary.json").exists():
+        return [Path(folder)]
+    for pattern in ("*/summary.json", "*/*/summary.json"):
+        inside = [path.parent for path in Path(folder).glob(pattern) if not is_hidden(path, folder)]
+        if inside:
+            return sorted(inside)
+    return [Path(folder)]
+
+
+def is_hidden(path: Path, folder: str | Path) -> bool:
+    """Is the path in a folder, inside `folder`, whose name begins with a dot?"""
+    return any(name.startswith(".") for name in path.relative_to(folder).parts)
+
+
+def _plain(obj: object) -> object:
+    if hasattr(obj, "_asdict"):
+        obj = obj._asdict()
+    if hasattr(obj, "tolist"):  # numpy and jax arrays and scalars
+        obj = obj.tolist()
+    if isinstance(obj, dict):
+        return {str(key): _plain(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_plain(value) for value in obj]
+    if isinstance(obj, float) and not math.isfinite(obj):
+        return None
+    return str(obj) if isinstance(obj, Path) else obj
