@@ -15,7 +15,7 @@ Here it chooses when a task is over, from the same examples under the same model
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,7 @@ FIDELITY = {
 }
 
 
+@runtime_checkable
 class Weigh(Protocol):
     """Returns the weight of each example; `gap` is how far it is from its label."""
 

@@ -8,7 +8,7 @@ goes down with the newest, and so does the best one from before the gradients ca
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,7 @@ class Proxy(NamedTuple):
     """The spread of features in the first task."""
 
 
+@runtime_checkable
 class Judge(Protocol):
     """Returns the share of the proxy's images that a model predicts."""
 
