@@ -173,7 +173,7 @@ def aggregate_of(uploads, ids, valid, places):
     mean, gather = (jax.tree.map(stack, *part) for part in parts)
     ids, valid = jnp.asarray([*ids, *[places] * pad]), jnp.asarray([*valid, *[False] * pad])
     weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
-    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
+    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), {}, gather, weight, ids, valid)
 
 
 # ---- whole rounds on a formula -----------------------------------------------------------------------------

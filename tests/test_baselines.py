@@ -62,7 +62,7 @@ def batch_of(rows):
 def output_of(params, rows):
     """Features and logits of these rows."""
     task = STREAM[0]
-    return LEARNER.forward(FROZEN, params, LEARNER.part(params, task), batch_of(rows), task, False)
+    return LEARNER.forward(FROZEN, params, LEARNER.trainable(params, task), batch_of(rows), task, False)
 
 
 def in_task(task, part=None):
@@ -116,7 +116,7 @@ def test_head_and_pair_have_rates_of_their_own():
     context = context_of(method, server, STREAM[0], info_of(SIZES.classes, 3), FROZEN)
     before = main.program.start(context, (), KEY)
     after, _ = jax.jit(main.program.phases[0].step)(context, before, batch_of([1, 2, 5]), KEY)
-    (pair, head, *_), (old_pair, old_head, *_) = after.part, before.part
+    (pair, head, *_), (old_pair, old_head, *_) = after.trainable, before.trainable
     largest = lambda new, old: max(
         float(jnp.max(jnp.abs(a - b)))
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
@@ -143,7 +143,7 @@ def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_th
     joined = lambda known: Anchor(one(0.0), one(4.0 if known else 0.0), jnp.bool_(known))
     for known, expected in ((False, 8.0), (True, 3 / 5 * 4 + 2 / 5 * 8)):
         later = consolidate(in_task(TASKS[1]), joined(known), one(7.0), one(8.0))
-        found = float(later.part.adapter[0]), float(later.fisher.adapter[0])
+        found = float(later.trainable.adapter[0]), float(later.fisher.adapter[0])
         assert found == pytest.approx((7, expected))
 
 
@@ -177,7 +177,7 @@ def test_a_teacher_is_taken_once_a_task(tuned):
     again = first_model_of_task(in_task(STREAM[0], newer), first, KEY)
     later = first_model_of_task(in_task(STREAM[1], newer), again, KEY)
     for found, expected in ((first, tuned), (again, tuned), (later, newer)):
-        jax.tree.map(np.testing.assert_array_equal, found.part, expected)
+        jax.tree.map(np.testing.assert_array_equal, found.trainable, expected)
     assert (int(again.task), int(later.task)) == (0, 1)
 
 
@@ -186,7 +186,7 @@ def test_a_client_that_comes_late_takes_its_teacher_from_the_task_it_comes_in(tu
     before = distil(1.0, 2.0).init(KEY, jax.tree.map(lambda x: x + 1, tuned))
     for task in STREAM:
         found = first_model_of_task(in_task(task, tuned), before, KEY)
-        jax.tree.map(np.testing.assert_array_equal, found.part, tuned)
+        jax.tree.map(np.testing.assert_array_equal, found.trainable, tuned)
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():
     pair, head = jax.tree.map(lambda x: x[0], server.params.adapter), server.params.classifier
     for client in (0, 2, 3):
         equal = lambda x, y, i=client: np.testing.assert_array_equal(x[i], y)
-        jax.tree.map(equal, (states.part.adapter, states.part.classifier), (pair, head))
+        jax.tree.map(equal, (states.trainable.adapter, states.trainable.classifier), (pair, head))
 
 
 # ---- iCaRL -------------------------------------------------------------------------------------------------

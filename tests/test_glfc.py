@@ -381,7 +381,7 @@ class Server:
         model = Params(jnp.int32(number), ())
         _, self.state, metrics = self.one(round_context, model, self.state, aggregate, KEY)
         choice = self.state.choice
-        number = lambda old: int(old.part.adapter) if int(old.task.index) >= 0 else None
+        number = lambda old: int(old.trainable.adapter) if int(old.task.index) >= 0 else None
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
 
 
@@ -417,7 +417,7 @@ def test_clients_distil_the_best_of_all_when_their_task_changes_and_later_that_o
     context = ClientContext(
         FROZEN, type("Payload", (), {"sent": {"proxy": P.Choice(one(1), one(2))}}), None, SECOND, None
     )
-    found = [int(G.old_model(context, jnp.bool_(changed)).part.adapter) for changed in (False, True)]
+    found = [int(G.old_model(context, jnp.bool_(changed)).trainable.adapter) for changed in (False, True)]
     assert found == [1, 2]
 
 

@@ -521,7 +521,7 @@ def test_the_first_task_has_no_previous_model():
     opts, run, model, params, aggregate, past = world()
     first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SIZES.classes))
     spoilt = jax.tree.map(lambda x: x + 5, first.start.trainable)
-    poisoned = first._replace(start=first.start._replace(part=spoilt))
+    poisoned = first._replace(start=first.start._replace(trainable=spoilt))
     task = TASKS[0]
     rows = aggregate.gather["class_examples"].at[:].set(jnp.where(task.current, 3, 0))
     aggregate = aggregate._replace(gather=aggregate.gather | {"class_examples": rows})
