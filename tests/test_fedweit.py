@@ -270,7 +270,9 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
     moved = part.adapter - server.params.adapter.base
     close(part.classifier.adaptive[0], 2 * moved)
     slow = weit(run_of(rate=RATE), **off)
-    close(train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10)
+    close(
+        train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10
+    )
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------

@@ -505,7 +505,9 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
     context, local = start(method, server, TASKS[0], rows=5)
     trained = adapter_of(server).prompt[2]
-    local = local._replace(trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained)))
+    local = local._replace(
+        trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained))
+    )
     for data in (first, second):
         local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
     own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]

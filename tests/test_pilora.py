@@ -397,7 +397,10 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
     context, local = begin(method, server, TASKS[1])
     for phase in (train, extract):
         local, _ = phase.step(context, local, data, KEY)
-    sent, scale = finish(method, server, TASKS[1], local, 2).gather["features"], local.trainable.adapter["scale"]
+    sent, scale = (
+        finish(method, server, TASKS[1], local, 2).gather["features"],
+        local.trainable.adapter["scale"],
+    )
     assert np.abs(scale - 1).min() > 0.09
     np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
 

@@ -88,7 +88,9 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
     method = method_of(sigma=0.5, **OFF)
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
-    one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1))
+    one, other = (
+        train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1)
+    )
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
     run = run_of()
     inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
