@@ -36,7 +36,7 @@ class PiloraOptions:
     """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on
     TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
 
-    pl_weight: float = 0.001
+    prototype_weight: float = 0.001
     """Weight lambda of the prototype loss (eq. 10)."""
     hardness: float = option(1.0, positive=True)
     """Factor delta on the distances in the softmax."""
@@ -106,7 +106,7 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
         learner(run.network, run.adapter, classifier, _classifier_first),
         sizes,
         run.train._replace(factor=factor),
-        terms=(prototype_term(options.pl_weight), *on_lora, *run.terms),
+        terms=(prototype_term(options.prototype_weight), *on_lora, *run.terms),
         steps=(step,),
         surveys=(headtune(run),) if options.headtune else (),
         objective=Objective(options.negatives, hardness=options.hardness),
