@@ -20,7 +20,7 @@ from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method
-from fcljax.options import check_ranges, check_read, fields_of, flag
+from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
 from fcljax.settings import (
     MOST_CLIENTS,
     AggregationOptions,
@@ -258,7 +258,7 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
     given = {name: convert(name, fields[name].type, value) for name, value in values.items()}
-    return dataclasses.replace(options, **given)
+    return replaced(options, **given)
 
 
 def convert(name: str, type_: Any, value: object) -> Any:

@@ -62,10 +62,11 @@ def help_of(options: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(kind) or "__annotations__" not in vars(kind):
             continue
         try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-        except (OSError, TypeError, IndexError):  # a class that is made while the program runs
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        except (OSError, TypeError, ValueError):  # a class that is made while the program runs
             continue
-        for field, text in zip(body, body[1:], strict=False):
+        assert isinstance(node, ast.ClassDef)
+        for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
@@ -77,6 +78,11 @@ def load(package: str, part: Any) -> Any:
         return part
     module, _, name = part.partition(":")
     return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def replaced(options: Value, **values: Any) -> Value:
+    """Options, a frozen dataclass, with other values of some fields."""
+    return dataclasses.replace(options, **values)  # pyrefly: ignore[bad-specialization]
 
 
 def check_ranges(options: object) -> None:

@@ -4,6 +4,7 @@ The network is a toy in which prompts and LoRA pairs change the features, so tha
 minutes and a pairwise design of them seconds.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -101,7 +102,7 @@ FEW = pairwise(ALL)
 
 def kit_of(adapter: str) -> Run:
     entry = find_adapter(adapter)
-    options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
+    options = dataclasses.replace(entry.presets["intended"], **OPTIONS[adapter])
     return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Train(2, 4, 0.05, GRADIENT))
 
 

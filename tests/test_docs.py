@@ -16,7 +16,7 @@ import small_runs
 import yaml
 
 from fcljax import __version__, config
-from fcljax.methods import METHODS
+from fcljax.methods import METHODS, find_method
 
 DOCS = small_runs.ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -45,7 +45,8 @@ def test_the_page_of_a_method_has_its_equations_its_options_and_its_links(method
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`fcljax[^|]+) \|$", text, re.MULTILINE)
     assert len(rows) >= 4 and any(re.match(r"\d", row[0]) for row in rows)
     assert f"fcljax/methods/{method}.py" in text and f"fcljax run {method}" in text
-    options = METHODS[method].options.__name__
+    entry = find_method(method)
+    options = entry.options(entry.adapter).__name__
     assert options in text or f"{method.title()}LoraOptions" in text
     assert "../results/" in text and "../fidelity.md" in text
 

@@ -13,6 +13,7 @@ from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
 from fcljax.runs import rounds
+from fcljax.settings import FaultOptions
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -130,7 +131,7 @@ def test_everything_else_of_the_method_is_the_same_object():
 
 def test_nobody_malicious_is_the_method_itself():
     assert faults.corrupt(METHOD, "nan", malicious=0) is METHOD
-    assert faults.FaultOptions().malicious == 0
+    assert FaultOptions().malicious == 0
 
 
 def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():

@@ -156,18 +156,18 @@ def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--pool", "order"], "pool: only private clients have it, and partition is 'iid'"),
+        (["--pool", "order"], "pool: only private reads it, and partition is 'iid'"),
         (
             ["--partition", "private", "--pool-classes", "2"],
-            "pool_classes: nothing reads it where pool is None",
+            "pool_classes: only order, superclasses and sources read it, and pool is None",
         ),
         (["--partition", "private", "--pool", "order", "--category-ratio", "0.5"], "category_ratio: nothing"),
         (
             ["--partition", "private", "--pool", "order", "--pool-most", "2"],
-            "pool_most: it counts the tasks of",
+            "pool_most: only sources reads it, and pool is 'order'",
         ),
         (["--partition", "private", "--population", "redrawn"], "population: private clients are static"),
-        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled clients have it"),
+        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled reads it"),
         (["--partition", "private", "--pool", "superclasses"], "pool: 'superclasses' gives no task"),
     ],
 )

@@ -1,15 +1,10 @@
 """The adapters by name: what a method may train inside a network. The table is written out; the code of an
 adapter is loaded when it is asked for."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fcljax.errors import choose
 from fcljax.options import load
-
-if TYPE_CHECKING:
-    from fcljax.parts.learner import Adapter
-    from fcljax.types import Network, Sizes
 
 
 class AdapterEntry(NamedTuple):
@@ -20,8 +15,8 @@ class AdapterEntry(NamedTuple):
     presets: Any
     """Fidelity -> the adapter's options, or the dataclass of its options, whose defaults are the one preset.
     A method's preset may say otherwise."""
-    build: "Callable[[Any, Sizes, Network], Adapter] | str"
-    """(options, sizes, network) -> the adapter."""
+    build: Any
+    """(options, sizes: `types.Sizes`, network: `types.Network`) -> `parts.learner.Adapter`."""
     attention: bool = True
     """Whether it works inside attention, so that the network must be a ViT."""
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.errors import InputError, Value, nearest
-from fcljax.options import check_ranges, fields_of, flag, help_of, option
+from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def parsed(
       InputError: as `parse`, or for a number out of its range.
     """
     given, values = parse({command[-1]: options}, arguments, command, about, words)
-    filled = dataclasses.replace(options, **values)
+    filled = replaced(options, **values)
     check_ranges(filled)
     return given, filled
 

@@ -16,6 +16,8 @@ def completion(arguments: list[str]) -> int:
     shells, _ = parse({}, arguments, ["completion"], about, Words("|".join(SHELLS), SHELLS, files=False))
     if not shells:
         raise InputError(f"shell: none given; choose from: {', '.join(SHELLS)}; try: fcljax completion bash")
+    if len(shells) > 1:
+        raise InputError(f"shell: unexpected argument {shells[1]!r}; try: fcljax completion {shells[0]}")
     shell = choose("shell", shells[0], SHELLS)
 
     import argcomplete

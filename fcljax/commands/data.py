@@ -8,7 +8,7 @@ from rich.table import Table
 from fcljax import config
 from fcljax.commands.arguments import Words, datasets, parse, parsed, print_rows
 from fcljax.errors import InputError, Value, choose
-from fcljax.options import option
+from fcljax.options import option, replaced
 from fcljax.terminal import add_row, plain
 
 
@@ -97,10 +97,10 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
     if len(names) != 1:
         count = "several names" if names else "no name"
         raise InputError(
-            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; `fcljax data list` has the "
-            "names"
+            f"dataset: {count} given; usage: fcljax data {command} NAME [options]; "
+            "`fcljax data list` has the names"
         )
-    return dataclasses.replace(filled, dataset=names[0])
+    return replaced(filled, dataset=names[0])
 
 
 SUBCOMMANDS = {"list": _data_list, "prepare": _data_prepare, "show": _data_show}

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from fcljax import config
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
-from fcljax.errors import InputError
+from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
-from fcljax.options import fields_of, flag, option
+from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
@@ -84,12 +84,13 @@ def _read(arguments: list[str], command: str = "run") -> tuple[dict[str, Any], P
             "file of your own"
         )
     given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary)
-    kinds = Paths, HostOptions
-    names = [[field.name for field in fields_of(kind) if field.name in given] for kind in kinds]
-    paths, host_options = (
-        kind(**{name: given.pop(name) for name in each}) for kind, each in zip(kinds, names, strict=True)
-    )
-    return given, paths, host_options
+    return given, _taken(Paths(), given), _taken(HostOptions(), given)
+
+
+def _taken(options: Value, given: dict[str, Any]) -> Value:
+    """The options with what is given of them, which is then no longer in `given`."""
+    names = [field.name for field in fields_of(type(options)) if field.name in given]
+    return replaced(options, **{name: given.pop(name) for name in names})
 
 
 def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
@@ -189,7 +190,7 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
     adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
     groups = config.option_groups(method, adapter)
     if {"-h", "--help"} & set(arguments):
-        shown = config.from_mapping(method, values | chosen, source or "options")
+        shown = config.from_mapping(method, values | chosen, str(source or "options"))
     else:
         shown = config.preset(method, adapter)
     config.check_known(method, adapter, typed, "options")
@@ -201,7 +202,7 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
 def _typed(arguments: Sequence[str]) -> dict[str, str]:
     """Option -> the value after it, of options that `parse` has not seen yet."""
     found = {}
-    for typed, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = typed.partition("=")
         if name.startswith("--"):
             name = name.removeprefix("--").replace("-", "_")

@@ -1,11 +1,10 @@
 """`fcljax convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with them."""
 
-import dataclasses
 from pathlib import Path
 
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, parse, parsed, print_rows, slug
 from fcljax.errors import InputError, Value
-from fcljax.options import check_ranges
+from fcljax.options import check_ranges, replaced
 from fcljax.runs import signals
 
 
@@ -72,6 +71,6 @@ def _parsed(options: Value, arguments: list[str], command: str, about: str) -> t
     groups = {command: options, "files": ProgramOptions()}
     _, given = parse(groups, arguments, [command], about)
     cache = given.pop("compile_cache", None)
-    filled = dataclasses.replace(options, **given)
+    filled = replaced(options, **given)
     check_ranges(filled)
     return filled, cache

@@ -10,15 +10,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.options import load
 from fcljax.settings import Preset
-
-if TYPE_CHECKING:
-    from fcljax.parts.federate import Run
-    from fcljax.types import Method
 
 Loaded = TypeVar("Loaded")
 
@@ -31,8 +27,8 @@ class MethodEntry(NamedTuple):
     """One line for `fcljax list`."""
     presets: Any
     """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset."""
-    build: "Callable[[Any, Run], Method] | str"
-    """(options, run) -> the method."""
+    build: Any
+    """(options, run: `parts.federate.Run`) -> `types.Method`."""
     adapter: str
     """The default adapter, of `adapters.ADAPTERS`."""
     excludes: Mapping[str, str] = {}
