@@ -55,7 +55,8 @@ from fcljax.methods.fedweit.fedweit import (
     remember,
     sparsity,
 )
-from fcljax.models.resnet import RESNETS, resnet_network
+from fcljax.models.resnet import resnet_network
+from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, Training

@@ -30,11 +30,12 @@ from fcljax.models.mae import (
     reconstruction_loss,
     unpatchify,
 )
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import Params, learner
 from fcljax.pixels import NORMALISE, between
-from fcljax.runs import archive
+from fcljax.runs import checkpoint
 from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
 from fcljax.types import Autoencoder, Features, Frozen, Network, Reconstruction, ReplayBuffer, Sizes
@@ -118,7 +119,7 @@ def prompt_of(server):
 def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, expected):
     sizes, vit, decoder = Sizes(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
     network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    method = make_method(name, resolved(name), sizes, network)
+    method = make_method(resolved(name), sizes, network)
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
@@ -518,17 +519,17 @@ def test_noise_on_the_mean_would_not_protect_what_is_uploaded_and_is_refused():
 
 def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_path):
     kept = history_kept(0)
-    noted = [archive.save_task(tmp_path, task, kept) for task in range(2)]
-    for found in archive.load_tasks(tmp_path, noted, kept):
+    noted = [checkpoint.save_task(tmp_path, task, kept) for task in range(2)]
+    for found in checkpoint.load_tasks(tmp_path, noted, kept):
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
-        archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
+        checkpoint.load_tasks(tmp_path, [*noted, noted[0]], kept)
     other = ReplayBuffer(kept.examples._replace(order=kept.examples.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
-        archive.load_tasks(tmp_path, noted[:1], other)
+        checkpoint.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
     with pytest.raises(InputError, match="cannot be read"):
-        archive.load_tasks(tmp_path, noted, kept)
+        checkpoint.load_tasks(tmp_path, noted, kept)
 
 
 # ---- what is given away ------------------------------------------------------------------------------------
