@@ -13,7 +13,7 @@ from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
@@ -157,7 +157,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
     some = pmae.ReplayBatch(
         rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
     )
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     batch = pmae.restored_batch(options, round_context, model, server.rules[0], some)
     prompt = server.rules[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
@@ -167,7 +167,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
 
 
 def adapter_options():
-    return config.part(ADAPTERS["vpt"].options, resolved("pmae", **VALUES))
+    return config.part(find_adapter("vpt").options, resolved("pmae", **VALUES))
 
 
 def test_a_network_without_a_decoder_is_refused_by_name():
@@ -208,7 +208,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     keys = jax.random.split(KEY, 4)
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     rule = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
@@ -440,8 +440,8 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
 
 
 def learner_of(values):
-    adapter = ADAPTERS["vpt"].build(
-        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SIZES, NETWORK
+    adapter = find_adapter("vpt").build(
+        config.part(find_adapter("vpt").options, resolved("pmae", **values)), SIZES, NETWORK
     )
     return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
