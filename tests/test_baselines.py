@@ -1,4 +1,4 @@
-"""The baselines of PILoRA's tables: their terms in closed form, and what a client remembers from one task to
+"""The baselines of PILoRA's tables: their losses in closed form, and what a client remembers from one task to
 the next."""
 
 import json
@@ -228,14 +228,14 @@ def test_every_row_is_equally_likely_to_be_kept():
     np.testing.assert_allclose(np.bincount(kept, minlength=9)[1:] / 4000, 2 / 8, atol=0.03)
 
 
-def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_rehearse():
+def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_replay():
     padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), index=jnp.array([3, -1]))
     memory = keep_highest(empty(3), padded, jax.random.key_data(KEY))
     assert sorted(memory.index.tolist()) == [-1, -1, 3]
     assert draw(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
 
 
-def test_only_old_classes_are_rehearsed():
+def test_only_old_classes_are_replayed():
     memory = keep_highest(empty(20), batch_of(np.arange(1, 21)), jax.random.key_data(KEY))
     old = jnp.array([False, True, False, True, False])
     places = np.asarray(draw(memory, old, 64, KEY))

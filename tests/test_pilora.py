@@ -129,7 +129,7 @@ def finish(method, server, task, local, rows):
     return main_of(method).program.finish(context, local, state)[0]
 
 
-def turn_after(method, server, task):
+def round_after(method, server, task):
     """What the server may read once clients have answered."""
     now = round_context(task, frozen=FROZEN)
     return now._replace(previous=method.broadcast(now, server))
@@ -137,7 +137,7 @@ def turn_after(method, server, task):
 
 def unchanged(method, server, task):
     """The mean of clients that changed nothing."""
-    return turn_after(method, server, task).previous.payload.trainable._replace(classifier=())
+    return round_after(method, server, task).previous.payload.trainable._replace(classifier=())
 
 
 def serve(method, server, task, prototypes, means, valid=None, mean=None):
@@ -150,7 +150,7 @@ def serve(method, server, task, prototypes, means, valid=None, mean=None):
     valid = jnp.ones(len(prototypes), bool) if valid is None else jnp.asarray(valid)
     mean = unchanged(method, server, task) if mean is None else mean
     aggregate = Aggregate(mean, {}, sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
-    return jax.jit(main_of(method).server)(turn_after(method, server, task), server, aggregate, KEY)[0]
+    return jax.jit(main_of(method).server)(round_after(method, server, task), server, aggregate, KEY)[0]
 
 
 def predict(method, server, task, image, query=None):
@@ -483,7 +483,7 @@ def test_without_reweighting_prototypes_are_averaged_uniformly_over_valid_client
     mean, valid = unchanged(method, server, TASKS[1]), jnp.array([True, True, False])
     sent, weight = {"classifier": table}, jnp.array([1.0, 9, 0])
     aggregate = Aggregate(mean, {}, sent, weight, jnp.arange(3), valid)
-    after, _ = main_of(method).server(turn_after(method, server, TASKS[1]), server, aggregate, KEY)
+    after, _ = main_of(method).server(round_after(method, server, TASKS[1]), server, aggregate, KEY)
     np.testing.assert_array_equal(prototypes_of(after)[2:4], np.full((2, WIDTH), 2.0))
 
 
@@ -573,7 +573,7 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
     assert opening.who == "everyone"
     total = jax.tree.map(lambda *x: sum(x), *sums)
     aggregate = Aggregate((), total, {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
-    after, _ = opening.server(turn_after(method, server, task), server, aggregate, KEY)
+    after, _ = opening.server(round_after(method, server, task), server, aggregate, KEY)
     means = np.concatenate([data[0].image[:3], data[1].image[:1]]).mean(0)
     np.testing.assert_allclose(prototypes_of(after)[2], means, rtol=1e-5)
     others = jnp.array([0, 1, 3, 4, 5])  # class 3 has no rows
