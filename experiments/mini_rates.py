@@ -51,8 +51,9 @@ def values_of(text: str) -> tuple[str, list[str]]:
 def combinations(base: Planned, grid: dict[str, list[str]]) -> list[Planned]:
     """The run with each combination of values, on held-out images."""
     whole = dataclasses.asdict(base.cfg) | {"holdout": HOLDOUT}
+    method = whole.pop("method")
     rest = {name: value for name, value in whole.items() if name not in grid}
-    return plan_of({"method": base.method, "base": rest, "grid": grid}, "mini_rates")
+    return plan_of({"method": method, "base": rest, "grid": grid}, "mini_rates")
 
 
 def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:

@@ -44,7 +44,7 @@ class Scenario(NamedTuple):
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
         """The classes of which each client has had examples by the end of a task."""
         partitions = [partition for of_task in self.partitions[: task + 1] for partition in of_task]
-        return np.any([partition.class_rows > 0 for partition in partitions], axis=0)
+        return np.any([partition.class_examples > 0 for partition in partitions], axis=0)
 
 
 def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool) -> Scenario:

@@ -113,7 +113,9 @@ def test_a_chunk_has_as_many_clients_as_its_memory_holds():
     assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
     assert per_chunk(many, rows=many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
     assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own + 3 * 4)
-    assert per_chunk(many, memory=lambda state: state) == build.CHUNK_BYTES // (own + 6 * 4 + many * 3 * 4)
+    assert per_chunk(many, replay_buffer=lambda state: state) == build.CHUNK_BYTES // (
+        own + 6 * 4 + many * 3 * 4
+    )
     assert (per_chunk(2**26), per_chunk(2**26, lanes=5)) == (1, 5)
 
 

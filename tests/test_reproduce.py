@@ -244,7 +244,7 @@ def test_mini_takes_the_methods_own_rates_and_the_rows():
         "sgd",
         0.9,
     )
-    assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
+    assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", 0.0)
     weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
     assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
 

@@ -106,7 +106,7 @@ def test_a_scenario_gives_every_client_its_own_task_and_remembers_what_it_has_le
         assert (partition.task.current.any(axis=0) == task.current).all()
         # in the same places, so that sums are of one class
         assert (partition.task.classes == task.classes).all()
-        assert ((partition.class_rows > 0) == partition.task.current).all()
+        assert ((partition.class_examples > 0) == partition.task.current).all()
         assert (made.learned(t) == partition.task.seen).all()
         assert (made.current(t, 2) == partition.task.current[2]).all()
     assert (made.learned(2).sum(axis=1) == 6).all() and ((made.holdings > 0) == made.learned(2)).all()

@@ -18,18 +18,21 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fcljax.config import RunConfig
-from fcljax.data.store import Split
+from fcljax.data.partition import count_matrix
+from fcljax.data.store import ClientIndices, Split
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import one_line
 from fcljax.federated.check import Example
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import (
     Engine,
+    Exchange,
     Lanes,
+    RoundInputs,
     init_clients,
     keep_task,
     make_engine,
-    play_chunks,
+    run_chunks,
     run_round,
 )
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
@@ -183,10 +186,9 @@ def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.
     """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = [owned[i] for i in order]
-    counts = [np.bincount(label[rows], minlength=SIZES.classes) for rows in owned]
-    offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
-    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+    owned = ClientIndices.of([owned[i] for i in order])
+    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
+    return ClientPartition(*owned, counts)
 
 
 def _engine(
@@ -197,7 +199,7 @@ def _engine(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """short: are batches of one and two rows computed as such?"""
+    """The engine; with `short`, batches of one and two examples are computed as such."""
     room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
@@ -220,37 +222,25 @@ def play(
     Args:
       data: instead of the federation's own.
       state: from which to start.
-      ids: the clients that take part in rounds; None: all that have rows.
+      ids: the clients that participate in rounds; None: all that have examples.
     """
     data, history = made.data if data is None else data, []
     server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
-    begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
+    begin = jax.jit(made.method.begin_task)
     for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
         round_context = RoundContext.on_host(made.frozen, task, 0, False)
         server, everyone = begin(round_context, server, KEY), np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
         for r in range(SIZES.rounds):
             last = r == SIZES.rounds - 1
-            for when in ("opening",) * (r == 0) + ("round",) + ("closing",) * last:
+            for when in ("task_start",) * (r == 0) + ("round",) + ("task_end",) * last:
                 number, who = (r, chosen) if when == "round" else (0, everyone)
-                server, clients, _ = run_round(
-                    made.engine,
-                    made.frozen,
-                    server,
-                    clients,
-                    data,
-                    partition,
-                    who,
-                    task,
-                    number,
-                    jax.random.key(3),
-                    when=when,
-                    last=last,
-                    past=past,
+                inputs = RoundInputs(
+                    made.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
+                server, clients, _ = run_round(made.engine, server, clients, inputs)
             kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
             past += () if kept is None else (kept,)
-            server = end(round_context, server, KEY) if last else server
             history.append(State(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
@@ -277,7 +267,8 @@ def receive(
     )
     round_context = RoundContext.on_host(made.frozen, task, 0, False)
     broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
-    return play_chunks(player, engine.lanes, chunks, made.frozen, broadcast, states, made.data, task, KEY)
+    exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
+    return run_chunks(engine, chunks, exchange, states, made.data)
 
 
 # ---- the statements ----------------------------------------------------------------------------------------
@@ -331,7 +322,7 @@ def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
 def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
     False, and images that no client has."""
-    indices = np.concatenate([partition.rows for partition in made.partitions])
+    indices = np.concatenate([partition.indices for partition in made.partitions])
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, made.data.image, jnp.nan)
     assert made.data.query is not None

@@ -172,8 +172,8 @@ def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | 
         return None
     ours = None if first.mean is None or second.mean is None else first.mean - second.mean
     if gap > 0:
-        return Pair(first.metric, *labels, gap, ours)
-    return Pair(first.metric, *reversed(labels), -gap, None if ours is None else -ours)
+        return Pair(first.metric, labels[0], labels[1], gap, ours)
+    return Pair(first.metric, labels[1], labels[0], -gap, None if ours is None else -ours)
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interva
 def lines(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """The cells of the table: its head, and a line for each row and metric. The column of notes is left out
     if there are none."""
-    cells = [HEAD]
+    cells: list[tuple[str, ...]] = [HEAD]
     for result in results:
         for place, number in enumerate(result.compared().values()):
             cells.append((result.label, *_cells(number), "" if place else result.why))

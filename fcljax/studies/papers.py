@@ -1,26 +1,8 @@
 """The files of experiments/: the tables of a paper as data, one YAML file for each paper.
 
-    paper: FPPL (arXiv 2411.01904)
-    method: fppl                             # the paper's own method
-    seeds: [2023, 2024, 2025]                # as many as the paper has runs
-    base: {dataset: imagenet_r, tasks: 20}   # settings of all rows, as `fcljax run --config` reads them
-    tables:
-      table1:
-        title: FPPL, 20 tasks, 10 clients
-        source: table I, row FPPL
-        metrics: [A_avg, A_last]             # names in summary.json, with a dot where it nests
-        upload: 253641                       # parameters that a client of the own method uploads per round
-        columns:                             # the settings that the table varies; may be left out
-          cub-200: {settings: {dataset: cub200}}
-          imagenet-r: {}
-        rows:                                # a number is a mean, or [mean, standard deviation], or null
-        - {method: fppl, numbers: {cub-200: [[88.80, 0.50], [80.93, 1.02]], imagenet-r: [74.33, null]}}
-        - {method: ewc, options: {lr: 5e-5}} # without numbers: the paper has none
-    verified: {}                             # the last key; `fcljax reproduce --scale paper` writes it
-
-The settings of a row are those of `base`, of the table, of the column and its own options; later ones win.
-Accuracies and forgetting are in %, metrics that end with _bytes in MiB. In a table without columns, the
-numbers of a row are a list.
+docs/reproducing.md describes the format with an example. The settings of a row are those of `base`, of its
+table, its column and its own options; later ones win. Accuracies and forgetting are in %, metrics that end
+with _bytes in MiB.
 """
 
 import dataclasses

@@ -105,18 +105,16 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
       InputError: for a row that does not resolve at the paper's scale, or an unknown `row`.
     """
     if row is not None:
-        choose(
-            "row", row, [name for column in found for each in column.rows for name in _names(column, each)]
-        )
+        known = [name for column in found for each in column.rows for name in _names(column, each)]
+        choose("row", row, known)
     varied = {"clients"} if len({column.settings.get("clients") for column in found}) > 1 else set()
     parts, runs = [], {}
     for column in found:
         for each, cfg, why in _settings(column, scale, varied):
             if row is not None and row not in _names(column, each):
                 continue
-            wanted = seeds_of(column, scale, seeds) if cfg else []
-            names = tuple(_run(runs, column, each, cfg, seed) for seed in wanted)
-            parts.append(Part(column, each, names, why))
+            names = [_run(runs, column, each, cfg, seed) for seed in seeds_of(column, scale, seeds) if cfg]
+            parts.append(Part(column, each, tuple(names), why))
     return Plan(scale, parts, list(runs.values()))
 
 

@@ -32,36 +32,39 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     Raises:
       InputError: naming the place.
     """
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    inner = typing.get_args(kind)
+    if kind is Any or (value is None and types.NoneType in inner):
         return value
-    if outer is Literal:
+    if typing.get_origin(kind) is Literal:
         return choose(where, value, inner)
-    if outer is types.UnionType:
-        if value is None and types.NoneType in inner:
-            return None
-        known = [each for each in inner if each is not types.NoneType]
-        kind = next((each for each in known if isinstance(value, _class(each))), None)
-        if kind is None:
-            wanted = " or ".join(KINDS[_class(each)] for each in known)
-            raise InputError(f"{where}: {value!r} is not {wanted}")
-        return converted(kind, value, where)
-    expected = _class(kind)
-    accepted = (int, float) if expected is float else expected
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise InputError(f"{where}: {value!r} is not {KINDS[expected]}")
+    kinds = [each for each in inner if each is not types.NoneType] if _is_union(kind) else [kind]
+    kind = next((each for each in kinds if _fits(value, each)), None)
+    if kind is None:
+        wanted = " or ".join(KINDS[_class(each)] for each in kinds)
+        raise InputError(f"{where}: {value!r} is not {wanted}")
     if dataclasses.is_dataclass(kind):
         return _filled(kind, value, where, ".")
-    if outer is list:
-        return [converted(inner[0], each, f"{where}[{place}]") for place, each in enumerate(value)]
-    if outer is dict:
-        return {str(key): converted(inner[1], each, f"{where}.{key}") for key, each in value.items()}
-    return expected(value)
+    if isinstance(value, list):
+        of = typing.get_args(kind)[0] if typing.get_args(kind) else Any
+        return [converted(of, each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if isinstance(value, dict):
+        of = typing.get_args(kind)[1]
+        return {str(key): converted(of, each, f"{where}.{key}") for key, each in value.items()}
+    return kind(value)
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) is types.UnionType
 
 
 def _class(kind: Any) -> Any:
     """The class that YAML has for a type."""
     return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
+
+
+def _fits(value: object, kind: Any) -> bool:
+    accepted = (int, float) if kind is float else _class(kind)
+    return isinstance(value, accepted) and not isinstance(value, bool)
 
 
 def _filled(kind: Any, values: Mapping[str, Any], where: str, mark: str) -> Any:
