@@ -26,9 +26,8 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.fedavg import averaging
 from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
-from fcljax.models.networks import make_network
-from fcljax.models.shapes import CONVNETS
-from fcljax.parts.federate import Run, Train
+from fcljax.models.networks import CONVNETS, make_network
+from fcljax.parts.federate import Run, Training
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes
 
@@ -49,19 +48,19 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{processor()}, {jax.devices()[0].device_kind}, matrix products {peak():.0f} GFLOP/s")
     print(f"{options.backbone}, {options.side} x {options.side} pixels")
-    run = kit_of(options.backbone, options.side, options.batch)
+    run = run_of(options.backbone, options.side, options.batch)
     if options.what == "step":
         steps(run, options.side, options.batch, options.draws, options.repeats)
     else:
         checkpoints(run, options.clients)
 
 
-def kit_of(backbone: str, side: int, batch: int) -> Run:
+def run_of(backbone: str, side: int, batch: int) -> Run:
     """The network as a run has it, all of which trains."""
     config = dataclasses.replace(CONVNETS[backbone], image_size=side, stem="cifar")
     network = make_network(config, (0.0,) * 3, (1.0,) * 3)
     adapter = full(FullOptions(0.01), SIZES, network)
-    return Run(SIZES, network, adapter, Train(1, batch, 0.01, optax.identity()))
+    return Run(SIZES, network, adapter, Training(1, batch, 0.01, optax.identity()))
 
 
 def vfcl_of(run: Run, draws: int) -> Method:
@@ -117,7 +116,7 @@ def checkpoints(run: Run, clients: int) -> None:
     """A run's state with so many clients, written and read."""
     context, state, _ = client(vfcl_of(run, 1), run)
     everyone = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * clients), state)
-    whole = checkpoint.State(context.payload.part, everyone, jax.random.key_data(jax.random.key(0)))
+    whole = checkpoint.State(context.payload.trainable, everyone, jax.random.key_data(jax.random.key(0)))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         start = time.perf_counter()

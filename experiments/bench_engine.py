@@ -28,7 +28,7 @@ from fcljax.data.partition import count_matrix, dirichlet
 from fcljax.data.store import client_indices
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
 from fcljax.models.heads import cross_entropy
 from fcljax.models.weights.pretrained import load_backbone
@@ -132,12 +132,12 @@ def timed_round(
 
     def once():
         _, states[0], report = run_round(
-            engine, frozen, server, states[0], data, partition, ids, task, 0, KEY
+            engine, server, states[0], RoundInputs(frozen, data, partition, ids, task, 0, KEY)
         )
         reports.append(report)
 
     seconds = best(once, repeats)
-    return seconds, reports[-1].rows, max(engine.traces.values())
+    return seconds, reports[-1].examples, max(engine.traces.values())
 
 
 def slots() -> None:
@@ -173,7 +173,7 @@ def packed() -> None:
     def dispatched():
         mean, context = jax.tree.map(jnp.zeros_like, server), ClientContext((), server, (), TASK, info)
         for client in range(100):
-            rows = partition.rows[partition.offset[client] : partition.offset[client + 1]]
+            rows = partition.indices[partition.offset[client] : partition.offset[client + 1]]
             local = start(context, (), KEY)
             for i in range(0, len(rows), BATCH):
                 mine = np.resize(rows[i : i + BATCH], BATCH)

@@ -28,7 +28,7 @@ from fcljax.data.store import Split, client_indices
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import RoundInputs, default_lanes, init_clients, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
@@ -132,7 +132,7 @@ def make_round(split: Split):
     def play(data):
         states, ids = init_clients(method, server, CLIENTS, key), np.arange(CLIENTS)
         return jax.device_get(
-            run_round(engine, frozen, server, states, data, partition, ids, task, 0, key)[0]
+            run_round(engine, server, states, RoundInputs(frozen, data, partition, ids, task, 0, key))[0]
         )
 
     return play, rows

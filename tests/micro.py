@@ -13,7 +13,7 @@ from fcljax import config
 from fcljax.checks.conformance import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Lanes, init_clients, keep_task, make_engine, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, keep_task, make_engine, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.methods.fppl import FPPLOptions
@@ -114,7 +114,7 @@ def compiled(function):
 def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN, stream=STREAM, rounds=2):
     """(server, states, report) after every round of all tasks, with what comes before and after a task's
     rounds. ids: who takes part; None: everyone."""
-    begin_task, end_task = compiled(engine.method.begin_task), compiled(engine.method.end_task)
+    begin_task = compiled(engine.method.begin_task)
     states, history, reports, past = jax.tree.map(jnp.copy, states), [], {}, ()
     for task, partition in zip(stream, deals, strict=True):
         everyone = np.flatnonzero(partition.count)
@@ -122,26 +122,14 @@ def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN
         server = begin_task(round_context_of(task, frozen=frozen), server, KEY)
         for round_ in range(rounds):
             last = round_ == rounds - 1
-            for when in ("opening",) * (round_ == 0) + ("round",) + ("closing",) * last:
+            for when in ("task_start",) * (round_ == 0) + ("round",) + ("task_end",) * last:
                 number, who = (round_, chosen) if when == "round" else (0, everyone)
-                server, states, reports[when] = run_round(
-                    engine,
-                    frozen,
-                    server,
-                    states,
-                    data,
-                    partition,
-                    who,
-                    task,
-                    number,
-                    jax.random.key(3),
-                    when=when,
-                    last=last,
-                    past=past,
+                inputs = RoundInputs(
+                    frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
+                server, states, reports[when] = run_round(engine, server, states, inputs)
             kept = keep_task(engine, frozen, server, task, round_) if last else None
             past += () if kept is None else (kept,)
-            server = end_task(round_context_of(task, round_, last, frozen), server, KEY) if last else server
             history.append((*jax.tree.map(jnp.copy, (server, states)), reports["round"]))
     return history
 
@@ -185,7 +173,7 @@ def aggregate_of(uploads, ids, valid, places):
     mean, gather = (jax.tree.map(stack, *part) for part in parts)
     ids, valid = jnp.asarray([*ids, *[places] * pad]), jnp.asarray([*valid, *[False] * pad])
     weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
-    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
+    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), {}, gather, weight, ids, valid)
 
 
 # ---- whole rounds on a formula -----------------------------------------------------------------------------
@@ -247,7 +235,7 @@ def end_of_task(method, server, task, batches, state, id_=0, key=KEY):
     """A client's state once it has looked at these batches of the task that is over."""
     rows = sum(int(batch.mask.sum()) for batch in batches)
     context = context_of(method, server, task, info_of(SIZES.classes, rows, id_), SCALE)
-    for program in [each.program for each in method.rounds if each.when == "closing" and not each.server]:
+    for program in [each.program for each in method.rounds if each.when == "task_end" and not each.server]:
         local = compiled(program.start)(context, state, key)
         for phase in program.phases:
             for batch in batches:

@@ -27,7 +27,7 @@ VARIANTS = {
     "lora, one pair": LORA | dict(lora_pairs="one"),
     "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
     "vpt": dict(adapter="vpt", vpt_length=2, vpt_blocks=2),
-    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": DUAL,
     "dualprompt, all of them sent": DUAL | dict(dual_upload="all"),
     "coda": CODA,
@@ -93,7 +93,7 @@ def test_every_adapter_is_here():
 def test_putting_back_what_was_taken_changes_nothing(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
-    back = jax.jit(lambda task: adapter.put(params, task, adapter.part(params, task)))
+    back = jax.jit(lambda task: adapter.merge(params, task, adapter.trainable(params, task)))
     for task in TASKS:
         same(back(task), params)
     assert back._cache_size() == 1  # the task is data
@@ -104,8 +104,8 @@ def test_what_was_put_is_what_is_taken(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = random(adapter.part(params, task), 1)
-        same(adapter.part(adapter.put(params, task, part), task), part)
+        part = random(adapter.trainable(params, task), 1)
+        same(adapter.trainable(adapter.merge(params, task, part), task), part)
 
 
 @of_tasks
@@ -113,10 +113,10 @@ def test_putting_a_part_leaves_the_slots_of_other_tasks_bit_for_bit(variant):
     """Of prompts the gate belongs to all tasks, and of those that are all sent the rest is a constant."""
     adapter = adapter_of(variant)
     params, task = params_of(adapter), TASKS[1]
-    part = random(adapter.part(params, task), 1)
+    part = random(adapter.trainable(params, task), 1)
     if variant == "prompts, all of them sent":
         part = part._replace(prompt=params.prompt.at[1].set(part.prompt[1]))
-    after = adapter.put(params, task, part)
+    after = adapter.merge(params, task, part)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True)
     slots = [(old, new) for old, new in pairs if old.ndim > 2]
     assert slots and all(is_slot(old) for old, _ in slots)
@@ -153,7 +153,7 @@ def test_slots_of_other_tasks_get_a_gradient_of_exactly_zero(variant):
     @jax.jit
     def slopes(task):
         loss = lambda held, part: jnp.sum(feature(adapter, held, part, task) ** 2)
-        return jax.grad(loss, argnums=(0, 1))(adapter.cached(params), adapter.part(params, task))
+        return jax.grad(loss, argnums=(0, 1))(adapter.cached(params), adapter.trainable(params, task))
 
     for task in TASKS:
         by_held, by_part = slopes(task)
@@ -178,7 +178,7 @@ def test_pairs_and_prompts_of_coming_tasks_are_not_read(variant):
         poisoned = params._replace(prompt=params.prompt.at[1].set(9.0))
     for train in (True, False):
         whole, other = (
-            feature(adapter, each, adapter.part(each, TASKS[0]), TASKS[0], train)
+            feature(adapter, each, adapter.trainable(each, TASKS[0]), TASKS[0], train)
             for each in (params, poisoned)
         )
         np.testing.assert_array_equal(whole, other)
@@ -192,7 +192,7 @@ def test_what_clients_hold_is_enough_to_train(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = adapter.part(params, task)
+        part = adapter.trainable(params, task)
         np.testing.assert_array_equal(
             feature(adapter, adapter.cached(params), part, task), feature(adapter, params, part, task)
         )
@@ -214,8 +214,8 @@ def test_what_clients_hold_is_enough_to_train(variant):
 def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
     adapter = adapter_of(variant)
     params = params_of(adapter)
-    part = adapter.part(params, TASKS[1])
-    assert scalars(adapter.trained(part, TASKS[1])) == trained
+    part = adapter.trainable(params, TASKS[1])
+    assert scalars(adapter.counted(part, TASKS[1])) == trained
     assert (scalars(part), scalars(adapter.cached(params))) == (sent, held)
 
 
@@ -234,7 +234,7 @@ def test_an_adapter_says_what_it_reads_and_at_which_rate_it_trains(variant):
 def test_evaluation_may_use_other_pairs_than_training():
     adapter = adapter_of("lora, the current pair alone")
     params = params_of(adapter)
-    of_task = lambda index: (adapter.part(params, TASKS[index]), TASKS[index])
+    of_task = lambda index: (adapter.trainable(params, TASKS[index]), TASKS[index])
     in_task = lambda train, index: feature(adapter, params, *of_task(index), train)
     np.testing.assert_array_equal(in_task(True, 0), in_task(False, 0))  # the first pair is the current one
     assert jnp.abs(in_task(True, 1) - in_task(False, 1)).max() > 0.01
@@ -257,7 +257,7 @@ def test_prompts_are_those_that_are_injected_in_training_and_in_evaluation(varia
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = adapter.part(params, task)
+        part = adapter.trainable(params, task)
         prompt = adapter.prompt(adapter.cached(params), part, QUERY, task)
         assert prompt.shape == (4, 2, 3, WIDTH)
         for held, train in ((adapter.cached(params), True), (params, False)):
@@ -271,7 +271,7 @@ def test_prompts_are_those_that_are_injected_in_training_and_in_evaluation(varia
 def test_the_prompt_of_an_image_is_a_function_of_its_own_query(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
-    prompt = lambda query: adapter.prompt(params, adapter.part(params, TASKS[1]), query, TASKS[1])
+    prompt = lambda query: adapter.prompt(params, adapter.trainable(params, TASKS[1]), query, TASKS[1])
     together = prompt(QUERY)
     for row in range(4):
         np.testing.assert_allclose(prompt(QUERY[row : row + 1])[0], together[row], atol=1e-6)
@@ -298,12 +298,12 @@ def test_a_classifier_s_part_goes_back_where_it_came_from(name):
     """The second task has a padding class, whose row is dropped."""
     classifier = CLASSIFIERS[name]
     params = random(classifier.init(KEY))
-    back = jax.jit(lambda task: classifier.put(params, task, classifier.part(params, task)))
+    back = jax.jit(lambda task: classifier.merge(params, task, classifier.trainable(params, task)))
     for task in TASKS:
         same(back(task), params)
-    part = random(classifier.part(params, TASKS[1]), 1)
-    after = classifier.put(params, TASKS[1], part)
-    taken = classifier.part(after, TASKS[1])
+    part = random(classifier.trainable(params, TASKS[1]), 1)
+    after = classifier.merge(params, TASKS[1], part)
+    taken = classifier.trainable(after, TASKS[1])
     real = lambda tree: jax.tree.map(lambda x: x[:2] if x.shape == (3, WIDTH) else x, tree)
     same(real(taken), real(part))
 
@@ -312,8 +312,8 @@ def test_a_classifier_s_part_goes_back_where_it_came_from(name):
 def test_a_classifier_s_held_parameters_are_enough_for_the_logits_of_training(name):
     classifier = CLASSIFIERS[name]
     params, task = random(classifier.init(KEY)), TASKS[1]
-    part = classifier.part(params, task)
-    logits = classifier.logits(classifier.held(params), part, QUERY, task)
+    part = classifier.trainable(params, task)
+    logits = classifier.logits(classifier.cached(params), part, QUERY, task)
     assert logits.shape == (4, SIZES.classes)
     if name != "class means":  # where nothing trains there are none
         by_hand = {"linear": lambda head: QUERY @ head.kernel + head.bias, "prototypes": nearest}
@@ -330,6 +330,6 @@ def test_only_the_prototypes_of_the_task_get_a_gradient():
     params = random(classifier.init(KEY))
     for task, real in zip(TASKS, (3, 2), strict=True):
         loss = lambda held, part, task=task: jnp.sum(classifier.logits(held, part, QUERY, task))
-        by_held, by_part = jax.grad(loss, argnums=(0, 1))(params, classifier.part(params, task))
+        by_held, by_part = jax.grad(loss, argnums=(0, 1))(params, classifier.trainable(params, task))
         own = task.classes[task.classes >= 0]
         assert not by_held[own].any() and by_part[:real].all() and not by_part[real:].any()

@@ -11,7 +11,7 @@ import pytest
 import small_runs
 
 from fcljax import cli
-from fcljax.config import PartitionConfig, settle
+from fcljax.config import PartitionConfig, partitioned
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.partition import dirichlet, sample_client
 from fcljax.data.tasks import make_tasks
@@ -43,7 +43,7 @@ def digits():
 
 
 def settings(**values):
-    return settle(PartitionConfig(clients=3, **values))
+    return partitioned(PartitionConfig(clients=3, **values), PartitionConfig())
 
 
 def owned(assigned, task, round_=0):
@@ -238,7 +238,7 @@ def test_a_resumed_run_of_a_redrawn_population_equals_the_uninterrupted_one(tmp_
 def test_the_examples_of_a_redrawn_round_are_those_that_were_assigned(digits, tmp_path_factory):
     out = finished(["--partition", "task_dirichlet", "--population", "redrawn"], tmp_path_factory)
     cfg = PartitionConfig(tasks=2, clients=2, partition="task_dirichlet", population="redrawn")
-    assigned = assign(digits, settle(cfg))
+    assigned = assign(digits, cfg)
     rows = sum(len(assigned.indices(task, round_).indices) for task in range(2) for round_ in range(2))
     *_, records = small_runs.last_checkpoint(out)
     assert records["counts"]["client_images"] == rows
@@ -304,7 +304,9 @@ def test_sampled_clients_share_examples(digits):
 
 def test_long_tails_that_are_only_reported_do_not_change_the_examples(digits):
     """The method gets what clients report, the chart what they have."""
-    cfg = settings(partition="sampled", split_ratio=0.5, category_ratio=1.0, imbalance=0.1, long_tail="told")
+    cfg = settings(
+        partition="sampled", split_ratio=0.5, category_ratio=1.0, imbalance=0.1, long_tail="reported"
+    )
     reporting, real = (
         make_scenario(digits, replaced, 2, False)
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
@@ -322,7 +324,7 @@ def test_long_tails_that_are_only_reported_do_not_change_the_examples(digits):
     ("options", "parts"),
     [
         (["--split-ratio", "0.5"], ["split_ratio: only sampled clients have it", "'dirichlet'"]),
-        (["--long-tail", "told"], ["long_tail: only sampled clients"]),
+        (["--long-tail", "reported"], ["long_tail: only sampled clients"]),
         (["--partition", "sampled", "--population", "static"], ["population: sampled", "'redrawn'"]),
         (["--partition", "sampled", "--category-ratio", "1.5"], ["category_ratio: 1.5", "1.0"]),
     ],

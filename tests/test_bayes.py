@@ -96,6 +96,6 @@ def test_log_density_is_the_sum_over_all_numbers_of_the_formula():
     rng = np.random.default_rng(0)
     x, mean, sigma = (rng.normal(size=(2, 3)), rng.normal(size=(2, 3)), rng.uniform(0.1, 2, (2, 3)))
     expected = np.sum(-0.5 * ((x - mean) / sigma) ** 2 - np.log(sigma * np.sqrt(2 * np.pi)))
-    tree = lambda value: {"part": [jnp.asarray(value[0]), jnp.asarray(value[1])]}
+    tree = lambda value: {"trainable": [jnp.asarray(value[0]), jnp.asarray(value[1])]}
     found = total(log_density(tree(x), of_gaussian(tree(mean), tree(sigma))))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

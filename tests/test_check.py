@@ -1,5 +1,6 @@
 """A method that does not keep to the protocol is told so in one line, before anything is computed."""
 
+import functools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import toys
 from toys import Lanes, Phase, Upload, View, Weighted, begin, logits, send_mean, toy, train
 
 from fcljax.errors import InputError
-from fcljax.federated.check import Example, check_method
+from fcljax.federated.check import Example, check_method, describe, named
 from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
 from fcljax.types import Program, Round
@@ -26,7 +27,7 @@ def refused(method) -> str:
     with pytest.raises(InputError) as error:
         make_engine(method, toys.fetch, Lanes(), rooms, SHAPES)
     assert "\n" not in str(error.value)
-    return str(error.value)
+    return re.sub(r" \(\w+\.py:\d+ \w+(\(\))?\)", "", str(error.value))
 
 
 def trained(step, **view):
@@ -34,7 +35,7 @@ def trained(step, **view):
     return toy(phases=(Phase(View(1, 4, **view), step),))
 
 
-TWO = View(1, 4, recall=2)
+TWO = View(1, 4, replay=2)
 
 
 def places(size):
@@ -43,7 +44,7 @@ def places(size):
 
 
 def two_rounds(program):
-    return toy(rounds=(Round(program, when="closing"),))
+    return toy(rounds=(Round(program, when="task_end"),))
 
 
 WRONG = {
@@ -115,16 +116,16 @@ WRONG = {
     ),
     "a bare broadcast": (
         toy(broadcast=lambda round_context, server: server),
-        "broadcast returned float32[3]; expected a Broadcast(wire, held)",
+        "broadcast returned float32[3]; expected a Broadcast(payload, cached)",
     ),
     "a task that begins with another state": (
         toy(begin_task=lambda round_context, server, key: (server, round_context.task.index)),
         "begin_task returned tuple of (float32[3], int32[]); expected the structure that it was given, "
         "float32[3]",
     ),
-    "a task that ends with another state": (
-        toy(end_task=lambda round_context, server, key: server[None]),
-        "end_task returned its value as float32[1,3]; expected float32[3]",
+    "a task that begins with another shape": (
+        toy(begin_task=lambda round_context, server, key: server[None]),
+        "begin_task returned its value as float32[1,3]; expected float32[3]",
     ),
     "predictions without classes": (
         toy(predict=lambda round_context, server, batch: batch.image[:, 0, 0] @ server),
@@ -136,7 +137,7 @@ WRONG = {
     ),
     "a round without passes": (
         two_rounds(Program(begin, (), send_mean)),
-        "rounds[1].phases is empty; expected at least one pass over a client's rows",
+        "rounds[1].phases is empty; expected at least one pass over the examples",
     ),
     "a wrong function of another round": (
         two_rounds(Program(begin, (Phase(toys.TRAIN, train),), lambda context, local, state: Upload())),
@@ -148,25 +149,25 @@ WRONG = {
     ),
     "what is no array": (
         toy(server=lambda round_context, server, aggregate, key: ("new", {})),
-        "server returned what is no array: ",
+        "server returned something that is no array: ",
     ),
-    "a recall without a memory": (
+    "a replay without a buffer": (
         toy(phases=(Phase(TWO, train, places(2)),)),
-        "phases[0].recall needs a view that recalls rows and a memory to choose them from, and the other way "
-        "round; here the view recalls 2",
+        "phases[0].replay, View.replay and Program.replay_buffer go together: give all of them or none; here "
+        "View.replay is 2",
     ),
-    "a view that recalls, without a choice": (
-        toy(phases=(Phase(TWO, train),), program={"memory": places(5)}),
-        "phases[0].recall needs a view that recalls rows and a memory to choose them from, and the other way "
-        "round; here the view recalls 2",
+    "a view that replays, without a choice": (
+        toy(phases=(Phase(TWO, train),), program={"replay_buffer": places(5)}),
+        "phases[0].replay, View.replay and Program.replay_buffer go together: give all of them or none; here "
+        "View.replay is 2",
     ),
-    "a recall of too many rows": (
-        toy(phases=(Phase(TWO, train, places(3)),), program={"memory": places(5)}),
-        "phases[0].recall returned int32[3]; expected whole numbers [2]",
+    "a replay of too many examples": (
+        toy(phases=(Phase(TWO, train, places(3)),), program={"replay_buffer": places(5)}),
+        "phases[0].replay returned int32[3]; expected integers [2]",
     ),
-    "a memory of images": (
-        toy(program={"memory": lambda state: jnp.zeros((5, 1, 1, 3))}),
-        "memory returned float32[5,1,1,3]; expected whole numbers [M]",
+    "a replay buffer of images": (
+        toy(program={"replay_buffer": lambda state: jnp.zeros((5, 1, 1, 3))}),
+        "replay_buffer returned float32[5,1,1,3]; expected integers [M]",
     ),
 }
 
@@ -196,7 +197,6 @@ AS_NUMBERS = {
     "begin_task": toy(
         begin_task=lambda round_context, server, key: branch(round_context.task.index > 0, server)
     ),
-    "end_task": toy(end_task=lambda round_context, server, key: branch(round_context.last, server)),
     "predict": toy(predict=lambda round_context, server, batch: logits(table_of(round_context.task), batch)),
     "predict_client": toy(
         predict_client=lambda round_context, *rest: logits(table_of(round_context.task), rest[-1])
@@ -210,6 +210,33 @@ def test_a_task_is_no_python_number(function):
     said = refused(AS_NUMBERS[function])
     assert re.match(rf"method: (phases\[0\]\.)?{function} uses a traced value as a Python number; ", said)
     assert "task.index" in said and "jnp.where" in said
+
+
+def my_finish(context, local, state):
+    return local["weight"], state
+
+
+def test_a_wrong_function_is_named_with_its_place():
+    with pytest.raises(InputError) as error:
+        check_method(toy(finish=functools.partial(my_finish)), toys.fetch, SHAPES)
+    line = my_finish.__code__.co_firstlineno
+    assert f"method: finish (test_check.py:{line} my_finish()) returned float32[3]" in str(error.value)
+    assert describe(lambda: 0).endswith(" lambda") and describe(print) == "builtin_function_or_method"
+    assert named("server", check_method) == "server"  # of the package itself
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "message"),
+    [
+        ("when", "task_strat", "method: when: unknown value 'task_strat'; did you mean 'task_start'?"),
+        ("who", "sample", "method: who: unknown value 'sample'; did you mean 'sampled'?"),
+    ],
+)
+def test_an_unknown_moment_or_group_is_refused_with_the_nearest(field, wrong, message):
+    (each,) = toy().rounds
+    with pytest.raises(InputError) as error:
+        check_method(toy()._replace(rounds=(each._replace(**{field: wrong}),)), toys.fetch, SHAPES)
+    assert str(error.value) == message
 
 
 def test_an_error_of_the_methods_own_is_not_hidden():

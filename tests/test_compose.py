@@ -16,15 +16,15 @@ import pytest
 import small_runs
 from micro import FPPL, PILORA
 
-from fcljax.adapters import find_adapter
+from fcljax.adapters import ADAPTERS
 from fcljax.federated.engine import Lanes
 from fcljax.methods.ewc import elastic
-from fcljax.methods.fppl import prototype_step, unified_term
+from fcljax.methods.fppl import debias_classifier, unified_representation
 from fcljax.methods.lwf import distil
-from fcljax.methods.pilora import average_step, reweight_step
+from fcljax.methods.pilora import average_prototypes, reweight_prototypes
 from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import Run, Train, federate
-from fcljax.parts.learner import Objective, learner
+from fcljax.parts.federate import Run, Training, federate
+from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
 from fcljax.types import Features, Frozen, Network, Sizes
@@ -69,13 +69,13 @@ TERMS = {
     "ewc": lambda: (elastic(10.0, 1e-2, 4),),
     "lwf": lambda: (distil(3.0, 2.0),),
     "replay": lambda: (replay(5, 4), distil(1.0, 2.0)),
-    "unified": lambda: (unified_term(FPPL),),
+    "unified": lambda: (unified_representation(FPPL),),
 }
 STEPS = {
     "none": lambda run: (),
-    "debias": lambda run: (prototype_step(FPPL, run),),
-    "reweight": lambda run: (reweight_step(PILORA, run),),
-    "average": lambda run: (average_step(run),),
+    "debias": lambda run: (debias_classifier(FPPL, run),),
+    "reweight": lambda run: (reweight_prototypes(PILORA, run),),
+    "average": lambda run: (average_prototypes(run),),
     "distill": lambda run: (distill.teach(distill.DistillOptions(2, 1e-4), run),),
 }
 ALL = [
@@ -99,18 +99,18 @@ def pairwise(cases):
 FEW = pairwise(ALL)
 
 
-def kit_of(adapter: str) -> Run:
-    entry = find_adapter(adapter)
+def run_of(adapter: str) -> Run:
+    entry = ADAPTERS[adapter]
     options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
-    return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Train(2, 4, 0.05, GRADIENT))
+    return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Training(2, 4, 0.05, GRADIENT))
 
 
 def compose(adapter, term, step):
-    run, by_prototypes = kit_of(adapter), step in ("reweight", "average")
+    run, by_prototypes = run_of(adapter), step in ("reweight", "average")
     classifier = prototypes if by_prototypes else linear
     model = learner(NETWORK, run.adapter, classifier(WIDTH, SIZES.classes))
-    objective = Objective("seen" if term == "replay" else "current")
-    return federate(model, SIZES, run.train, TERMS[term](), STEPS[step](run), objective=objective)
+    objective = cross_entropy_loss("seen" if term == "replay" else "current")
+    return federate(model, SIZES, run.training, TERMS[term](), STEPS[step](run), objective=objective)
 
 
 def check(case, ways):

@@ -1,6 +1,5 @@
 """Several devices share the work of a run, and give the numbers of one: clients, evaluations and features."""
 
-import functools
 import json
 
 import jax
@@ -14,7 +13,14 @@ from toys import FROZEN, KEY, TOYS, same
 from fcljax import cli
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
-from fcljax.federated.engine import Lanes, init_clients, run_round
+from fcljax.federated.engine import (
+    Exchange,
+    Lanes,
+    RoundInputs,
+    init_clients,
+    run_chunks,
+    run_round,
+)
 from fcljax.federated.schedule import phase_steps, plan_round
 from fcljax.mesh import mesh_of
 from fcljax.runs.predict import make_features, make_predict
@@ -67,15 +73,15 @@ def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     """The devices find it together, though one of them has it."""
     data, deals = toys.rows(), toys.partitions(toys.rows())
     bad = np.array(data.image)
-    bad[deals[0].rows[deals[0].offset[1]], 0, 0, 1] = np.nan  # client 3 has most rows, and the first device
+    bad[deals[0].indices[deals[0].offset[1]], 0, 0, 1] = np.nan  # client 3 has most, and the first device
     poisoned, found = data._replace(image=jnp.asarray(bad)), []
     for own in (None, mesh):
         lanes = Lanes(1 if own is None else own.size, "loop")
         engine = toys.build(TOYS["gathering"](), deals, lanes, mesh=own)
         server, states = toys.begin_run(engine.method)
         ids, first = np.array([0, 1, 3, 6]), toys.stack(states)
-        play = functools.partial(run_round, engine, FROZEN, server)
-        found.append(play(first, poisoned, deals[0], ids, toys.tasks()[0], 0, KEY))
+        inputs = RoundInputs(FROZEN, poisoned, deals[0], ids, toys.tasks()[0], 0, KEY)
+        found.append(run_round(engine, server, first, inputs))
     (server, states, report), (shared, others, told) = found
     toys.close(shared, server)
     toys.close(others, states)
@@ -88,10 +94,9 @@ def received_by_devices(engine, player, chunk, round_context, server, states, da
     close = lambda accumulator, states, carry, chunk: (kept.append(carry), (accumulator, states))[1]
     round_context, server, states, data, key = engine.place((round_context, server, states, data, KEY))
     broadcast = engine.broadcast(round_context, server)
-    player = player._replace(close=close)
-    toys.play_chunks(
-        player, engine.lanes, [chunk], round_context.frozen, broadcast, states, data, round_context.task, key
-    )
+    engine = engine._replace(players=(player._replace(close=close),))
+    exchange = Exchange(0, round_context, broadcast, None, None, key)
+    run_chunks(engine, [chunk], exchange, states, data)
     return kept[0]
 
 

@@ -25,7 +25,7 @@ from toys import (
     tasks,
 )
 
-from fcljax.federated.engine import Lanes, init_clients, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, run_round
 from fcljax.federated.rules import coordinate_median
 from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
@@ -79,7 +79,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain
     engine = engine_of(name, way)
     assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
     assert set(engine.traces.values()) == {1}
-    assert ("refresh 1 0" in engine.traces) == (name == "personal")
+    assert ("after_round 1 phase 0" in engine.traces) == (name == "personal")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, 
     partition = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
     engine = toys.build(method, [partition], lanes, short=short)
     *_, report = run_round(
-        engine, FROZEN, jnp.zeros(3), (), data, partition, np.arange(2), tasks()[0], 0, KEY
+        engine, jnp.zeros(3), (), RoundInputs(FROZEN, data, partition, np.arange(2), tasks()[0], 0, KEY)
     )
     assert report.metrics["rows"] * len(computed) == pytest.approx(sum(computed))
 
@@ -149,7 +149,7 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
     partition = partition._replace(task=jax.tree.map(lambda *leaves: np.stack(leaves), *tasks()))
     engine = toys.build(toys.own_task(View(1, 4, augment=False)), [partition], lanes)
     server, _, report = run_round(
-        engine, FROZEN, jnp.zeros(3), (), data, partition, np.arange(2), tasks()[0], 0, KEY
+        engine, jnp.zeros(3), (), RoundInputs(FROZEN, data, partition, np.arange(2), tasks()[0], 0, KEY)
     )
     np.testing.assert_allclose(server, [(0.1 + 0.1) / 2, (0 + 0.4) / 2, (0 + 0.1) / 2], rtol=1e-6)
     assert report.metrics == {"loss": pytest.approx((1**2 / 2 + 3**2 / 2) / 2)}
@@ -189,7 +189,9 @@ def hand():
     def play(shares=(1.0, 1.0), data=data, rate=0.1, ids=(0, 1)):
         server = {"weight": jnp.zeros(3), "share": jnp.asarray(shares)}
         frozen, states = {"rate": jnp.float32(rate)}, jnp.zeros(2, jnp.int32)
-        return run_round(engine, frozen, server, states, data, partition, np.array(ids), tasks()[0], 0, KEY)
+        return run_round(
+            engine, server, states, RoundInputs(frozen, data, partition, np.array(ids), tasks()[0], 0, KEY)
+        )
 
     return play
 
@@ -212,8 +214,8 @@ def test_the_report_counts_rows_and_steps(hand):
     _, _, report = hand()
     assert (
         report.participants,
-        report.rows,
-        report.training_rows,
+        report.examples,
+        report.training_examples,
         report.useful_steps,
         report.paid_steps,
     ) == (2, 3, 3, 2, 2)
@@ -243,7 +245,7 @@ def poisoned(data: toys.Rows, partition, clients, value) -> toys.Rows:
     """The data with one number of one row of each of these clients replaced."""
     image = np.array(data.image)
     for client in clients:
-        image[partition.rows[partition.offset[client]], 0, 0, 1] = value
+        image[partition.indices[partition.offset[client]], 0, 0, 1] = value
     return data._replace(image=jnp.asarray(image))
 
 
@@ -252,7 +254,10 @@ def play_once(engine, data, partition, ids):
     ids, states = np.array(ids), stack(states)
     return (
         run_round(
-            engine, FROZEN, server, jax.tree.map(jnp.copy, states), data, partition, ids, tasks()[0], 0, KEY
+            engine,
+            server,
+            jax.tree.map(jnp.copy, states),
+            RoundInputs(FROZEN, data, partition, ids, tasks()[0], 0, KEY),
         ),
         server,
         states,
@@ -295,15 +300,17 @@ def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays
         found.append(
             run_round(
                 counting(engine, opened),
-                FROZEN,
                 server,
                 stack(states),
-                poisoned(data, deals[0], bad, np.nan),
-                deals[0],
-                np.array([0, 1, 3, 6]),
-                tasks()[0],
-                0,
-                KEY,
+                RoundInputs(
+                    FROZEN,
+                    poisoned(data, deals[0], bad, np.nan),
+                    deals[0],
+                    np.array([0, 1, 3, 6]),
+                    tasks()[0],
+                    0,
+                    KEY,
+                ),
                 guarded=guarded,
             )
         )
@@ -425,7 +432,7 @@ def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():
 
 
 def test_rows_of_an_epoch_are_shuffled_anew_and_stay_with_their_client(data, deals):
-    mine = deals[0].rows[deals[0].offset[3] : deals[0].offset[4]]
+    mine = deals[0].indices[deals[0].offset[3] : deals[0].offset[4]]
     orders = [toys.epoch_order(toys.fold(KEY, 0, 0), 0, epoch, mine).tolist() for epoch in range(3)]
     assert all(sorted(order) == sorted(mine.tolist()) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]

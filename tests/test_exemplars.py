@@ -33,18 +33,18 @@ from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
 from fcljax.methods.fedavg import averaging
-from fcljax.parts.federate import Run, Train
-from fcljax.parts.learner import Objective
+from fcljax.parts.federate import Run, Training
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.replay import (
     Budget,
     Exemplars,
     Gathered,
     Herded,
     draw_union,
-    gathering,
+    gather_from,
     herd,
     herded,
-    no_memory,
+    nothing_herded,
     renew,
 )
 
@@ -119,7 +119,7 @@ def after_both(budget):
     """The memory after the first task, with five rows of class 0, three of 1 and one of 2, and after the
     second, with three rows of 3 and six of 4."""
     again = compiled(functools.partial(renew, budget=budget, sizes=SIZES))
-    one = again(no_memory(budget, SIZES), gathered_of([0, 1, 0, 0, 1, 2, 0, 1, 0]), FIRST)
+    one = again(nothing_herded(budget, SIZES), gathered_of([0, 1, 0, 0, 1, 2, 0, 1, 0]), FIRST)
     return one, again(one, gathered_of([4, 3, 4, 4, 3, 4, 3, 4, 4], 20), SECOND)
 
 
@@ -164,14 +164,14 @@ def test_fewer_rows_in_all_than_classes_are_none_and_classes_stay_learned():
 def test_a_class_that_comes_again_is_chosen_anew():
     budget = Budget(2)
     again = compiled(functools.partial(renew, budget=budget, sizes=SIZES))
-    one = again(no_memory(budget, SIZES), gathered_of([0, 0, 0, 1]), FIRST)
+    one = again(nothing_herded(budget, SIZES), gathered_of([0, 0, 0, 1]), FIRST)
     two = again(one, gathered_of([0, 0, 0], 20), FIRST)
     assert kept(two) == {0: expected_of(gathered_of([0, 0, 0], 20), 0, 2), 1: [3]}
 
 
 def test_a_setting_that_does_not_know_the_rows_is_refused():
     with pytest.raises(InputError, match="rows: 0"):
-        gathering(SIZES._replace(examples=0), WIDTH)
+        gather_from(SIZES._replace(examples=0), WIDTH)
 
 
 # ---- the term ----------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def test_a_setting_that_does_not_know_the_rows_is_refused():
 def remembering(network=FORMULA, batch_size=4):
     adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
     term = herded(Budget(2), SIZES, network.width, batch_size)
-    run = Run(SIZES, network, adapter, Train(1, batch_size, 0.1), terms=(term,))
-    return averaging(run, Objective("seen"))
+    run = Run(SIZES, network, adapter, Training(1, batch_size, 0.1), client_rules=(term,))
+    return averaging(run, cross_entropy_loss("seen"))
 
 
 @functools.cache
@@ -204,7 +204,7 @@ def test_features_are_gathered_batch_by_batch_and_padding_is_not():
 
 def test_a_client_recalls_rows_of_its_old_classes_and_no_others():
     memory = Exemplars(jnp.array([0, 3, 1, 4, 0]), jnp.array([7, 8, 9, 10, -1]), jnp.zeros(5))
-    recall = main_of(formula_method()).program.phases[0].recall
+    recall = main_of(formula_method()).program.phases[0].replay
     server = compiled(formula_method().init)(KEY, SCALE)
     program = main_of(formula_method()).program
     state = (Herded(memory, jnp.ones(5, bool)),)
@@ -238,7 +238,7 @@ def test_clients_of_a_run_remember_rows_that_they_held():
     for place, (_, (memory,), _) in enumerate(history):
         for client in range(SIZES.clients):
             row = np.asarray(memory.exemplars.row[client])
-            own = [np.split(deal.rows, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
+            own = [np.split(deal.indices, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
             own = np.concatenate(own)
             assert set(row[row >= 0].tolist()) <= set(own.tolist())
             count = np.minimum(np.bincount(ROW_LABEL[own], minlength=5), 2)

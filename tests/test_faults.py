@@ -3,6 +3,7 @@
 import json
 import shlex
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
 from fcljax.runs import rounds
+from fcljax.settings import FaultOptions
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -47,7 +49,7 @@ PROGRAM = Program(lambda context, state, key: {"labels": jnp.zeros(5, jnp.int32)
 METHOD = Method(
     init=lambda key, frozen: (),
     broadcast=lambda round_context, server: Broadcast(()),
-    rounds=(Round(PROGRAM), Round(PROGRAM, who="everyone", when="closing")),
+    rounds=(Round(PROGRAM), Round(PROGRAM, who="everyone", when="task_end")),
     predict=lambda round_context, server, batch: jnp.zeros((batch.label.shape[0], CLASSES)),
 )
 MASK = jnp.array([True, True, True, True, False])
@@ -70,7 +72,7 @@ def sent(method: Method, label=(3, 4, 5, 1, 3), task: Task = TASK, which: int = 
 
 
 def same(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    chex.assert_trees_all_equal(left, right)
 
 
 def of_client(tree, which: int):
@@ -118,7 +120,7 @@ def test_mirroring_twice_gives_the_labels_back():
 
 def test_everything_else_of_the_method_is_the_same_object():
     program = PROGRAM._replace(receive=lambda context, upload: upload)
-    method = METHOD._replace(rounds=(Round(program, server=lambda *args: args, when="opening"),))
+    method = METHOD._replace(rounds=(Round(program, server=lambda *args: args, when="task_start"),))
     for attack in faults.ATTACKS:
         wrong = faults.corrupt(method, attack, malicious=1)
         assert wrong._replace(rounds=()) == method._replace(rounds=())
@@ -130,7 +132,7 @@ def test_everything_else_of_the_method_is_the_same_object():
 
 def test_nobody_malicious_is_the_method_itself():
     assert faults.corrupt(METHOD, "nan", malicious=0) is METHOD
-    assert faults.FaultOptions().malicious == 0
+    assert FaultOptions().malicious == 0
 
 
 def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():

@@ -37,32 +37,32 @@ from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.fedncm import class_mean_step
-from fcljax.methods.fppl import FPPLOptions, prototype_step, unified_term
-from fcljax.methods.pilora import average_step, reweight_step
+from fcljax.methods.fppl import FPPLOptions, debias_classifier, unified_representation
+from fcljax.methods.pilora import average_prototypes, reweight_prototypes
 from fcljax.models.heads import Head, cross_entropy
 from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import Run, ServerStep, Slots, Survey, Term, Train, federate
-from fcljax.parts.learner import Objective, learner
+from fcljax.parts.federate import ClientRule, Run, ServerRule, Slots, Training, federate
+from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
 from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
 from fcljax.types import Aggregate, View
 
 RATE = 0.1
-GRADIENT = Train(1, 4, RATE, optax.identity())
+GRADIENT = Training(1, 4, RATE, optax.identity())
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 
 
-def kit_of(adapter="linear", train=GRADIENT, **aggregation):
+def run_of(adapter="linear", train=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
     built = find_adapter(adapter).build(options, SIZES, FORMULA)
     return Run(SIZES, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
 
 
-def compose(run, terms=(), steps=(), classifier=linear, **others):
+def compose(run, client_rules=(), steps=(), classifier=linear, **others):
     """A method of these parts."""
     model = learner(run.network, run.adapter, classifier(WIDTH, SIZES.classes))
-    return federate(model, SIZES, run.train, terms, steps, aggregation=run.aggregation, **others)
+    return federate(model, SIZES, run.training, client_rules, steps, aggregation=run.aggregation, **others)
 
 
 def fresh(method):
@@ -111,11 +111,11 @@ def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
 def test_nothing_inside_the_network_and_the_mean_is_the_method_linear_and_a_plain_loop():
     """Two rounds of both tasks of Adam, as optax does it, on unpadded rows, averaged by rows."""
     own = dict(network=FORMULA, lr=RATE, batch_size=4)
-    ours = by_hand(compose(kit_of(train=Train(5, 4, RATE))), rounds=2)
+    ours = by_hand(compose(run_of(train=Training(5, 4, RATE))), rounds=2)
     named = by_hand(method_of("linear", **own), rounds=2)
     start = fresh(method_of("linear", **own)).params.classifier
     close(named.params.classifier, plain_loop(start, rounds=2), atol=1e-5)
-    other = fresh(compose(kit_of())).params.classifier  # its first values are drawn from another key
+    other = fresh(compose(run_of())).params.classifier  # its first values are drawn from another key
     close(ours.params.classifier, plain_loop(other, rounds=2), atol=1e-5)
 
 
@@ -166,8 +166,8 @@ def with_no_prototypes(aggregate):
 
 @pytest.mark.parametrize("idle", ["empty pool", "wo_debias"])
 def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
-    run = kit_of()
-    step = prototype_step(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), run)
+    run = run_of()
+    step = debias_classifier(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), run)
     debiasing, plain = compose(run, steps=(step,)), compose(run)
     server, mean = fresh(debiasing), fresh(plain)
     aggregate = received(uploads_of(debiasing, server, TASKS[1]))
@@ -176,14 +176,14 @@ def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
     )
     expected, _ = server_round(plain, mean, TASKS[1], aggregate._replace(gather={}))
     same(after.params, expected.params)
-    trained = compose(run, steps=(prototype_step(FPPL, run),))
+    trained = compose(run, steps=(debias_classifier(FPPL, run),))
     assert differ(server_round(trained, server, TASKS[1], aggregate)[0].params, expected.params) > 1e-4
 
 
 def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweighting():
-    run = kit_of()
-    weighing = compose(run, steps=(reweight_step(PILORA, run),), classifier=prototypes)
-    plain = compose(run, steps=(average_step(run),), classifier=prototypes)
+    run = run_of()
+    weighing = compose(run, steps=(reweight_prototypes(PILORA, run),), classifier=prototypes)
+    plain = compose(run, steps=(average_prototypes(run),), classifier=prototypes)
     server = fresh(weighing)
     one = jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH)), jnp.float32)
     sent = jnp.stack([one, -one, one, -one])  # all at the same distance from features that are 0
@@ -213,20 +213,20 @@ def refused(message, *args, **others):
 
 def test_a_term_that_reads_what_nobody_sends_is_refused_by_name():
     message = "terms: unified reads 'debias', which no server step sends"
-    refused(message, kit_of(), (unified_term(FPPL),))
-    run = kit_of()
-    refused(message, run, (unified_term(FPPL),), (reweight_step(PILORA, run),), prototypes)
+    refused(message, run_of(), (unified_representation(FPPL),))
+    run = run_of()
+    refused(message, run, (unified_representation(FPPL),), (reweight_prototypes(PILORA, run),), prototypes)
 
 
 def test_two_terms_that_recall_rows_and_terms_that_are_half_made_are_refused():
-    refused("terms: only one of them can recall past rows", kit_of(), (replay(4, 4), replay(4, 4)))
+    refused("terms: only one of them can recall past rows", run_of(), (replay(4, 4), replay(4, 4)))
     look = lambda learner, seen, memory: memory
-    refused("terms: mine looks at rows, but has no view of them", kit_of(), (Term("mine", look=look),))
+    refused("terms: mine looks at rows, but has no view of them", run_of(), (ClientRule("mine", look=look),))
     recall = lambda context, memory, key: jnp.zeros(2, jnp.int32)
     refused(
         "terms: mine recalls past rows, but does not say which there are",
-        kit_of(),
-        (Term("mine", recall=recall, recalls=2),),
+        run_of(),
+        (ClientRule("mine", recall=recall, recalls=2),),
     )
 
 
@@ -242,11 +242,11 @@ def cannot(run, part):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
 def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
-    run, survey = kit_of(**rule), Survey(class_mean_step(3, WIDTH), "closing", 4)
-    refused(cannot(run, "reweight"), run, (), (reweight_step(PILORA, run),), prototypes)
+    run, survey = run_of(**rule), ServerRule(class_mean_step(3, WIDTH), "task_end", 4)
+    refused(cannot(run, "reweight"), run, (), (reweight_prototypes(PILORA, run),), prototypes)
     refused(cannot(run, "class_means"), run, surveys=(survey,))
-    compose(run, steps=(prototype_step(FPPL, run),))  # what this one gathers is not what is averaged
-    averaging = run, (), (average_step(run),), prototypes
+    compose(run, steps=(debias_classifier(FPPL, run),))  # what this one gathers is not what is averaged
+    averaging = run, (), (average_prototypes(run),), prototypes
     if "aggregator" in rule:
         compose(*averaging)
     else:  # these act on what is averaged, which its prototypes are not
@@ -255,8 +255,8 @@ def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
 
 def test_noise_is_refused_by_steps_that_gather_even_if_they_follow_the_rule():
     """What is gathered crosses the wire without noise."""
-    run = kit_of(clip_norm=1.0, noise_multiplier=1.0)
-    refused(cannot(run, "debias"), run, (), (prototype_step(FPPL, run),))
+    run = run_of(clip_norm=1.0, noise_multiplier=1.0)
+    refused(cannot(run, "debias"), run, (), (debias_classifier(FPPL, run),))
     compose(run)
 
 
@@ -264,7 +264,7 @@ def test_noise_is_refused_by_steps_that_gather_even_if_they_follow_the_rule():
 
 
 def test_a_median_ignores_one_client_in_three_and_the_mean_does_not():
-    robust, plain = (compose(kit_of("full", aggregator=rule)) for rule in ("median", "uniform"))
+    robust, plain = (compose(run_of("full", aggregator=rule)) for rule in ("median", "uniform"))
     server, after = fresh(plain), {}
     for method in (robust, plain):
         uploads = uploads_of(method, server, TASKS[1], 3)
@@ -292,7 +292,7 @@ def aggregate_from(part):
 
 def test_server_momentum_steps_along_the_sum_of_past_changes_and_starts_anew_with_a_task():
     step, beta = 0.5, 0.8
-    run = kit_of("full", server_optimiser="momentum", server_step=step, server_momentum=beta)
+    run = run_of("full", server_optimiser="momentum", server_step=step, server_momentum=beta)
     method = compose(run)
     draw = np.random.default_rng(0).normal
     random = lambda tree: jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), tree)
@@ -313,7 +313,7 @@ def test_server_momentum_steps_along_the_sum_of_past_changes_and_starts_anew_wit
 
 @pytest.mark.parametrize("clip_norm", [0.05, 1e6])
 def test_a_clipped_upload_keeps_its_direction_and_its_length_is_bounded(clip_norm):
-    clipping, plain = compose(kit_of("full", clip_norm=clip_norm)), compose(kit_of("full"))
+    clipping, plain = compose(run_of("full", clip_norm=clip_norm)), compose(run_of("full"))
     server = fresh(plain)
     uploads = [client_round(method, server, TASKS[1], BATCHES)[0] for method in (clipping, plain)]
     start = server.params
@@ -326,7 +326,7 @@ def test_a_clipped_upload_keeps_its_direction_and_its_length_is_bounded(clip_nor
 
 
 def test_noise_is_added_once_at_the_server_and_every_client_weighs_the_same():
-    run = kit_of("full", clip_norm=2.0, noise_multiplier=3.0)
+    run = run_of("full", clip_norm=2.0, noise_multiplier=3.0)
     method = compose(run)
     server = fresh(method)
     upload, _ = client_round(method, server, TASKS[1], BATCHES)
@@ -352,13 +352,13 @@ def method_noise(run, mean):
 
 
 def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
-    run, view = kit_of("full"), View(1, 4, augment=False)
+    run, view = run_of("full"), View(1, 4, augment=False)
     nothing = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
     sums = class_sums(3, WIDTH, view)
     means = class_prototypes("means", 3, WIDTH, view)
     steps = (
-        ServerStep("a", nothing, collects=(sums, means)),
-        ServerStep("b", nothing, collects=(means,), takes=("classifier",), sees_parts=True),
+        ServerRule("a", nothing, collects=(sums, means)),
+        ServerRule("b", nothing, collects=(means,), takes=("classifier",), sees_parts=True),
     )
     method = compose(run, steps=steps)
     server = fresh(method)
@@ -366,8 +366,8 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
     _, local = train(method, server, TASKS[1], BATCHES)
     upload, _ = client_round(method, server, TASKS[1], BATCHES)
     assert upload.mean == () and set(upload.sum) == {"class_sums"}
-    assert set(upload.gather) == {"means", "part"}  # a part that steps see is sent once, as a whole
-    same(upload.gather["part"], local.part)
+    assert set(upload.gather) == {"means", "trainable"}  # a part that steps see is sent once, as a whole
+    same(upload.gather["trainable"], local.part)
     alone = compose(run, steps=(steps[0], steps[1]._replace(sees_parts=False)))
     apart, _ = client_round(alone, server, TASKS[1], BATCHES)
     assert apart.mean.classifier == () and set(apart.gather) == {"means", "classifier"}
@@ -384,7 +384,7 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
 
 def test_what_a_step_takes_over_is_not_averaged_and_stays_unless_the_step_changes_it():
     keep = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
-    method = compose(kit_of("full"), steps=(ServerStep("keep", keep, takes=("classifier",)),))
+    method = compose(run_of("full"), steps=(ServerRule("keep", keep, takes=("classifier",)),))
     server = fresh(method)
     after, _ = server_round(method, server, TASKS[1], received(uploads_of(method, server, TASKS[1])))
     same(after.params.classifier, server.params.classifier)
@@ -396,8 +396,8 @@ def test_steps_follow_each_other_and_their_metrics_have_their_names():
         moved = params._replace(classifier=jax.tree.map(lambda x: 2 * x + state, params.classifier))
         return moved, state + 1, {"seen": state}
 
-    steps = tuple(ServerStep(name, bump, init=lambda params, part: jnp.float32(1)) for name in "ab")
-    method = compose(kit_of(), steps=steps)
+    steps = tuple(ServerRule(name, bump, init=lambda params, part: jnp.float32(1)) for name in "ab")
+    method = compose(run_of(), steps=steps)
     server = fresh(method)
     mean = jax.tree.map(jnp.ones_like, server.params)
     after, metrics = server_round(method, server, TASKS[1], aggregate_from(mean))
@@ -409,14 +409,14 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
     """One number per task, pulled to 1: only the task's own is trained, merged and counted."""
 
     def loss(model, seen, memory):
-        return 0.5 * (seen.part.extra["mine"] - 1.0) ** 2
+        return 0.5 * (seen.trainable.extra["mine"] - 1.0) ** 2
 
     slots = Slots(
         init=lambda key: jnp.zeros(SIZES.tasks),
         part=lambda params, task: params[task.index],
         put=lambda params, task, part: params.at[task.index].set(part),
     )
-    method = compose(kit_of(), (Term("mine", loss, slots=slots),))
+    method = compose(run_of(), (ClientRule("mine", loss, slots=slots),))
     server = fresh(method)
     context, local = train(method, server, TASKS[1], BATCHES)
     expected = 1 - (1 - RATE) ** 2
@@ -426,17 +426,17 @@ def test_a_term_may_train_and_send_parameters_of_its_own():
     np.testing.assert_allclose(after.params.extra["mine"], [0.0, expected], rtol=1e-5)
     counted = method.trainable(round_context_of(TASKS[1], frozen=SCALE), server)
     assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
-    plain = compose(kit_of())
+    plain = compose(run_of())
     close(local.part.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].part.classifier)
 
 
 def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_where_it_was():
     """A classifier of each client's own: the adapter alone travels, and predictions are personal."""
-    run = kit_of("full")
-    method = compose(run, (Term("none"),), personal=("classifier",))
+    run = run_of("full")
+    method = compose(run, (ClientRule("none"),), personal=("classifier",))
     server, plain = fresh(method), compose(run)
     task, round_context = TASKS[1], round_context_of(TASKS[1], frozen=SCALE)
-    assert method.broadcast(round_context, server).payload.part.classifier == ()
+    assert method.broadcast(round_context, server).payload.trainable.classifier == ()
     uploads, states = zip(
         *[client_round(method, server, task, [rows_of([3, 4, i])]) for i in (3, 4)], strict=True
     )
@@ -463,7 +463,7 @@ def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_
 
 def test_clients_keep_what_is_personal_of_all_tasks_and_train_that_of_the_task():
     """Prototypes, of which those of the task's classes train: each task's stay when the next one comes."""
-    method = compose(kit_of("full"), classifier=prototypes, personal=("classifier",))
+    method = compose(run_of("full"), classifier=prototypes, personal=("classifier",))
     server = fresh(method)
     _, first = client_round(method, server, TASKS[0], [rows_of([0, 1, 2])])
     _, second = client_round(method, server, TASKS[1], BATCHES, first)
@@ -474,10 +474,10 @@ def test_clients_keep_what_is_personal_of_all_tasks_and_train_that_of_the_task()
 
 
 def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change():
-    run, batches = kit_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
+    run, batches = run_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
     start = fresh(compose(run, personal=("classifier",)))
-    part = lambda terms: (
-        train(compose(run, terms, personal=("classifier",)), start, TASKS[1], batches)[1].part
+    part = lambda client_rules: (
+        train(compose(run, client_rules, personal=("classifier",)), start, TASKS[1], batches)[1].part
     )
     bounded, free = part((norm_bound(1e-6),)), part(())
     assert differ(bounded.adapter, start.params.adapter) <= 1e-6 < differ(free.adapter, start.params.adapter)
@@ -488,9 +488,9 @@ def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change
 
 
 def test_a_step_that_needs_what_stays_with_the_clients_is_refused():
-    step = ServerStep("greedy", lambda *_: None, takes=("classifier",))
+    step = ServerRule("greedy", lambda *_: None, takes=("classifier",))
     with pytest.raises(InputError, match="personal: classifier is not sent, and greedy needs it"):
-        compose(kit_of(), steps=(step,), personal=("classifier",))
+        compose(run_of(), steps=(step,), personal=("classifier",))
 
 
 # ---- the objective and predictions -------------------------------------------------------------------------
@@ -498,10 +498,10 @@ def test_a_step_that_needs_what_stays_with_the_clients_is_refused():
 
 @pytest.mark.parametrize("classes", ["current", "seen", "all"])
 def test_the_objective_says_which_classes_compete(classes):
-    method, competing = compose(kit_of(), objective=Objective(classes)), {}
+    method, competing = compose(run_of(), objective=cross_entropy_loss(classes)), {}
     for task, batches in ((TASKS[0], [rows_of([0, 1, 2])]), (TASKS[1], BATCHES)):
         context, local = train(method, fresh(method), task, batches)
-        moved = np.abs(np.asarray(local.part.classifier.bias - context.payload.part.classifier.bias)) > 0
+        moved = np.abs(np.asarray(local.part.classifier.bias - context.payload.trainable.classifier.bias)) > 0
         competing[int(task.index)] = np.flatnonzero(moved).tolist()
     everything = [0, 1, 2, 3, 4]
     expected = {"current": ([0, 1, 2], [3, 4]), "seen": ([0, 1, 2], everything), "all": (everything,) * 2}
@@ -509,7 +509,7 @@ def test_the_objective_says_which_classes_compete(classes):
 
 
 def test_hardness_multiplies_the_logits_of_the_loss():
-    method = compose(kit_of(), objective=Objective(hardness=3.0))
+    method = compose(run_of(), objective=cross_entropy_loss(hardness=3.0))
     server = fresh(method)
     context = context_of(method, server, TASKS[1], info_of(SIZES.classes), SCALE)
     local = compiled(main_of(method).program.start)(context, (), KEY)
@@ -522,7 +522,7 @@ def test_hardness_multiplies_the_logits_of_the_loss():
 
 @pytest.mark.parametrize("predicts", ["seen", "all"])
 def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
-    method = compose(kit_of(), predicts=predicts)
+    method = compose(run_of(), predicts=predicts)
     server = fresh(method)
     tempting = server.params.classifier._replace(bias=jnp.arange(5.0) * 1e6)
     server = server._replace(params=server.params._replace(classifier=tempting))
@@ -532,9 +532,9 @@ def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
 
 def test_what_a_survey_keeps_is_there_in_the_next_one():
     step = lambda round_context, learner, params, count, aggregate, key: (params, count + 1, {})
-    counting = ServerStep("count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),))
-    method = compose(kit_of(), surveys=(Survey(counting, "opening", 4),))
-    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    counting = ServerRule("count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),))
+    method = compose(run_of(), surveys=(ServerRule(counting, "task_start", 4),))
+    (opening,) = [each for each in method.rounds if each.when == "task_start"]
     nobody = Aggregate((), {}, {}, jnp.zeros(1), jnp.zeros(1, int), jnp.zeros(1, bool))
     server = fresh(method)
     for count in (1, 2):
@@ -543,8 +543,8 @@ def test_what_a_survey_keeps_is_there_in_the_next_one():
 
 
 def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
-    survey = Survey(ServerStep("nothing", None, collects=(class_sums(3, WIDTH),)), "opening", 4)
-    run = kit_of(train=None)
+    survey = ServerRule(ServerRule("nothing", None, collects=(class_sums(3, WIDTH),)), "task_start", 4)
+    run = run_of(train=None)
     method = compose(run, surveys=(survey,))
-    assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
+    assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     assert method.trainable(round_context_of(TASKS[0], frozen=SCALE), fresh(method)) == {}

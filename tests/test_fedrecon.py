@@ -34,15 +34,15 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.methods.fedncm import FedNCMOptions, fedncm
 from fcljax.methods.fedrecon import FedReconOptions, episode_loss, fedrecon
-from fcljax.parts.federate import Run, Train
+from fcljax.parts.federate import Run, Training
 from fcljax.types import Aggregate, Batch, Frozen, Network, RoundContext
 
 RATE = 0.05
 
 
-def kit_of(trains, network=FORMULA, optimiser=None):
+def run_of(trains, network=FORMULA, optimiser=None):
     adapter = full(FullOptions(RATE), SIZES, network) if trains else linear(LinearOptions(), SIZES, network)
-    return Run(SIZES, network, adapter, Train(1, 4, RATE, optimiser or optax.identity()))
+    return Run(SIZES, network, adapter, Training(1, 4, RATE, optimiser or optax.identity()))
 
 
 def pixels(params, image, injection, train, mask=None):
@@ -57,7 +57,7 @@ PIXELS = Network(FORMULA.init, pixels, WIDTH, 2, (8, 8, 3))
 @functools.cache
 def played(trains):
     """Server states after every round of both tasks on the micro federation."""
-    method = fedrecon(FedReconOptions(), kit_of(trains, PIXELS))
+    method = fedrecon(FedReconOptions(), run_of(trains, PIXELS))
     server, states = begin(method, SCALE)
     return method, [step[0] for step in play(engine_of(method, frozen=SCALE), server, states, frozen=SCALE)]
 
@@ -68,7 +68,7 @@ def embedded(rows, scale=1.0):
 
 def means_of(task, scale=1.0):
     """The prototypes of a task's classes in plain numpy: of all rows that anybody holds."""
-    rows = DEALS[task].rows
+    rows = DEALS[task].indices
     own = np.flatnonzero(STREAM[task].current)
     return own, np.stack([embedded(rows[LABEL[rows] == c], scale).mean(0) for c in own])
 
@@ -83,7 +83,7 @@ def batch_of(rows):
 
 def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
     method, history = played(False)
-    assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
+    assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     rows = np.arange(20)
     logits = method.predict(round_context_of(TASKS[1], frozen=SCALE), history[-1], batch_of(rows))
     prototypes = np.concatenate([means_of(task)[1] for task in (0, 1)])
@@ -94,7 +94,7 @@ def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
 
 def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
     """The same two classes in a task of other clients: a running mean, by numbers of rows."""
-    method = fedrecon(FedReconOptions(), kit_of(False))
+    method = fedrecon(FedReconOptions(), run_of(False))
     (survey,) = method.rounds
     server = compiled(method.init)(KEY, SCALE)
     met = [[rows_of([0, 1, 0], seed=1), rows_of([1], seed=2)], [rows_of([0, 0], seed=3)]]
@@ -129,7 +129,7 @@ def test_with_a_frozen_embedding_it_is_fedncm_with_the_nearest_mean():
         batch_of(np.arange(20)),
         round_context_of(TASKS[1], frozen=SCALE),
     )
-    logits = lambda kind: fedncm(FedNCMOptions(kind), kit_of(False, PIXELS)).predict(
+    logits = lambda kind: fedncm(FedNCMOptions(kind), run_of(False, PIXELS)).predict(
         round_context, server, batch
     )
     ours = played(False)[0].predict(round_context, server, batch)
@@ -138,7 +138,7 @@ def test_with_a_frozen_embedding_it_is_fedncm_with_the_nearest_mean():
 
 
 def test_clients_can_be_tested_each_on_the_classes_that_it_has_learned():
-    server, run = played(False)[1][-1], kit_of(False, PIXELS)
+    server, run = played(False)[1][-1], run_of(False, PIXELS)
     asked, usual = (fedrecon(FedReconOptions(who), run) for who in ("clients", "server"))
     assert asked.personal and not usual.personal and usual.predict_client is None
     learned = jnp.array([True, False, False, True, False])
@@ -163,7 +163,7 @@ def test_the_loss_of_an_episode_by_hand():
 
 
 def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
-    method = fedrecon(FedReconOptions(), kit_of(True, optimiser=optax.add_decayed_weights(0.1)))
+    method = fedrecon(FedReconOptions(), run_of(True, optimiser=optax.add_decayed_weights(0.1)))
     server = compiled(method.init)(KEY, SCALE)
     batch = rows_of([0, 0, 1, 1])
     upload, _ = client_round(method, server, TASKS[0], [batch])
@@ -178,7 +178,7 @@ def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
 
 def test_prototypes_are_those_of_the_embedding_that_the_first_task_ends_with():
     method, history = played(True)
-    assert [each.when for each in method.rounds] == ["round", "closing"]
+    assert [each.when for each in method.rounds] == ["round", "task_end"]
     scales = [np.asarray(server.params.adapter["scale"]) for server in history]
     assert np.abs(scales[1] - 1).max() > 1e-3
     for later in scales[2:]:  # a mean of what is equal, up to its rounding
@@ -197,8 +197,8 @@ def test_prototypes_are_embedded_as_in_evaluation():
         return features._replace(cls=features.cls + 100.0 * train), params
 
     network = FORMULA._replace(apply=apply)
-    method = fedrecon(FedReconOptions(), kit_of(True, network))
-    (survey,) = [each for each in method.rounds if each.when == "closing"]
+    method = fedrecon(FedReconOptions(), run_of(True, network))
+    (survey,) = [each for each in method.rounds if each.when == "task_end"]
     server = compiled(method.init)(KEY, Frozen(SCALE.network))
     found = sums_of(survey.program, method, server, [rows_of([0, 1, 0])])
     image = rows_of([0, 1, 0]).image

@@ -57,18 +57,18 @@ from fcljax.methods.fedweit.fedweit import (
 from fcljax.models.resnet import resnet_network
 from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Run, Seen, Train
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.federate import ClientStep, Run, Training
+from fcljax.parts.learner import Params, learner
 from fcljax.types import Aggregate, Features, Frozen, Network
 
 RATE = 0.05
-GRADIENT = Train(1, 4, RATE, optax.identity())
+GRADIENT = Training(1, 4, RATE, optax.identity())
 OF_FIRST, BATCHES = [rows_of([0, 1, 2])], [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 USUAL = dict(mask_start=0.5, adaptive_start=0.0, retroactive=True, received=2)
 TWO = Arrays(jax.tree.structure([0, 0]), ((2, 3), (3,)))  # N = 9, M = 6
 
 
-def kit_of(optimiser=GRADIENT.optimiser, rate=RATE, **aggregation):
+def run_of(optimiser=GRADIENT.optimiser, rate=RATE, **aggregation):
     adapter = full(FullOptions(rate), SIZES, FORMULA)
     rule = make_aggregation(AggregationOptions(**aggregation))
     return Run(SIZES, FORMULA, adapter, GRADIENT._replace(optimiser=optimiser), rule)
@@ -81,7 +81,7 @@ def weit(run=None, **options):
 @functools.cache
 def usual(**options):
     """One trace of each function for all tests that ask for the same."""
-    return weit(kit_of(), **options)
+    return weit(run_of(), **options)
 
 
 def fresh(method):
@@ -153,10 +153,10 @@ def theta_of(params, index, prune=0.0):
 def test_training_computes_with_the_network_of_the_current_task(retroactive):
     model = made(SHAPE._replace(retroactive=retroactive))
     params, batch = filled_in(model), BATCHES[0]
-    part, cached = model.part(params, TASKS[1]), model.cached(params)
+    part, cached = model.trainable(params, TASKS[1]), model.cached(params)
     output = model.forward(SCALE, cached, part, batch, TASKS[1], True)
     np.testing.assert_allclose(output.feature, batch.image * theta_of(params, 1), rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, model.put(params, TASKS[1], part), params)
+    jax.tree.map(np.testing.assert_array_equal, model.merge(params, TASKS[1], part), params)
     assert part.classifier.adaptive.shape == ((2, WIDTH) if retroactive else (WIDTH,))
 
 
@@ -205,7 +205,9 @@ def test_running_statistics_are_one_set_for_each_task():
     network, frozen = with_statistics()
     model = made(network=network)
     params, batch = model.init(KEY, frozen), rows_of([3, 4, 4, 3])
-    output = model.forward(frozen, model.cached(params), model.part(params, TASKS[1]), batch, TASKS[1], True)
+    output = model.forward(
+        frozen, model.cached(params), model.trainable(params, TASKS[1]), batch, TASKS[1], True
+    )
     assert output.stats[0].tolist() == [0.0] * WIDTH
     np.testing.assert_allclose(output.stats[1], batch.image.mean(0) / 2, rtol=1e-6)
     params = params._replace(
@@ -223,7 +225,7 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
     upload, state = client_round(method, server, TASKS[0], OF_FIRST)
     assert (
         upload.mean.classifier == ()
-        and method.broadcast(round_context_of(TASKS[0]), server).payload.part.classifier == ()
+        and method.broadcast(round_context_of(TASKS[0]), server).payload.trainable.classifier == ()
     )
     own, start = state[-1]["classifier"], server.params.classifier
     for name in ("mask", "adaptive"):
@@ -232,9 +234,9 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
     after, _ = server_round(method, server, TASKS[0], received_by_server([upload]))
     jax.tree.map(np.testing.assert_array_equal, after.params.classifier.adaptive, start.adaptive)
     context, local = train(method, after, TASKS[0], [], state, round_=1)
-    np.testing.assert_array_equal(local.part.adapter, after.params.adapter.base)
-    np.testing.assert_array_equal(local.part.classifier.adaptive, own.adaptive)
-    np.testing.assert_array_equal(local.part.classifier.mask, own.mask[0])
+    np.testing.assert_array_equal(local.trainable.adapter, after.params.adapter.base)
+    np.testing.assert_array_equal(local.trainable.classifier.adaptive, own.adaptive)
+    np.testing.assert_array_equal(local.trainable.classifier.mask, own.mask[0])
 
 
 def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_does():
@@ -244,13 +246,13 @@ def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_doe
         return direction._replace(classifier=Own(own.head, *none))
 
     off = dict(mask_start=1 - 1e-7, unsent=0.0, sparse_weight=0.0, keep_weight=0.0)
-    ours = weit(kit_of(optax.stateless(base_alone)), **off)
-    server, plain = fresh(ours), fedavg.plain(fedavg.NoOptions(), kit_of())
+    ours = weit(run_of(optax.stateless(base_alone)), **off)
+    server, plain = fresh(ours), fedavg.plain(fedavg.NoOptions(), run_of())
     usual = fresh(plain)._replace(
-        params=Model({"scale": server.params.adapter.base}, server.params.classifier.head)
+        params=Params({"scale": server.params.adapter.base}, server.params.classifier.head)
     )
-    expected = train(plain, usual, TASKS[1], BATCHES)[1].part
-    found = train(ours, server, TASKS[1], BATCHES)[1].part
+    expected = train(plain, usual, TASKS[1], BATCHES)[1].trainable
+    found = train(ours, server, TASKS[1], BATCHES)[1].trainable
     close(found.adapter, expected.adapter["scale"], atol=1e-5)
     close(found.classifier.head, expected.classifier, atol=1e-5)
     assert np.abs(found.adapter - server.params.adapter.base).max() > 1e-3
@@ -262,13 +264,15 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
     """The masks begin with 1/2, so that the base has half of their gradient; and ten times the rate of the
     rest is theirs as well."""
     off = dict(sparse_weight=0.0, keep_weight=0.0)
-    method = weit(kit_of(rate=10 * RATE), **off)
+    method = weit(run_of(rate=10 * RATE), **off)
     server = fresh(method)
-    part = train(method, server, TASKS[0], OF_FIRST)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST)[1].trainable
     moved = part.adapter - server.params.adapter.base
     close(part.classifier.adaptive[0], 2 * moved)
-    slow = weit(kit_of(rate=RATE), **off)
-    close(train(slow, server, TASKS[0], OF_FIRST)[1].part.adapter - server.params.adapter.base, moved / 10)
+    slow = weit(run_of(rate=RATE), **off)
+    close(
+        train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10
+    )
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------
@@ -276,8 +280,8 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
 
 def seen_of(adapter, own, index=1):
     context = context_of(weit(), fresh(weit()), TASKS[index], info_of(SIZES.classes, 3), SCALE)
-    part = Model(adapter, own)
-    return Seen(context, part, None, BATCHES[0], KEY, part)
+    part = Params(adapter, own)
+    return ClientStep(context, part, None, BATCHES[0], KEY, part)
 
 
 def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
@@ -319,7 +323,7 @@ def test_a_client_keeps_base_and_numbers_of_a_tasks_last_round(retroactive):
     before = lambda state: state[1]
     _, early = client_round(method, server, TASKS[0], OF_FIRST, round_=0)
     np.testing.assert_array_equal(before(early).base, server.params.adapter.base)
-    part = train(method, server, TASKS[0], OF_FIRST, early, round_=1)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=1)[1].trainable
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=1)
     close(before(late).base, part.adapter)
     close(before(late).mask, np.stack([jax.nn.sigmoid(part.classifier.mask), np.zeros(WIDTH)]))
@@ -336,7 +340,7 @@ def test_every_weight_acts_on_a_clients_training(weight):
         method = weit(**{"sparse_weight": 0.0, "keep_weight": 0.0, weight: value})
         server = fresh(method)
         _, state = client_round(method, server, TASKS[0], OF_FIRST, round_=1)
-        parts.append(train(method, server, TASKS[1], BATCHES, state)[1].part)
+        parts.append(train(method, server, TASKS[1], BATCHES, state)[1].trainable)
     assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, parts), strict=True)) > 1e-4
 
 
@@ -379,14 +383,14 @@ def test_a_merged_number_is_the_mean_of_those_who_sent_it():
 
 def test_the_server_merges_what_was_sent_and_keeps_the_rest():
     """Two clients whose second output has the smallest mask: nobody sends it."""
-    method = weit(kit_of(aggregator="uniform"), sparse_weight=0.0, keep_weight=0.0)
+    method = weit(run_of(aggregator="uniform"), sparse_weight=0.0, keep_weight=0.0)
     server = fresh(method)
     _, state = client_round(method, server, TASKS[0], [])
     own = state[-1]["classifier"]
     mask = own.mask.at[0].set(logit([0.5, 0.01, 0.6, 0.7]))
     state = (*state[:-1], state[-1] | {"classifier": own._replace(mask=mask)})
     batches = ([rows_of([0, 1, 2, 0])], [rows_of([2, 1], seed=3)])
-    parts = [train(method, server, TASKS[0], rows, state, i)[1].part for i, rows in enumerate(batches)]
+    parts = [train(method, server, TASKS[0], rows, state, i)[1].trainable for i, rows in enumerate(batches)]
     sent = [client_round(method, server, TASKS[0], rows, state, i)[0] for i, rows in enumerate(batches)]
     after, _ = server_round(method, server, TASKS[0], received_by_server(sent))
     expected = (parts[0].adapter + parts[1].adapter) / 2
@@ -399,10 +403,10 @@ def test_rules_that_cannot_merge_parts_of_bases_are_refused_unless_all_is_sent()
     with pytest.raises(
         InputError, match="aggregator: 'median' cannot merge .* nearest: 'uniform', or --unsent 0"
     ):
-        weit(kit_of(aggregator="median"))
+        weit(run_of(aggregator="median"))
     with pytest.raises(InputError, match="aggregator: 'mean, clip_norm' cannot merge"):
-        weit(kit_of(clip_norm=1.0))
-    assert weit(kit_of(aggregator="median"), unsent=0.0).aggregation == "median"
+        weit(run_of(clip_norm=1.0))
+    assert weit(run_of(aggregator="median"), unsent=0.0).aggregation == "median"
 
 
 # ---- the knowledge base ------------------------------------------------------------------------------------
@@ -453,7 +457,7 @@ def test_a_task_is_handed_at_most_so_many_of_what_is_known_each_once(count):
 
 def closing(method, server, states):
     """The server after a task's closing round, and what the clients sent."""
-    (survey,) = [each for each in method.rounds if each.when == "closing"]
+    (survey,) = [each for each in method.rounds if each.when == "task_end"]
     uploads = []
     for i, state in states.items():
         context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3, i), SCALE)
@@ -497,13 +501,13 @@ def test_a_client_attends_to_others_and_never_to_itself():
     owners = np.asarray(after.params.adapter.received.client[1])
     for id_ in (0, 1):
         state = states.get(id_, method.init_client(KEY, after))
-        attention = train(method, after, TASKS[1], BATCHES, state, id_)[1].part.classifier.attention
+        attention = train(method, after, TASKS[1], BATCHES, state, id_)[1].trainable.classifier.attention
         assert np.all((np.abs(attention[:, 0]) > 1e-6) == (owners != id_))
 
 
 def test_in_the_first_task_there_is_nothing_to_attend_to():
     method = weit()
-    attention = train(method, fresh(method), TASKS[0], OF_FIRST)[1].part.classifier.attention
+    attention = train(method, fresh(method), TASKS[0], OF_FIRST)[1].trainable.classifier.attention
     assert not np.any(attention)
 
 

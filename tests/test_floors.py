@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "fcljax"
 
 # from the bottom; rooms of one floor may use each other, as long as that is no circle
 FLOORS = (
-    {"errors", "options", "files", "types", "mesh", "terminal", "pixels"},
+    {"errors", "options", "settings", "files", "archives", "types", "mesh", "terminal", "pixels"},
     {"data", "models"},
     {"federated"},
     {"parts"},
@@ -117,7 +117,7 @@ def test_an_import_that_goes_up_or_round_is_found(tmp_path):
     (tmp_path / "data" / "tasks.py").write_text("def late():\n    import fcljax.data.store\n")
     graph = import_graph(tmp_path)
     assert upward(graph) == [] and circle(graph) == ["config", "data.store", "data.tasks"]
-    (tmp_path / "data" / "tasks.py").write_text("def late():\n    from fcljax.config import settle\n")
+    (tmp_path / "data" / "tasks.py").write_text("def late():\n    from fcljax.config import resolve\n")
     graph = import_graph(tmp_path)
     assert upward(graph) == ["data.tasks imports config"]
     assert circle(by_room(graph)) == ["config", "data"]

@@ -1,6 +1,7 @@
 """GLFC and LGA: the published numbers, what a client notices and keeps, what a proxy can rebuild and which
 model it chooses."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,14 +12,14 @@ import small_runs
 from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SIZES, TASKS, info_of, method_of, round_context_of
 
 from fcljax.errors import InputError
-from fcljax.methods import METHODS
+from fcljax.methods import find_method
 from fcljax.methods.glfc import glfc as G
 from fcljax.methods.glfc import lga
 from fcljax.methods.glfc import proxy as P
 from fcljax.methods.glfc.lenet import _patches, apply_lenet, gradient_of, init_lenet, label_of
 from fcljax.models.heads import unit
-from fcljax.parts.federate import Local, Seen
-from fcljax.parts.learner import Classifier, Learner, Model, Output
+from fcljax.parts.federate import ClientStep, Local
+from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.parts.replay import Exemplars, Herded
 from fcljax.types import Aggregate, Batch, ClientContext
 
@@ -29,8 +30,8 @@ NAMES = [field.name for field in G.dataclasses.fields(lga.LGAOptions)]
 
 
 def options_of(options=G.GLFCOptions, fidelity="intended", **values):
-    entry = METHODS["glfc" if options is G.GLFCOptions else "lga"]
-    return options(**dict(entry.fidelity[fidelity]) | values)
+    entry = find_method("glfc" if options is G.GLFCOptions else "lga")
+    return dataclasses.replace(entry.presets[fidelity].options, **values)
 
 
 def batch_of(label, mask=None):
@@ -112,9 +113,9 @@ def loss_by(rule, logits, label, answers, known, old_task):
     """The loss of a batch, where an old model of a task (None: there is none) gives these answers."""
     task = SECOND if old_task is None else old_task
     index = jnp.int32(-1) if old_task is None else jnp.int32(old_task.index)
-    old = P.Old(Model((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
+    old = P.Old(Params((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
-    seen = Seen(context, Model((), ()), Output(logits, logits), batch_of(label), KEY, Model((), ()))
+    seen = ClientStep(context, Params((), ()), Output(logits, logits), batch_of(label), KEY, Params((), ()))
     says = learner_of(lambda *args: Output(jnp.asarray(answers), logits))
     return float(G.rule_loss(rule, says, seen, known, old))
 
@@ -197,11 +198,11 @@ def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
     """Places in the two memories laid end to end: the first four, or behind them."""
     method, program = glfc_term()
     known = known_of([0], now=[0], later=[5, 10])
-    (recall,) = [phase.recall for phase in program.phases if phase.recall]
+    (recall,) = [phase.replay for phase in program.phases if phase.replay]
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 2))
     local = at_work(work_of(known, level))
     found = {int(i) for key in jax.random.split(KEY, 8) for i in recall(context, local, key)}
-    rows = np.asarray(program.memory((known,)))
+    rows = np.asarray(program.replay_buffer((known,)))
     assert {int(rows[i]) for i in found if i >= 0} == ({5, 10} if level else {0})
 
 
@@ -291,7 +292,9 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
-    seen = [Seen(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts]
+    seen = [
+        ClientStep(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts
+    ]
     for look in (G.add_features, G.find_nearest):
         for each in seen:
             work = look(learner_of(forward), each, work)
@@ -314,7 +317,7 @@ def test_a_prototype_is_moved_down_its_own_loss():
 
     part, pixels = jnp.array([1.0, -1.0, 0.5, 0.0, 2.0]), smooth(2)
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
-    label, model = jnp.array([0, 4]), Model(part, ())
+    label, model = jnp.array([0, 4]), Params(part, ())
     options = options_of(prototype_steps=1, prototype_decay=0.1)
     moved = G.perturb(options, learner_of(forward), context, model, pixels, label)
     for i in range(2):
@@ -359,9 +362,9 @@ def sent_of(labels):
 def proxy_of(reset):
     """A proxy's first state, and what it does after a merge, compiled."""
     options = options_of(match_steps=1, monitor_images=2, reset_best=reset)
-    judge = functools.partial(P.share_right, options)
+    judge = functools.partial(P.share_correct, options)
     step = P.proxy_server(options, SIZES, NETWORK, judge)
-    state = step.init(None, Model(jnp.int32(0), ()))
+    state = step.init(None, Params(jnp.int32(0), ()))
     return state, jax.jit(lambda round_context, *rest: step.step(round_context, NAMED, *rest))
 
 
@@ -375,10 +378,10 @@ class Server:
         sent = sent_of(labels)
         aggregate = Aggregate((), (), {P.REPORT: sent}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
         round_context = round_context_of(jax.tree.map(jnp.asarray, task), round_)
-        model = Model(jnp.int32(number), ())
+        model = Params(jnp.int32(number), ())
         _, self.state, metrics = self.one(round_context, model, self.state, aggregate, KEY)
         choice = self.state.choice
-        number = lambda old: int(old.part.adapter) if int(old.task.index) >= 0 else None
+        number = lambda old: int(old.trainable.adapter) if int(old.task.index) >= 0 else None
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
 
 
@@ -410,11 +413,11 @@ def test_the_radius_is_that_of_the_first_task_s_senders():
 
 
 def test_clients_distil_the_best_of_all_when_their_task_changes_and_later_that_of_before():
-    one = lambda number: P.Old(Model(jnp.int32(number), ()), FIRST)
+    one = lambda number: P.Old(Params(jnp.int32(number), ()), FIRST)
     context = ClientContext(
         FROZEN, type("Payload", (), {"sent": {"proxy": P.Choice(one(1), one(2))}}), None, SECOND, None
     )
-    found = [int(G.old_model(context, jnp.bool_(changed)).part.adapter) for changed in (False, True)]
+    found = [int(G.old_model(context, jnp.bool_(changed)).trainable.adapter) for changed in (False, True)]
     assert found == [1, 2]
 
 
@@ -448,7 +451,7 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
     server.merge(1, FIRST, 0, (2, 2, 1))
     judge = jax.jit(
         lambda round_context, proxy: lga.around(
-            options, 10, round_context, NAMED, Model(jnp.int32(2), jnp.int32(2)), proxy, KEY
+            options, 10, round_context, NAMED, Params(jnp.int32(2), jnp.int32(2)), proxy, KEY
         )
     )
     task = jax.tree.map(jnp.asarray, FIRST)
@@ -460,11 +463,11 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
 
 
 def test_released_values_are_those_of_the_release():
-    found = METHODS["glfc"].fidelity["released"]
-    assert (found["memory_size"], found["entropy_rise"], found["entropy_unit"]) == (2000, 1.2, "nats")
-    assert (found["match_steps"], found["monitor_images"], found["reset_best"]) == (5000, 20, "never")
-    assert METHODS["lga"].fidelity["released"]["reset_best"] == "second"
-    assert found["rate_schedule"] == "released" and found["memory_repeats"]
+    found = find_method("glfc").presets["released"].options
+    assert (found.memory_size, found.entropy_rise, found.entropy_unit) == (2000, 1.2, "nats")
+    assert (found.match_steps, found.monitor_images, found.reset_best) == (5000, 20, "never")
+    assert find_method("lga").presets["released"].options.reset_best == "second"
+    assert found.lr_schedule == "released" and found.memory_repeats
 
 
 def test_a_run_that_does_not_know_the_rows_is_refused():

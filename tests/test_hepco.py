@@ -24,8 +24,8 @@ from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import vit_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Payload, Run, Train
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.federate import Payload, Run, Training
+from fcljax.parts.learner import Params, learner
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
 from fcljax.types import Aggregate, Batch, Broadcast, Sizes
@@ -193,7 +193,7 @@ def test_prompts_are_compared_by_a_sum_of_squares():
     query, task = jnp.ones((1, TINY.width)), TASKS[0]
     base = Pool(jnp.zeros((1, 1, 20, TINY.width)), jnp.ones((1, 1, TINY.width)))
     head = init_head(KEY, TINY.width, 4)
-    student, teacher = Model(base, head), Model(base._replace(prompt=base.prompt + 0.1), head)
+    student, teacher = Params(base, head), Params(base._replace(prompt=base.prompt + 0.1), head)
     teachers = H.Teachers(student, jax.tree.map(lambda x: x[None], teacher), jnp.full((1, 4), 0.2))
     gap = H.prompt_gap(model, student, student, task, teachers, query)
     np.testing.assert_allclose(0.2 * gap, [[0.2 * 20 * TINY.width * 0.01]], rtol=1e-5)
@@ -205,10 +205,10 @@ def test_prompts_that_are_sums_are_compared_without_being_made():
     """With the gradients that generators need, for clients far from the server's model and near to it."""
     _, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
-    part = model.part(params, task)
+    part = model.trainable(params, task)
     for share in (1.0, 1e-3):
         near = lambda mine, theirs, share=share: mine + share * (theirs - mine)
-        parts = jax.tree.map(near, part, aggregate.gather["part"])
+        parts = jax.tree.map(near, part, aggregate.gather["trainable"])
         teachers = H.Teachers(params, parts, jnp.ones((3, SIZES.classes)))
         fast, plain = (
             H.gaps(model, params, task, teachers),
@@ -223,7 +223,7 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     """O10: a mean is 0.002 where the sum is 30.72."""
     opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
-    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SIZES.classes)))
+    teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
     gaps, label = H.gaps(model, params, task, teachers), jnp.full(5, np.argmax(task.current))
     of = lambda **more: H.generator_loss(
         model, dataclasses.replace(opts, **more), params, task, teachers, gaps, z, label
@@ -266,7 +266,7 @@ def test_batch_normalisation_uses_the_batch_in_training_and_what_it_remembers_af
 def learns():
     adapter = find_adapter("pool").build(PoolOptions(**SMALL), SIZES, FORMULA)
     model = learner(FORMULA, adapter, linear(FORMULA.width, SIZES.classes))
-    return Run(SIZES, FORMULA, adapter, Train(1, 4, 0.1)), model
+    return Run(SIZES, FORMULA, adapter, Training(1, 4, 0.1)), model
 
 
 def world(**values):
@@ -277,7 +277,7 @@ def world(**values):
     run, model = learns()
     params = model.init(KEY, SCALE)
     noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
-    move = lambda i: jax.tree.map(lambda x: x + noise(i, x), model.part(params, TASKS[1]))
+    move = lambda i: jax.tree.map(lambda x: x + noise(i, x), model.trainable(params, TASKS[1]))
     parts = jax.tree.map(lambda *x: jnp.stack(x), *map(move, range(3)))
     rows = np.zeros((3, SIZES.classes), np.int32)
     current = np.flatnonzero(TASKS[1].current)
@@ -285,7 +285,7 @@ def world(**values):
     aggregate = Aggregate(
         (),
         {},
-        {"part": parts, "class_rows": jnp.asarray(rows)},
+        {"trainable": parts, "class_examples": jnp.asarray(rows)},
         jnp.ones(3),
         jnp.arange(3),
         jnp.array([True, True, False]),
@@ -304,7 +304,7 @@ def step_of(opts, run):
 
 
 def played(opts, run, model, params, aggregate, past, task=TASKS[1]):
-    previous = Broadcast(Payload(model.part(BROADCAST(params), task), {}))
+    previous = Broadcast(Payload(model.trainable(BROADCAST(params), task), {}))
     return step_of(opts, run)(
         round_context_of(task, 0, frozen=SCALE, previous=previous), model, params, past, aggregate, KEY
     )
@@ -317,9 +317,9 @@ def test_the_step_is_what_its_formulas_say():
     after, _, _ = played(opts, run, model, params, aggregate, past)
     shape, task = GeneratorConfig(SIZES.classes, FORMULA.width, 3, 2), TASKS[1]
     seen, old = np.asarray(task.seen), np.asarray(task.old)
-    rows = np.asarray(aggregate.gather["class_rows"] * aggregate.valid[:, None], np.float32)
+    rows = np.asarray(aggregate.gather["class_examples"] * aggregate.valid[:, None], np.float32)
     weight = rows / (rows.sum() + (rows.sum(0) == 0).sum())
-    part = lambda i: jax.tree.map(lambda x: x[i], aggregate.gather["part"])
+    part = lambda i: jax.tree.map(lambda x: x[i], aggregate.gather["trainable"])
     keys = jax.random.split(KEY, 3)
     odds = lambda count: jnp.where(count > 0, jnp.log(jnp.maximum(count, 1e-12)), -jnp.inf)
 
@@ -351,11 +351,11 @@ def test_the_step_is_what_its_formulas_say():
 
             def loss(p, noise=noise, y=y, generator=generator):
                 z, moved = generate(shape, generator._replace(params=p), noise, y, True)
-                terms = [
+                client_rules = [
                     jnp.sum(w[y] * (xent(logits(m, z), y) - kl(logits(m, z), logits(params, z))))
                     for m, w in zip(teachers, weights, strict=True)
                 ]
-                return sum(terms), moved
+                return sum(client_rules), moved
 
             slope, moved = jax.grad(loss, has_aux=True)(generator.params)
             update, state = adam.update(slope, state)
@@ -363,7 +363,7 @@ def test_the_step_is_what_its_formulas_say():
         return generator
 
     new = train(keys[0], 3, odds(rows.sum(0)), [part(0), part(1)], weight[:2])
-    older = train(keys[1], 3 + 2, odds(past.rows * old), [past.start.part], [old.astype(np.float32)])
+    older = train(keys[1], 3 + 2, odds(past.rows * old), [past.start.trainable], [old.astype(np.float32)])
 
     def draw(key):
         first, second = jax.random.split(key)
@@ -386,7 +386,7 @@ def test_the_step_is_what_its_formulas_say():
                     return jnp.mean(xent(logits(own, both[0]), both[1]))
                 far = lambda a, b: jnp.sum((a - b) ** 2, (1, 2, 3))
                 clients = [jnp.sum(weight[j][y] * far(prompt(own, z), prompt(part(j), z))) for j in (0, 1)]
-                return sum(clients) + jnp.sum(far(prompt(own, old_z), prompt(past.start.part, old_z)))
+                return sum(clients) + jnp.sum(far(prompt(own, old_z), prompt(past.start.trainable, old_z)))
 
             update, state = adam.update(jax.grad(loss)(getattr(expected, name)), state)
             expected = expected._replace(**{name: optax.apply_updates(getattr(expected, name), update)})
@@ -445,7 +445,7 @@ def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts()
         label,
     )
     opts, _, model, params, aggregate, _ = world(fidelity="released")
-    teachers = H.Teachers(params, aggregate.gather["part"], jnp.ones((3, SIZES.classes)))
+    teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
     same(slope(), slope(wo_mse=True))
@@ -455,7 +455,7 @@ def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts()
 def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not():
     """The signs of eq. 5: the loss falls with the cross-entropy and rises with both disagreements."""
     opts, _, model, params, aggregate, _ = world()
-    part = aggregate.gather["part"]
+    part = aggregate.gather["trainable"]
     teachers = H.Teachers(params, part, jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     loss = lambda **more: H.generator_loss(
@@ -520,25 +520,25 @@ def test_the_first_task_has_no_previous_model():
     """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
     opts, run, model, params, aggregate, past = world()
     first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SIZES.classes))
-    spoilt = jax.tree.map(lambda x: x + 5, first.start.part)
-    poisoned = first._replace(start=first.start._replace(part=spoilt))
+    spoilt = jax.tree.map(lambda x: x + 5, first.start.trainable)
+    poisoned = first._replace(start=first.start._replace(trainable=spoilt))
     task = TASKS[0]
-    rows = aggregate.gather["class_rows"].at[:].set(jnp.where(task.current, 3, 0))
-    aggregate = aggregate._replace(gather=aggregate.gather | {"class_rows": rows})
+    rows = aggregate.gather["class_examples"].at[:].set(jnp.where(task.current, 3, 0))
+    aggregate = aggregate._replace(gather=aggregate.gather | {"class_examples": rows})
     (one, kept, _), (two, _, _) = (
         played(opts, run, model, params, aggregate, each, task) for each in (first, poisoned)
     )
     same(one, two)
     assert norm(jax.tree.map(jnp.subtract, one, params)) > 1e-4
-    same(kept.start.part, model.part(BROADCAST(params), task))  # what the round began with
+    same(kept.start.trainable, model.trainable(BROADCAST(params), task))  # what the round began with
     assert int(kept.start.task) == 0 and kept.rows.tolist() == (6 * np.asarray(task.current)).tolist()
 
 
 @pytest.mark.long
 def test_what_is_not_valid_teaches_nothing():
     opts, run, model, params, aggregate, past = world()
-    spoilt = jax.tree.map(lambda x: x.at[2].set(jnp.nan), aggregate.gather["part"])
-    other = aggregate._replace(gather=aggregate.gather | {"part": spoilt})
+    spoilt = jax.tree.map(lambda x: x.at[2].set(jnp.nan), aggregate.gather["trainable"])
+    other = aggregate._replace(gather=aggregate.gather | {"trainable": spoilt})
     same(*(played(opts, run, model, params, each, past)[0] for each in (aggregate, other)))
     nobody = aggregate._replace(valid=jnp.zeros(3, bool))
     same(played(opts, run, model, params, nobody, past)[0], params)

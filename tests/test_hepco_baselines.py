@@ -85,9 +85,9 @@ def test_the_teacher_is_the_model_that_the_task_began_with(name):
         server, began = compiled(made.begin_task)(round_context_of(task, frozen=SCALE), server, KEY), None
         for round_ in range(3):
             context = context_of(made, server, task, info_of(CLASSES, 4, 0, round_), SCALE)
-            began = context.payload.part if round_ == 0 else began
+            began = context.payload.trainable if round_ == 0 else began
             same(teacher(context), began)
-            assert round_ == 0 or furthest(context.payload.part, began) > 1e-3  # the newest is another
+            assert round_ == 0 or furthest(context.payload.trainable, began) > 1e-3  # the newest is another
             batch = rows_of([int(c) for c in task.classes if c >= 0][:4])
             upload, _ = client_round(made, server, task, [batch], round_=round_)
             server, _ = server_round(made, server, task, aggregate_of([upload], [0], [True], 4), round_)
@@ -111,19 +111,19 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
     server = server._replace(params=jax.tree.map(lambda x: x + 0.05, server.params))
     info = info_of(CLASSES, 3, 0, 1)
     context = context_of(made, server, task, info, SCALE)
-    program, part = main_of(made).program, context.payload.part
+    program, part = main_of(made).program, context.payload.trainable
 
     def logits(part):
         head = part.classifier
         return batch.image * part.adapter["scale"] @ head.kernel + head.bias
 
-    old = logits(server.steps[0].part)
+    old = logits(server.rules[0].trainable)
     loss = lambda part: binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
     expected = jax.tree.map(lambda x, g: x - 0.1 * g, part, jax.grad(loss)(part))
     local = compiled(program.start)(context, made.init_client(KEY, server), KEY)
     after, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.part, expected)
-    assert furthest(after.part, part) > 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.trainable, expected)
+    assert furthest(after.trainable, part) > 1e-4
 
 
 def test_the_whole_network_trains_in_fedavg_ft():
@@ -147,14 +147,14 @@ def test_rates_fall_over_the_epochs_of_a_round():
         return -jnp.mean(jax.nn.log_softmax(z)[jnp.arange(4), batch.label])
 
     def feature(local):
-        prompt = weighted_prompts(local.part.adapter, batch.image)
+        prompt = weighted_prompts(local.trainable.adapter, batch.image)
         return batch.image + prompt[:, 0, 0] - 2 * prompt[:, 0, 1]
 
     for factor in (1, 1, 0.015707, 0.015707):
-        slope = jax.grad(loss)(local.part.classifier, local)
-        expected = jax.tree.map(lambda x, g, f=factor: x - 0.1 * f * g, local.part.classifier, slope)
+        slope = jax.grad(loss)(local.trainable.classifier, local)
+        expected = jax.tree.map(lambda x, g, f=factor: x - 0.1 * f * g, local.trainable.classifier, slope)
         local, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), local.part.classifier, expected
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), local.trainable.classifier, expected
         )
         assert float(jnp.abs(slope.bias).max()) > 1e-2

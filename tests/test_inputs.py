@@ -18,7 +18,7 @@ from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli, config
-from fcljax.config import InputConfig, settle
+from fcljax.config import InputConfig
 from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.streaming import Host
@@ -35,7 +35,7 @@ from fcljax.runs.features import feature_file, frozen_features, save_features, s
 from fcljax.runs.inputs import fetch, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
 
-SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
+SMALL = InputConfig(image_size=8)  # 8 pixels are one patch of vit_micro
 
 
 def mib(count):
@@ -113,7 +113,9 @@ def test_a_chunk_has_as_many_clients_as_its_memory_holds():
     assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
     assert per_chunk(many, rows=many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
     assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own + 3 * 4)
-    assert per_chunk(many, memory=lambda state: state) == build.CHUNK_BYTES // (own + 6 * 4 + many * 3 * 4)
+    assert per_chunk(many, replay_buffer=lambda state: state) == build.CHUNK_BYTES // (
+        own + 6 * 4 + many * 3 * 4
+    )
     assert (per_chunk(2**26), per_chunk(2**26, lanes=5)) == (1, 5)
 
 
@@ -129,7 +131,7 @@ def test_joint_training_has_all_classes_in_one_task():
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
-    found = load_inputs(settle(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"))))
+    found = load_inputs(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors")))
     assert found.backbone.config == tiny
     assert network_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
 
@@ -195,7 +197,7 @@ def test_a_run_over_photographs_of_many_sizes_streams_and_finishes(photographs, 
         "1",
         "--epochs",
         "1",
-        "--min-rows",
+        "--min-examples",
         "1",
         "--eval-batch-size",
         "2",

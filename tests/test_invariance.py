@@ -10,7 +10,7 @@ import toys
 from jax.sharding import AxisType
 from toys import CLIENTS, FROZEN, KEY, WAYS, begin_run, close, engine_of, receive, same, stack, tasks
 
-from fcljax.federated.engine import Lanes, make_engine, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition
 from fcljax.types import View
 
@@ -84,7 +84,7 @@ def test_spare_room_in_the_tables_is_inert(data, deals):
     method, tight = toys.remembering(), engine_of("remembering", "vmap3").players[0].capacity
     roomy = tight._replace(
         ticks=tuple(2 * t for t in tight.ticks),
-        rows=tight.rows + 37,
+        examples=tight.examples + 37,
         slots=tight.slots + 3,
         participants=tight.participants + 4,
     )
@@ -140,9 +140,9 @@ def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
     """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and
     1 rows."""
     engine, held = engine_of("remembering", way), np.zeros(len(data.label), bool)
-    assert not np.isin([0], np.concatenate([deal.rows for deal in deals])).any()
+    assert not np.isin([0], np.concatenate([deal.indices for deal in deals])).any()
     for client in PRESENT:
-        held[deals[0].rows[deals[0].offset[client] : deals[0].offset[client + 1]]] = True
+        held[deals[0].indices[deals[0].offset[client] : deals[0].offset[client + 1]]] = True
     image = jnp.where(held[:, None, None, None], data.image, jnp.nan)
     poisoned = toys.Rows(image, jnp.where(held, data.label, 10**6))
     same(uploads(engine, poisoned, deals[0], PRESENT), uploads(engine, data, deals[0], PRESENT))
@@ -152,7 +152,7 @@ def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
 
 
 def owned_rows(partition: ClientPartition) -> list[np.ndarray]:
-    return np.split(partition.rows, partition.offset[1:-1])
+    return np.split(partition.indices, partition.offset[1:-1])
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,9 @@ def shared(twice, deals):
             {"weight": jnp.ones(3), "share": jnp.asarray(shares, jnp.float32)},
             jnp.zeros(CLIENTS, jnp.int32),
         )
-        return run_round(engine, FROZEN, server, states, data, partition, np.array(ids), tasks()[0], 0, KEY)
+        return run_round(
+            engine, server, states, RoundInputs(FROZEN, data, partition, np.array(ids), tasks()[0], 0, KEY)
+        )
 
     return play
 

@@ -45,7 +45,7 @@ def one(tree, index):
 
 
 def owned_rows(partition):
-    return np.split(partition.rows, partition.offset[1:-1])
+    return np.split(partition.indices, partition.offset[1:-1])
 
 
 def prompts_of(server):
@@ -164,7 +164,7 @@ def test_uploads_do_not_depend_on_lanes(federation, servers):
 
 
 def test_rows_that_nobody_holds_may_be_nan(federation, servers):
-    held = np.isin(np.arange(60), np.concatenate([partition.rows for partition in DEALS]))
+    held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in DEALS]))
     assert not held[0]  # the row that padding reads
     image = jnp.where(held[:, None, None, None], DATA.image, jnp.nan)
     same(federation.run(data=DATA._replace(image=image)), servers)
@@ -185,7 +185,7 @@ def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, server
 def test_one_client_that_holds_all_rows_is_centralised_training(federation):
     """A plain optax loop on unpadded batches, written from the paper's equations, against the upload of the
     only client."""
-    task, server, rows = STREAM[1], federation.start, ALONE.rows
+    task, server, rows = STREAM[1], federation.start, ALONE.indices
     received = federation.receive(federation.engine, server, ALONE, [0], task)
     trained = jax.tree.map(lambda x: x / received.weight[0], received.mean)
     assert len(rows) % BATCH and float(received.weight[0]) == len(rows)

@@ -13,13 +13,13 @@ from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
-from fcljax.adapters import find_adapter
+from fcljax.adapters import ADAPTERS
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
-from fcljax.federated.server_replay import make_replayer, rehearse
+from fcljax.federated.server_replay import make_replayer, replay
 from fcljax.methods import pmae
-from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_lots, in_order, plan
+from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -30,15 +30,14 @@ from fcljax.models.mae import (
     reconstruction_loss,
     unpatchify,
 )
-from fcljax.models.shapes import VITS
-from fcljax.models.vit import parameter_shapes, vit_network
+from fcljax.models.vit import VITS, parameter_shapes, vit_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.learner import Params, learner
 from fcljax.pixels import NORMALISE, between
-from fcljax.runs import checkpoint
+from fcljax.runs import archive
 from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
-from fcljax.types import Autoencoder, Features, Frozen, Network, ReplayBuffer, Restored, Sizes
+from fcljax.types import Autoencoder, Features, Frozen, Network, Reconstruction, ReplayBuffer, Sizes
 
 # ---- a masked autoencoder of a few lines: images of 2 x 2 pixels, which are its patches --------------------
 
@@ -119,17 +118,19 @@ def prompt_of(server):
 def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, expected):
     sizes, vit, decoder = Sizes(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
     network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    method = make_method(resolved(name), sizes, network)
+    method = make_method(name, resolved(name), sizes, network)
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
-    part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.part, server)
+    part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.trainable, server)
     assert communication.scalars(part) == expected
-    kept = jax.eval_shape(method.server_replay.kept, task, server)
+    kept = jax.eval_shape(method.server_replay.buffer, task, server)
     # 40 images of a client; 38,400 numbers and 196 places each, more than the image's 150,528 bytes
-    assert len(kept.label) == 10 * 40 and kept.rows.latent.shape[1:] == (50, 768)
-    assert communication.scalars(kept.rows.latent) // 400 == 38_400 and kept.rows.order.shape[1:] == (196,)
-    assert communication.num_bytes(kept.rows) // 400 > 3 * 224**2
+    assert len(kept.label) == 10 * 40 and kept.examples.latent.shape[1:] == (50, 768)
+    assert communication.scalars(kept.examples.latent) // 400 == 38_400 and kept.examples.order.shape[1:] == (
+        196,
+    )
+    assert communication.num_bytes(kept.examples) // 400 > 3 * 224**2
 
 
 # ---- the two ranges of pixels (oracle 4) -------------------------------------------------------------------
@@ -150,14 +151,14 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
     options = options_of(recon_denorm=denorm)
     server = history()[1][0]
     made, round_context = method_of("pmae", **VALUES), round_context_of(TASKS[0])
-    kept = made.server_replay.kept(round_context, server)
-    rows = jax.tree.map(lambda x: x[:4], kept.rows)
+    kept = made.server_replay.buffer(round_context, server)
+    rows = jax.tree.map(lambda x: x[:4], kept.examples)
     some = pmae.ReplayBatch(
         rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
     )
-    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
-    batch = pmae.restored_batch(options, round_context, model, server.steps[0], some)
-    prompt = server.steps[0].prompt[0]
+    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    batch = pmae.restored_batch(options, round_context, model, server.rules[0], some)
+    prompt = server.rules[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
     pixels = unpatchify(patches, 1)
     # the decoder's range has mean 0.5 and deviation 0.25, the network's 0 and 1
@@ -165,7 +166,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
 
 
 def adapter_options():
-    return config.part(find_adapter("vpt").options, resolved("pmae", **VALUES))
+    return config.part(ADAPTERS["vpt"].options, resolved("pmae", **VALUES))
 
 
 def test_a_network_without_a_decoder_is_refused_by_name():
@@ -206,13 +207,13 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     keys = jax.random.split(KEY, 4)
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
-    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
-        part = Model((), (), {NAME: prompt})
+        part = Params((), (), {NAME: prompt})
         context = pmae.ClientContext(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.Seen(context, part, None, batch, KEY, part), ())
+        return term.loss(model, pmae.ClientStep(context, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -260,10 +261,10 @@ def test_without_the_reconstructive_prompt_there_is_none():
     same."""
     method = method_of("pmae", wo_recon_prompt=True, **VALUES)
     server, states = begin(method)
-    assert server.params.extra == {} and server.steps[0].prompt is None
+    assert server.params.extra == {} and server.rules[0].prompt is None
     after = play(engine_of(method), server, states, rounds=1)
     assert set(method.trainable(round_context_of(TASKS[0]), server)) == {"adapter", "classifier"}
-    assert after[-1][2].metrics["rehearsal_rows"] > 0
+    assert after[-1][2].metrics["replay_examples"] > 0
 
 
 # ---- the client: what it uploads of images -----------------------------------------------------------------
@@ -280,7 +281,7 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
         more = Restore(
             jnp.array(row, jnp.float32)[:, None, None], jnp.zeros((count, 2), jnp.int32), jnp.array(row) >= 0
         )
-        state = draw_lots(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
+        state = draw_examples(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
     return in_order(state)
 
 
@@ -304,7 +305,7 @@ def test_a_row_goes_to_its_class():
 def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a_class_that_it_lacks():
     _, found = one_client()
     sent = jax.tree.map(lambda x: np.asarray(x[0]), found.gather[pmae.RESTORE])
-    rows = DEALS[0].rows[: DEALS[0].count[0]]
+    rows = DEALS[0].indices[: DEALS[0].count[0]]
     counts = np.bincount(DATA.label[rows], minlength=5)[:3]
     assert sent.present.sum(axis=1).tolist() == np.minimum(counts, 2).tolist()
     assert not sent.latent[~sent.present].any() and not sent.order[~sent.present].any()
@@ -319,7 +320,7 @@ def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a
 
 def test_a_client_that_lacks_a_class_sends_no_image_of_it():
     """Client 2 has four rows of three classes; take one of them away."""
-    rows = DEALS[0].rows
+    rows = DEALS[0].indices
     first = rows[DEALS[0].offset[2] :][: DEALS[0].count[2]]
     lacking = first[np.asarray(DATA.label[first]) != 1]
     from toys import make_roster
@@ -341,7 +342,7 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 
 def test_the_pool_has_each_clients_newest_upload_of_the_task_and_the_prompts_of_all_tasks():
     servers = [server for server, _, _ in history()]
-    first, second, third = (server.steps[0] for server in servers[:3])
+    first, second, third = (server.rules[0] for server in servers[:3])
     present = np.asarray(first.restore.present)
     assert present[0].any() and not present[1].any() and first.task == 0 and third.task == 1
     assert np.abs(np.asarray(first.restore.latent - second.restore.latent)).max() > 0  # drawn anew
@@ -358,10 +359,10 @@ def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     both = play(engine, server, states, rounds=1)[0][0].steps[0]
     later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].steps[0]
     assert both.restore.present.shape == later.restore.present.shape
-    from fcljax.federated.engine import run_round
+    from fcljax.federated.engine import RoundInputs, run_round
 
-    args = (FROZEN, both_server(engine, server, states), states, DATA, DEALS[0], np.array([0]), TASKS[0], 1)
-    after, _, _ = run_round(engine, *args, jax.random.key(3))
+    inputs = RoundInputs(FROZEN, DATA, DEALS[0], np.array([0]), TASKS[0], 1, jax.random.key(3))
+    after, _, _ = run_round(engine, both_server(engine, server, states), states, inputs)
     pool = after.steps[0].restore
     same(pool.latent[2], both.restore.latent[2])
     assert np.abs(np.asarray(pool.latent[0] - both.restore.latent[0])).max() > 0
@@ -406,14 +407,16 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     method = method_of("pmae", **values)
     server = history()[1][0]
     round_context = round_context_of(TASKS[0], 1, True)
-    kept = method.server_replay.kept(round_context, server)
-    rows = pmae.ReplayBatch(kept.rows, kept.label, jnp.zeros_like(kept.label), kept.used, TASKS[0].current)
+    kept = method.server_replay.buffer(round_context, server)
+    rows = pmae.ReplayBatch(
+        kept.examples, kept.label, jnp.zeros_like(kept.label), kept.used, TASKS[0].current
+    )
     local = method.server_replay.start(round_context, server)
     (part, _), metrics = method.server_replay.step(round_context, server, local, rows, KEY)
     after = method.server_replay.finish(round_context, server, (part, local[1]))
 
     pixels = unpatchify(
-        PAIR.decode(FROZEN.decoder, kept.rows.latent, kept.rows.order, server.steps[0].prompt[0]), 1
+        PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, server.rules[0].prompt[0]), 1
     )
     image, model = pixels * 0.25 + 0.5, learner_of(values)
 
@@ -423,7 +426,7 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
         logits = model.predict(FROZEN, params, batch, TASKS[0])
         return cross_entropy(logits, kept.label, TASKS[0].current, kept.used)
 
-    start = Model(server.params.adapter, server.params.classifier)
+    start = Params(server.params.adapter, server.params.classifier)
     loss, gradient = jax.value_and_grad(loss_of)(start)
     adam = optax.adam(0.01)
     update, _ = adam.update(gradient, adam.init(start))
@@ -435,8 +438,8 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
 
 
 def learner_of(values):
-    adapter = find_adapter("vpt").build(
-        config.part(find_adapter("vpt").options, resolved("pmae", **values)), SIZES, NETWORK
+    adapter = ADAPTERS["vpt"].build(
+        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SIZES, NETWORK
     )
     return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
@@ -448,19 +451,19 @@ def test_a_round_reads_every_row_once_an_epoch_in_batches_and_only_these_reach_t
     server, batches = history()[3][0], []
     round_context = round_context_of(TASKS[1], 1, True)
     past = (history_kept(0),)
-    found = rehearse(replayer, round_context, server, past, KEY, lambda batch: batches.append(batch) or batch)
-    mine = int(np.sum(method.server_replay.kept(round_context, server).used))
+    found = replay(replayer, round_context, server, past, KEY, lambda batch: batches.append(batch) or batch)
+    mine = int(np.sum(method.server_replay.buffer(round_context, server).used))
     rows = mine + len(past[0].label)
-    assert found.rows == 3 * rows and len(batches) == 3 * -(-rows // 8)
+    assert found.examples == 3 * rows and len(batches) == 3 * -(-rows // 8)
     assert all(len(batch.label) == 8 for batch in batches)
     for epoch in range(3):
         some = batches[epoch * len(batches) // 3 : (epoch + 1) * len(batches) // 3]
-        latent = np.concatenate([np.asarray(b.rows.latent)[np.asarray(b.mask)] for b in some])
+        latent = np.concatenate([np.asarray(b.examples.latent)[np.asarray(b.mask)] for b in some])
         assert len(np.unique(latent.reshape(len(latent), -1), axis=0)) == rows
         task = np.concatenate([np.asarray(b.task)[np.asarray(b.mask)] for b in some])
         assert np.bincount(task).tolist() == [len(past[0].label), mine]
     first, second = (
-        np.concatenate([b.rows.latent for b in batches[i : i + 2]]) for i in (0, len(batches) // 3)
+        np.concatenate([b.examples.latent for b in batches[i : i + 2]]) for i in (0, len(batches) // 3)
     )
     assert np.abs(first - second).max() > 0  # another order in every epoch
     present = np.unique(np.concatenate([past[0].label, batches[0].label]))
@@ -481,7 +484,7 @@ def test_the_pool_of_earlier_tasks_changes_the_last_round_of_a_task_and_no_other
     same(whole[2][0].params, alone[2][0].params)
     with pytest.raises(AssertionError):
         close(whole[3][0].params.classifier, alone[3][0].params.classifier, atol=1e-5)
-    rows = [[round_[2].metrics["rehearsal_rows"] for round_ in each] for each in (whole, alone)]
+    rows = [[round_[2].metrics["replay_examples"] for round_ in each] for each in (whole, alone)]
     assert rows[0][3] == rows[1][3] + rows[0][1] and rows[0][:3] == rows[1][:3]
 
 
@@ -498,8 +501,8 @@ def test_without_any_row_nothing_is_trained():
     method = method_of("pmae", **VALUES)
     replayer = make_replayer(method.server_replay, lambda name, function, **_: jax.jit(function))
     server, _ = begin(method)
-    found = rehearse(replayer, round_context_of(TASKS[0]), server, (), KEY, lambda tree: tree)
-    assert found.rows == 0 and not found.metrics
+    found = replay(replayer, round_context_of(TASKS[0]), server, (), KEY, lambda tree: tree)
+    assert found.examples == 0 and not found.metrics
     same(found.server, server)
 
 
@@ -514,17 +517,17 @@ def test_noise_on_the_mean_would_not_protect_what_is_uploaded_and_is_refused():
 
 def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_path):
     kept = history_kept(0)
-    noted = [checkpoint.save_task(tmp_path, task, kept) for task in range(2)]
-    for found in checkpoint.load_tasks(tmp_path, noted, kept):
+    noted = [archive.save_task(tmp_path, task, kept) for task in range(2)]
+    for found in archive.load_tasks(tmp_path, noted, kept):
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
-        checkpoint.load_tasks(tmp_path, [*noted, noted[0]], kept)
-    other = ReplayBuffer(kept.rows._replace(order=kept.rows.order[:, :1]), kept.label, kept.used)
+        archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
+    other = ReplayBuffer(kept.examples._replace(order=kept.examples.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
-        checkpoint.load_tasks(tmp_path, noted[:1], other)
+        archive.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
     with pytest.raises(InputError, match="cannot be read"):
-        checkpoint.load_tasks(tmp_path, noted, kept)
+        archive.load_tasks(tmp_path, noted, kept)
 
 
 # ---- what is given away ------------------------------------------------------------------------------------
@@ -543,7 +546,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
     hidden = np.zeros_like(original, bool)
     hidden[:, 0] = True
     worse = original + np.where(hidden, 0.3, 0.05)
-    found = restored.closeness(Restored(original, original, worse, pixels, hidden), label)
+    found = restored.closeness(Reconstruction(original, original, worse, pixels, hidden), label)
     assert found["mse_unprompted"] == pytest.approx(np.mean((np.clip(worse, 0, 1) - original)[hidden] ** 2))
     assert found["mse_restored"] == pytest.approx(0.25**2 / 4) and found["images"] == 4
 

@@ -22,6 +22,7 @@ from toys import same
 
 from fcljax import config
 from fcljax.adapters import coda, dualprompt, find_adapter, l2p
+from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
@@ -63,7 +64,9 @@ def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     cfg = config.resolve(config.run_class(method)(fidelity=fidelity))
     made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
-    part = jax.eval_shape(lambda server: made.broadcast(round_context_of(OLD), server).payload.part, server)
+    part = jax.eval_shape(
+        lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server
+    )
     assert communication.scalars(part) == expected
 
 
@@ -123,7 +126,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
     np.testing.assert_allclose(l2p.pull(key, query, chosen, jnp.ones(2, bool)), 1.0, atol=1e-6)
     one = l2p.pull(key, query.at[1].set(jnp.nan), chosen, jnp.array([True, False]))
     np.testing.assert_allclose(one, 1.0, atol=1e-6)
-    adapter = adapter_of("l2p", l2p_size=5, l2p_chosen=5, l2p_length=1)
+    adapter = adapter_of("l2p", l2p_size=5, l2p_top_k=5, l2p_length=1)
     part = l2p.KeyedPrompts(jnp.zeros((5, 1, WIDTH)), key[:5])
     np.testing.assert_allclose(adapter.loss(part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
     # keys are all that the term moves, towards the queries
@@ -135,7 +138,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
 
 
 def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
-    adapter = adapter_of("l2p", l2p_size=4, l2p_chosen=2, l2p_length=3)
+    adapter = adapter_of("l2p", l2p_size=4, l2p_top_k=2, l2p_length=3)
     part = adapter.init(KEY, None)
     tokens = adapter.inject((), part, QUERY, OLD, True, EVERY).tokens
     assert tokens.shape == (4, 6, WIDTH)
@@ -144,7 +147,7 @@ def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
     np.testing.assert_allclose(found, tokens.mean(1), atol=1e-6)
     with pytest.raises(InputError, match="l2p: the network gives back no injected tokens"):
         adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}))
-    with pytest.raises(InputError, match="l2p_chosen: 5 of a pool of 4; nearest: 4"):
+    with pytest.raises(InputError, match="l2p_top_k: 5 of a pool of 4; nearest: 4"):
         adapter_of("l2p", l2p_size=4)
 
 
@@ -169,7 +172,9 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
-    inject = lambda bug: of(bug).inject(cached, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    inject = lambda bug: (
+        of(bug).inject(cached, Slots(("own", "key")).current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
@@ -181,10 +186,12 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
 def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key():
     adapter = adapter_of("dualprompt", **DUAL)
     params = adapter.init(KEY, None)._replace(key=jnp.eye(WIDTH)[:2])
-    part = adapter.part(params, NEW)
+    part = adapter.trainable(params, NEW)
     queries = jnp.eye(WIDTH)[jnp.array([0, 0, 1, 1])]
     of = lambda train, mask, task=NEW: (
-        adapter.inject(params, adapter.part(params, task), queries, task, train, mask).prefix[1].key[:, 0, 0]
+        adapter.inject(params, adapter.trainable(params, task), queries, task, train, mask)
+        .prefix[1]
+        .key[:, 0, 0]
     )
     own = params.own[:, 0, 0, 0, 0]
     np.testing.assert_allclose(of(True, EVERY), own[jnp.array([1, 1, 1, 1])])
@@ -204,7 +211,7 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
 
 def test_the_tasks_key_is_pulled_to_the_queries():
     adapter = adapter_of("dualprompt", **DUAL)
-    part = adapter.part(adapter.init(KEY, None), NEW)
+    part = adapter.trainable(adapter.init(KEY, None), NEW)
     expected = -0.1 * float(cosine(QUERY, part.key[None]).mean())
     np.testing.assert_allclose(adapter.loss(part, QUERY, NEW, EVERY), expected, rtol=1e-5)
     whole = adapter_of("dualprompt", **DUAL, dual_upload="all")
@@ -264,20 +271,20 @@ def test_components_of_earlier_tasks_count_and_stay_and_coming_ones_do_not(uploa
         return sum(jnp.sum(each.key + 2 * each.value) for each in injected.prefix.values())
 
     for task in TASKS:
-        part = adapter.part(params, task)
+        part = adapter.trainable(params, task)
         np.testing.assert_allclose(total(params, part, task), total(cached or params, part, task), rtol=1e-5)
         slopes, own = jax.grad(total, argnums=(0, 1))(params, part, task)
-        every = own if upload == "all" else adapter.put(jax.tree.map(jnp.zeros_like, params), task, own)
+        every = own if upload == "all" else adapter.merge(jax.tree.map(jnp.zeros_like, params), task, own)
         assert all(x[task.index].any() for x in every)
         assert not any(x[1 - task.index].any() for x in every)
         assert not any(x.any() for x in slopes)
     wild = jax.tree.map(lambda x: x.at[1].set(1e3), params)
-    first = adapter.part(params, OLD)
+    first = adapter.trainable(params, OLD)
     if upload == "current":
         np.testing.assert_allclose(total(wild, first, OLD), total(params, first, OLD), rtol=1e-5)
     past = jax.tree.map(lambda x: x.at[0].set(2 * x[0]), params)
-    second = adapter.part(past, NEW)
-    assert abs(float(total(past, second, NEW) - total(params, adapter.part(params, NEW), NEW))) > 1e-3
+    second = adapter.trainable(past, NEW)
+    assert abs(float(total(past, second, NEW) - total(params, adapter.trainable(params, NEW), NEW))) > 1e-3
 
 
 def test_orthogonality_is_an_option():
@@ -317,7 +324,7 @@ def test_first_classifiers_are_those_of_the_releases():
 
 
 SMALL = {
-    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": DUAL,
     "coda-prompt": CODA,
 }
@@ -326,7 +333,7 @@ SMALL = {
 @pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
-    pull = {"l2p": "l2p_pull", "dualprompt": "dual_pull"}[name]
+    pull = {"l2p": "l2p_key_weight", "dualprompt": "dual_key_weight"}[name]
     plain = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name])).params
     without = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name] | {pull: 0.0})).params
     first = compiled(method_of(name, network=FORMULA, **SMALL[name]).init)(KEY, SCALE).params

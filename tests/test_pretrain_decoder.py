@@ -17,7 +17,7 @@ from PIL import Image
 from vit_files import TINY, same
 
 from fcljax import cli
-from fcljax.config import InputConfig, settle
+from fcljax.config import InputConfig
 from fcljax.data.augment import Preprocess, clean_view, sample_crops
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, glyph_fields, glyphs
 from fcljax.errors import InputError
@@ -76,7 +76,6 @@ def load(here, decoder="first", **options):
 
 def prepared(cfg):
     """(plan, encoder, images) of a training before its first step."""
-    cfg = settle(cfg)
     backbone = module.load_network(cfg, cfg.image_size)
     images = module._from_dataset(cfg, backbone.config.image_size)
     return module._plan(cfg, backbone, images), backbone.params, images
@@ -357,10 +356,10 @@ def test_the_file_tells_what_is_needed_to_use_it(here, first):
 def test_a_run_takes_the_file_as_an_option(here, first):
     given = InputConfig(checkpoint=str(here / "encoder.safetensors"), heads=2)
     named = dataclasses.replace(given, decoder=str(here / "first.safetensors"))
-    assert load_inputs(settle(given)).backbone.decoder is None
-    same(load_inputs(settle(named)).backbone.decoder.params, load(here).decoder.params)
+    assert load_inputs(given).backbone.decoder is None
+    same(load_inputs(named).backbone.decoder.params, load(here).decoder.params)
     with pytest.raises(InputError, match="^decoder: 'encoder.safetensors' has no decoder$"):
-        load_inputs(settle(dataclasses.replace(given, decoder=given.checkpoint)))
+        load_inputs(dataclasses.replace(given, decoder=given.checkpoint))
 
 
 @pytest.mark.long

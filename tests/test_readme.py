@@ -11,9 +11,9 @@ import pytest
 import small_runs
 
 from fcljax import config
-from fcljax.checks.show_data import ShowConfig
 from fcljax.commands import running
-from fcljax.commands.arguments import parse
+from fcljax.commands.arguments import Words, parse
+from fcljax.commands.data import ShowOptions
 from fcljax.commands.health import DoctorOptions
 from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
@@ -78,11 +78,11 @@ def test_commands_have_options_that_exist(monkeypatch):
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
-        given = running.parse_run(call[1], call[2:], "", "")
+        given = running.parse_run(call[1], call[2:], "run", "")
         files = {"out", "resume", "config"}
         own = {name: value for name, value in given.items() if name not in files}
-        config.resolve(call[1], config.from_mapping(call[1], own, "README"))
-    others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowConfig, 3)}
+        config.from_mapping(call[1], own, "README")
+    others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowOptions, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
     others |= {"doctor": (DoctorOptions, 2)}
     others |= {"reproduce": (ReproduceOptions, 3)}
@@ -90,7 +90,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used
         for call in used:
-            parse({name: options()}, call[words:], "", "")
+            parse({name: options()}, call[words:], name.split(), "", Words("WORDS"))
     assert {call[1] for call in calls if call[0] == "data"} == {"list", "prepare", "show"}
     assert {call[2] for call in calls if call[0] == "data" and len(call) > 2} <= set(DATASETS)
 

@@ -9,7 +9,7 @@ from toys import CLIENTS, FROZEN, KEY, MEMORY, RECALLS, WAYS, begin_run, engine_
 from toys import tasks as two_tasks
 
 from fcljax.data.streaming import Host
-from fcljax.federated.engine import Lanes, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.types import Phase, Upload, View
 
 TASK = two_tasks()[1]
@@ -33,7 +33,7 @@ def start(data, deals):
     server, states = begin_run(engine.method)
     ids = np.flatnonzero(deals[0].count)
     server, states, _ = run_round(
-        engine, FROZEN, server, stack(states), data, deals[0], ids, two_tasks()[0], 0, KEY
+        engine, server, stack(states), RoundInputs(FROZEN, data, deals[0], ids, two_tasks()[0], 0, KEY)
     )
     return server, jax.device_get(states), np.flatnonzero(deals[1].count)
 
@@ -75,7 +75,7 @@ def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data
 def test_clients_remember_the_highest_of_the_rows_that_they_held(deals, start):
     _, states, _ = start
     for client in range(CLIENTS):
-        held = deals[0].rows[deals[0].offset[client] : deals[0].offset[client + 1]]
+        held = deals[0].indices[deals[0].offset[client] : deals[0].offset[client + 1]]
         expected = np.sort(np.concatenate([np.full(MEMORY, -1), held]))[-MEMORY:]
         assert states[client].tolist() == expected.tolist()
 
@@ -85,7 +85,7 @@ def test_rows_that_nobody_recalls_may_be_nan(where, data, deals, start):
     """All rows but the clients' own and those that join a batch: some that they remember are among them."""
     _, states, ids = start
     asked = [chosen(i, states[i], step) for i in ids for step in range(steps(deals[1].count[i]))]
-    used = np.isin(np.arange(len(data.label)), np.concatenate([deals[1].rows, *asked]))
+    used = np.isin(np.arange(len(data.label)), np.concatenate([deals[1].indices, *asked]))
     assert np.isin(np.setdiff1d(states[ids], [-1]), np.flatnonzero(~used)).any()
     image = jnp.where(used[:, None, None, None], data.image, jnp.nan)
     poisoned = toys.Rows(image, jnp.where(used, data.label, 10**6))
@@ -93,7 +93,10 @@ def test_rows_that_nobody_recalls_may_be_nan(where, data, deals, start):
     place = on_host if where == "host" else lambda tree: tree
     engine, (server, states, ids) = engine_of("recalling", "vmap3"), start
     play = lambda data: run_round(
-        engine, FROZEN, server, jax.tree.map(jnp.array, states), place(data), deals[1], ids, TASK, 0, KEY
+        engine,
+        server,
+        jax.tree.map(jnp.array, states),
+        RoundInputs(FROZEN, place(data), deals[1], ids, TASK, 0, KEY),
     )[:2]
     clean = play(data)
     same(play(poisoned), clean)
@@ -116,8 +119,10 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
 
     (server, states, _), engine = start, engine_of("recalling", "loop1")
     host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
-    run_round(engine, FROZEN, server, jnp.array(states), host, deals[1], np.array([3]), TASK, 0, KEY)
-    own = deals[1].rows[deals[1].offset[3] : deals[1].offset[4]]
+    run_round(
+        engine, server, jnp.array(states), RoundInputs(FROZEN, host, deals[1], np.array([3]), TASK, 0, KEY)
+    )
+    own = deals[1].indices[deals[1].offset[3] : deals[1].offset[4]]
     assert set(read) == {0, *own.tolist(), *states[3].tolist()}
 
 
@@ -128,14 +133,14 @@ def test_places_outside_of_the_memory_are_padding(data, deals):
         return {**local, "row": batch.index[1:]}, {}
 
     phase = Phase(
-        View(1, 1, recall=4), step, lambda context, local, key: jnp.array([-1, 0, MEMORY - 1, MEMORY])
+        View(1, 1, replay=4), step, lambda context, local, key: jnp.array([-1, 0, MEMORY - 1, MEMORY])
     )
     engine = toys.build(
         toys.toy(
             lambda context, state, key: {"weight": context.payload, "row": jnp.zeros(4, jnp.int32)},
             (phase,),
             lambda context, local, state: (Upload(mean=context.payload, gather=local["row"]), state),
-            program={"memory": lambda state: state},
+            program={"replay_buffer": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         ),
         deals,
@@ -164,9 +169,9 @@ def test_cached_features_of_own_and_recalled_rows_come_together(deals, data):
         recall = lambda context, local, key: jnp.arange(RECALLS)
         method = toys.toy(
             lambda context, state, key: {"weight": context.payload, "off": jnp.zeros(())},
-            (Phase(View(1, 4, augment=augment, recall=RECALLS), step, recall),),
+            (Phase(View(1, 4, augment=augment, replay=RECALLS), step, recall),),
             lambda context, local, state: (Upload(mean=context.payload, gather=local["off"]), state),
-            program={"memory": lambda state: state},
+            program={"replay_buffer": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         )
         engine = toys.build(method, deals, Lanes(1, "loop"), fetch=features)

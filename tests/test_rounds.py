@@ -7,7 +7,7 @@ import pytest
 import toys
 from toys import CLIENTS, FROZEN, KEY, same, tasks
 
-from fcljax.federated.engine import Lanes, init_clients, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, run_round
 from fcljax.types import Phase, Program, Round, Upload, View, Weighted
 
 ONCE = View(1, 4, augment=False)
@@ -32,18 +32,20 @@ def idle(context, local, batch, key):
 def play(engine, server, states, data, partition, ids=None, **others):
     """A round of the first task."""
     ids = np.arange(len(partition.count)) if ids is None else np.array(ids)
-    return run_round(engine, FROZEN, server, states, data, partition, ids, tasks()[0], 0, KEY, **others)
+    return run_round(
+        engine, server, states, RoundInputs(FROZEN, data, partition, ids, tasks()[0], 0, KEY, **others)
+    )
 
 
 # ---- opening, round, closing, refresh ----------------------------------------------------------------------
 
 WHO_WHEN = [
     ("sampled", "round"),
-    ("everyone", "opening"),
-    ("sampled", "closing"),
-    ("everyone", "refresh"),
+    ("everyone", "task_start"),
+    ("sampled", "task_end"),
+    ("everyone", "after_round"),
     ("everyone", "round"),
-    ("sampled", "refresh"),
+    ("sampled", "after_round"),
 ]
 
 
@@ -90,7 +92,7 @@ def whole_task(data):
     (server, plain_states), fetch = toys.begin_run(method), jax.jit(toys.fetch, static_argnums=3)
     plain, states = server, init_clients(method, server, CLIENTS, KEY)
     calls, reports, plain_reports = {}, {}, {}
-    for when in ("opening", "round", "closing"):
+    for when in ("task_start", "round", "task_end"):
         before = np.asarray(states)
         server, states, reports[when] = play(engine, server, states, data, partition, [0, 6], when=when)
         calls[when] = (np.asarray(states) - before).tolist()
@@ -129,9 +131,9 @@ def test_rounds_are_played_in_their_order_and_those_of_refresh_last(whole_task):
 
 def test_uploads_of_every_kind_of_round_are_counted(whole_task):
     assert {when: report.uploads for when, report in whole_task[3].items()} == {
-        "opening": (0, 6, 0, 0, 0, 0),
+        "task_start": (0, 6, 0, 0, 0, 0),
         "round": (2, 0, 0, 6, 6, 2),
-        "closing": (0, 0, 2, 0, 0, 0),
+        "task_end": (0, 0, 2, 0, 0, 0),
     }
 
 
@@ -141,9 +143,9 @@ def test_the_sampled_take_part_or_everyone_with_rows(whole_task):
     heard = [np.flatnonzero(row).tolist() for row in server["sent"]]
     assert heard == [clients[who] for who, _ in WHO_WHEN[:-1]] + [[]]  # the last one has no server
     assert calls == {
-        "opening": [1, 1, 0, 1, 1, 1, 1],
+        "task_start": [1, 1, 0, 1, 1, 1, 1],
         "round": [4, 2, 0, 2, 2, 2, 4],  # two rounds, and two of refresh
-        "closing": [1, 0, 0, 0, 0, 0, 1],
+        "task_end": [1, 0, 0, 0, 0, 0, 1],
     }
 
 
@@ -317,13 +319,13 @@ def test_metrics_of_one_name_add_up_over_passes_and_are_told_apart_over_rounds(d
         nothing,
         (say(10), say(20)),
         lambda context, local, state: (Upload(mean=context.payload), state),
-        rounds=(Round(refresh, None, "everyone", "refresh"),),
+        rounds=(Round(refresh, None, "everyone", "after_round"),),
     )
     partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
     engine = toys.build(method, [partition], Lanes(2, "vmap"))
     _, _, report = play(engine, jnp.zeros(3), (), data, partition, [0, 1])
-    assert report.metrics == {"level": 15, "refresh_1_level": 5}
-    assert (report.participants, report.training_rows, report.rows) == (2, 3, 3 + 3 + 3)
+    assert report.metrics == {"level": 15, "after_round_1_level": 5}
+    assert (report.participants, report.training_examples, report.examples) == (2, 3, 3 + 3 + 3)
 
 
 def test_python_numbers_in_states_do_not_have_anything_traced_twice(data):

@@ -141,7 +141,7 @@ def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, view
     assert useful <= paid
     assert useful == sum(phase_steps(holds.count[ids], view).sum() for view in views)
     for chunk in chunks:
-        assert chunk.id.shape == (shapes.slots,) and chunk.rows.shape == (shapes.rows,)
+        assert chunk.id.shape == (shapes.slots,) and chunk.indices.shape == (shapes.examples,)
         for table, ticks, most, view in zip(chunk.tables, chunk.ticks, shapes.ticks, views, strict=True):
             assert ticks <= most and table.slot.shape == (most, lanes)
             assert table.active.sum() == phase_steps(chunk.count, view).sum()
@@ -187,8 +187,10 @@ def test_chunks_hold_every_participant_with_rows_once_largest_first():
         for slot, (client, count, offset) in enumerate(zip(chunk.id, chunk.count, chunk.offset, strict=True)):
             if count:
                 mine = np.arange(holds.offset[client], holds.offset[client + 1])
-                assert chunk.rows[offset : offset + count].tolist() == mine.tolist()
-                assert set(np.flatnonzero(chunk.slot_of_row == slot)) == set(range(offset, offset + count))
+                assert chunk.indices[offset : offset + count].tolist() == mine.tolist()
+                assert set(np.flatnonzero(chunk.slot_of_example == slot)) == set(
+                    range(offset, offset + count)
+                )
 
 
 def test_more_participants_than_the_capacity_was_made_for_are_refused():
@@ -201,7 +203,7 @@ def test_more_participants_than_the_capacity_was_made_for_are_refused():
 def test_rounds_of_everyone_have_room_for_all_and_others_for_the_sampled():
     """Half of the four clients with rows, and all four."""
     work, holds = program(View(1, 4)), partition([5, 3, 0, 9, 1])
-    rounds = (Round(work), Round(work, who="everyone", when="opening"))
+    rounds = (Round(work), Round(work, who="everyone", when="task_start"))
     sampled, everyone = capacities(Method(None, None, rounds, None), [holds], 2, 128, 0.5)
     assert (sampled.participants, everyone.participants) == (2, 4)
     assert (sampled.clients, everyone.clients) == (5, 5)

@@ -12,7 +12,7 @@ import toys
 from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
 
 from fcljax.data.streaming import Host, over_windows
-from fcljax.federated.engine import init_clients, run_round
+from fcljax.federated.engine import RoundInputs, init_clients, run_round
 from fcljax.mesh import by_device, mesh_of
 
 
@@ -76,8 +76,8 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
     states = init_clients(engine.method, server, toys.CLIENTS, KEY)
     host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     ids = np.array([1, 3])
-    run_round(engine, FROZEN, server, states, host, deals[1], ids, toys.tasks()[1], 0, KEY)
-    theirs = np.concatenate([deals[1].rows[deals[1].offset[i] : deals[1].offset[i + 1]] for i in ids])
+    run_round(engine, server, states, RoundInputs(FROZEN, host, deals[1], ids, toys.tasks()[1], 0, KEY))
+    theirs = np.concatenate([deals[1].indices[deals[1].offset[i] : deals[1].offset[i + 1]] for i in ids])
     assert max(map(len, read)) <= 24
     assert set(np.concatenate(read).tolist()) == {0, *theirs.tolist()}  # row 0 stands for padding
 

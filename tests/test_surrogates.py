@@ -38,7 +38,7 @@ from fcljax.methods.target.generator import ImageGeneratorConfig, _Conv, generat
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload
-from fcljax.parts.learner import Model, learner
+from fcljax.parts.learner import Params, learner
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
 
@@ -95,7 +95,7 @@ def step_of(method, server, task, id_=0, round_=1):
     program = main_of(method).program
     local = compiled(program.start)(context, method.init_client(KEY, server), KEY)
     after, _ = compiled(program.phases[0].step)(context, local, batch_of(task), KEY)
-    return after.part.classifier
+    return after.trainable.classifier
 
 
 def descended(head, loss, rate=0.1):
@@ -108,9 +108,9 @@ def close(a, b):
 
 def began(method, server, task, head):
     """The server in the middle of a task that began with another classifier."""
-    start = server.steps[0]
-    part = start.part._replace(classifier=head)
-    return server._replace(steps=(start._replace(part=part, task=task.index), *server.steps[1:]))
+    start = server.rules[0]
+    part = start.trainable._replace(classifier=head)
+    return server._replace(rules=(start._replace(trainable=part, task=task.index), *server.rules[1:]))
 
 
 def history(method):
@@ -134,11 +134,11 @@ def options_of(name, **values):
 
 def reviewing(server, clients):
     roles = jnp.isin(jnp.arange(SIZES.clients), jnp.asarray(clients))
-    return server._replace(steps=(server.steps[0], roles, *server.steps[2:]))
+    return server._replace(rules=(server.rules[0], roles, *server.rules[2:]))
 
 
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
-    step, params = C.roles(0.4, 10), Model((), HEADS[0])
+    step, params = C.roles(0.4, 10), Params((), HEADS[0])
     nobody = Aggregate((), (), (), jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
     call = functools.partial(step.step, round_context_of(OLD), model(), params, jnp.zeros(10, bool), nobody)
     draws = [call(jax.random.key(i)) for i in range(20)]
@@ -209,10 +209,10 @@ def test_reviewers_change_a_run():
 @pytest.mark.long
 def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_for_nothing():
     options, own = options_of("cfed", server_steps=2, server_batch=6), model()
-    teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Model((), head) for head in HEADS[1:]])
+    teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Params((), head) for head in HEADS[1:]])
     image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
-    loss = functools.partial(C.teachers_loss, options, own, round_context, Model((), HEADS[0]))
-    found = loss(teachers, jnp.array([True, False, True]), image, Model((), HEADS[0]))
+    loss = functools.partial(C.teachers_loss, options, own, round_context, Params((), HEADS[0]))
+    found = loss(teachers, jnp.array([True, False, True]), image, Params((), HEADS[0]))
     seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
     both = jnp.ones(2, bool)
     expected = [
@@ -230,9 +230,14 @@ def test_the_server_distils_towards_its_clients_when_asked():
         lambda *x: jnp.stack(x), HEADS[1], HEADS[1], jax.tree.map(lambda x: x * jnp.nan, HEADS[1])
     )
     aggregate = Aggregate(
-        (), (), {"part": Model((), gathered)}, jnp.ones(3), jnp.arange(3), jnp.array([True, True, False])
+        (),
+        (),
+        {"trainable": Params((), gathered)},
+        jnp.ones(3),
+        jnp.arange(3),
+        jnp.array([True, True, False]),
     )
-    params = Model((), HEADS[0])
+    params = Params((), HEADS[0])
     start = step.init(params, params)
     round_context = round_context_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Payload(params, {})))
     call = jax.jit(lambda aggregate: step.step(round_context, own, params, start, aggregate, KEY))
@@ -360,10 +365,10 @@ def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
 def synthesised(seed=0, **values):
     """Images of a global model, of which the student has a notion from the start."""
     near = jax.tree.map(lambda a, b: a + 0.1 * b, HEADS[0], HEADS[1])
-    options, own = options_of("target", **SMALL | values), model()._replace(init=lambda *_: Model((), near))
+    options, own = options_of("target", **SMALL | values), model()._replace(init=lambda *_: Params((), near))
     shape = ImageGeneratorConfig(8, 8, 4, 4)
     count = options.synthesis_rounds * options.synthesis_batch
-    nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Model((), HEADS[0])
+    nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Params((), HEADS[0])
     call = functools.partial(T.synthesise, options, shape, own, FROZEN, params, OLD)
     return jax.jit(call)(jax.random.key(seed), nothing)
 
@@ -403,7 +408,7 @@ def test_every_part_of_the_synthesis_counts(changed):
 @pytest.mark.long
 def test_images_are_made_once_a_task_and_none_after_the_last():
     rounds = history(made("target", **SMALL))  # two rounds in each of two tasks
-    images = [server.steps[1] for server in rounds]
+    images = [server.rules[1] for server in rounds]
     assert not images[0].any() and images[1].any()
     same(images[2], images[1])
     same(images[3], images[1])
@@ -419,7 +424,7 @@ def test_a_client_learns_its_rows_and_distils_on_synthetic_images():
     server = began(method, server, NEW, HEADS[1])
     one = SURROGATE[:1].repeat(12, 0)
     even = (one // 2 + one[:, :, ::-1] // 2).astype(jnp.uint8)  # mirrored it is itself
-    server = server._replace(steps=(server.steps[0], even))
+    server = server._replace(rules=(server.rules[0], even))
     batch, mask = batch_of(NEW), jnp.ones(4, bool)
     learn = lambda head, task: cross_entropy(
         logits(head, batch_of(task).image), batch_of(task).label, task.current, mask

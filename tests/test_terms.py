@@ -24,14 +24,14 @@ from micro import (
 )
 from small_runs import some
 
-from fcljax.adapters import find_adapter
+from fcljax.adapters import ADAPTERS
 from fcljax.adapters.linear import LinearOptions
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
 from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.parts.federate import Run, Term, Train
-from fcljax.parts.learner import Model
+from fcljax.parts.federate import ClientRule, Run, Training
+from fcljax.parts.learner import Params
 from fcljax.parts.proximal import norm_bound, prox
 
 RATE, TASK = 0.1, TASKS[1]
@@ -45,16 +45,18 @@ OWN = {
     "pool": dict(pool_size=3, pool_length=2, pool_blocks=2),
     "linear": {},
     "vpt": dict(vpt_length=2, vpt_blocks=2),
-    "l2p": dict(l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": dict(dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1),
     "coda": dict(coda_components=4, coda_length=2, coda_blocks=2),
 }
 
 
-def with_terms(*terms: Term):
+def with_terms(*client_rules: ClientRule):
     """FedAvg of a linear classifier by gradient descent, with these terms."""
-    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
-    return averaging(Run(SIZES, FORMULA, adapter, Train(1, 4, RATE, optax.identity())), terms=terms)
+    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
+    return averaging(
+        Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity())), client_rules=client_rules
+    )
 
 
 def fresh(method):
@@ -81,7 +83,7 @@ def descend(head, batches, more=lambda w: 0.0, project=lambda w: w):
 
 def norm_of(context, local):
     """How far a client is from what it was sent; what it keeps to itself was not."""
-    sent = {name: part for name, part in context.payload.part._asdict().items() if jax.tree.leaves(part)}
+    sent = {name: part for name, part in context.payload.trainable._asdict().items() if jax.tree.leaves(part)}
     mine = {name: getattr(local.part, name) for name in sent}
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, mine, sent)))
 
@@ -174,7 +176,7 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
 
 def anchored(server, fisher, part):
     """A client with a task behind it."""
-    model = lambda head: Model((), head)
+    model = lambda head: Params((), head)
     return (Anchor(model(part), model(fisher), jnp.bool_(True)),)
 
 

@@ -38,23 +38,23 @@ from fcljax.methods.vfcl.conflation import conflate
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Run, Seen, Train, federate
-from fcljax.parts.learner import Objective, learner
+from fcljax.parts.federate import ClientStep, Run, Training, federate
+from fcljax.parts.learner import cross_entropy_loss, learner
 
 RATE = 0.05
-GRADIENT = Train(1, 4, RATE, optax.identity())
+GRADIENT = Training(1, 4, RATE, optax.identity())
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 OF_FIRST = [rows_of([0, 1, 2])]
 OFF = {"prior_weight": 0.0}
 
 
-def kit_of(**aggregation):
+def run_of(**aggregation):
     adapter = full(FullOptions(RATE), SIZES, FORMULA)
     return Run(SIZES, FORMULA, adapter, GRADIENT, make_aggregation(AggregationOptions(**aggregation)))
 
 
 def method_of(aggregation=(), **options):
-    return vfcl(VFCLOptions(**{"merge": "conflation", "exemplars": 0} | options), kit_of(**dict(aggregation)))
+    return vfcl(VFCLOptions(**{"merge": "conflation", "exemplars": 0} | options), run_of(**dict(aggregation)))
 
 
 def fresh(method):
@@ -74,21 +74,25 @@ def received(uploads):
 
 def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
-    run = kit_of()
+    run = run_of()
     plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
-    usual = federate(plain, SIZES, GRADIENT, objective=Objective("seen"), personal=("classifier", "stats"))
+    usual = federate(
+        plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats")
+    )
     narrow = method_of(sigma=1e-6, **OFF)
-    expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
-    found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
+    expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].trainable
+    found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].trainable
     close(means(found), expected)
 
 
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
     method = method_of(sigma=0.5, **OFF)
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
-    one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].part for i in (0, 1))
+    one, other = (
+        train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1)
+    )
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
-    run = kit_of()
+    run = run_of()
     inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
     logits = inner.predict(SCALE, means(server.params), BATCHES[0], round_context.task)
     seen = np.asarray(round_context.task.seen)
@@ -107,7 +111,7 @@ def test_the_loss_of_several_draws_is_their_mean():
         return np.asarray(
             train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[
                 1
-            ].part.classifier.mean.kernel
+            ].trainable.classifier.mean.kernel
         )
 
     spread = {n: np.var([step(n, seed) for seed in range(20)], axis=0).mean() for n in (1, 4)}
@@ -142,16 +146,16 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
         without, fresh(without), state[-1:], TASKS[0], batch
     )
     keys = jax.random.split(jax.random.fold_in(KEY, 1002), 1)
-    drawn = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
+    drawn = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
         keys[0], server.params
     )
     mean, w = server.params.classifier.mean, drawn.classifier
     seen = np.asarray(TASKS[0].seen)
-    terms = [
+    client_rules = [
         (gaussian(np.asarray(a), np.asarray(m), 0.4) - gaussian(np.asarray(a), 0.0, 1.0))[..., seen].sum()
         for a, m in zip(jax.tree.leaves(w), jax.tree.leaves(mean), strict=True)
     ]
-    assert found == pytest.approx(factor * sum(terms), rel=1e-3)
+    assert found == pytest.approx(factor * sum(client_rules), rel=1e-3)
 
 
 def shifted(posterior, by):
@@ -170,8 +174,10 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     known = jnp.ones(SIZES.classes, bool)
     check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
     term = priors(options, SIZES.classes, SIZES.rounds)
-    model = bayesian(learner(FORMULA, kit_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
-    value = lambda part: term.loss(model, Seen(context, part, None, BATCHES[0], KEY, means(part)), check)
+    model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
+    value = lambda part: term.loss(
+        model, ClientStep(context, part, None, BATCHES[0], KEY, means(part)), check
+    )
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)
@@ -190,7 +196,7 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
     assert early[0].task == -1 and not early[0].known.any()
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)
     assert late[0].task == 0 and (late[0].known == TASKS[0].seen).all()
-    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].trainable
     close(late[0].adapter, part.adapter)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
     close(next_[0].adapter, late[0].adapter, atol=0)
@@ -202,7 +208,7 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
 def two_clients(method, server):
     """Clients of seven rows and of three: their parts after training, and what they send."""
     rows = ([rows_of([0, 1, 2, 0]), rows_of([1, 2, 0], seed=2)], [rows_of([2, 1, 1], seed=3)])
-    parts = [train(method, server, TASKS[0], mine, id_=i)[1].part for i, mine in enumerate(rows)]
+    parts = [train(method, server, TASKS[0], mine, id_=i)[1].trainable for i, mine in enumerate(rows)]
     return parts, [client_round(method, server, TASKS[0], mine, id_=i)[0] for i, mine in enumerate(rows)]
 
 
@@ -269,20 +275,20 @@ def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_
 def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_has_not_none():
     method = method_of(exemplars=2)
     program, server = main_of(method).program, fresh(method)
-    assert main_of(method_of()).program.memory is None
+    assert main_of(method_of()).program.replay_buffer is None
     state = method.init_client(KEY, server)
-    assert (np.asarray(program.memory(state)) == -1).all()
+    assert (np.asarray(program.replay_buffer(state)) == -1).all()
     _, state = client_round(method, server, TASKS[0], OF_FIRST, state, round_=SIZES.rounds - 1)
     after = end_of_task(method, server, TASKS[0], OF_FIRST, state)
-    rows = np.asarray(program.memory(after))
+    rows = np.asarray(program.replay_buffer(after))
     assert set(rows[rows >= 0]) == {0, 1, 2}  # one row of each class is all that there is
 
 
 @pytest.mark.long
 def test_a_run_on_private_streams_evaluates_every_client_as_itself_and_goes_on_after_a_stop(tmp_path):
     """[task learned][client][task], with the task untold and told; a summary of a resumed run is the same."""
-    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--pool", "order"]
-    options += ["--pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
+    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--task-pool", "order"]
+    options += ["--task-pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
     out = tmp_path / "run"
     assert cli.main(["run", "vfcl", *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())

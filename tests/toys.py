@@ -10,13 +10,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from fcljax.federated.check import Example
-from fcljax.federated.engine import Engine, Lanes, init_clients, make_engine, play_chunks, run_round
+from fcljax.federated.engine import (
+    Engine,
+    Exchange,
+    Lanes,
+    RoundInputs,
+    init_clients,
+    make_engine,
+    run_chunks,
+    run_round,
+)
 from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
 from fcljax.methods.vfcl.conflation import conflate_sums
 from fcljax.types import (
@@ -91,7 +101,7 @@ def streams(data: Rows) -> list[ClientPartition]:
     for t in range(TASKS):
         mine = (t + odd) % TASKS
         of_client = [(first, second)[task] for task in mine]
-        owned = [each.rows[each.offset[i] : each.offset[i + 1]] for i, each in enumerate(of_client)]
+        owned = [each.of_client(i) for i, each in enumerate(of_client)]
         own = Task(*(np.stack([leaf[task] for task in mine]) for leaf in zip(*tasks(), strict=True)))
         result.append(make_roster(owned, np.asarray(data.label))._replace(task=own))
     return result
@@ -214,7 +224,7 @@ class Memory(NamedTuple):
     held: Any
 
 
-def gathering() -> Method:
+def gather_from() -> Method:
     """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and
     trains on with its own optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
@@ -340,7 +350,7 @@ def personal() -> Method:
     refresh = Program(pull, (Phase(View(epochs=1, batch_size=5), train),), keep)
     return toy(
         start,
-        rounds=(Round(refresh, None, who="everyone", when="refresh"),),
+        rounds=(Round(refresh, None, who="everyone", when="after_round"),),
         init_client=lambda key, server: server,
         predict_client=lambda round_context, server, state, batch: logits(state + server, batch),
     )
@@ -406,9 +416,9 @@ def recalling() -> Method:
 
     return toy(
         start,
-        (Phase(TRAIN._replace(recall=RECALLS), step, recall), Phase(LOOK, remember)),
+        (Phase(TRAIN._replace(replay=RECALLS), step, recall), Phase(LOOK, remember)),
         finish,
-        program={"memory": lambda state: state},
+        program={"replay_buffer": lambda state: state},
         init_client=lambda key, server: jnp.full(MEMORY, -1),
     )
 
@@ -420,7 +430,8 @@ def joined_rows():
 
 
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, recalling)
+    toy.__name__: toy
+    for toy in (conflating, gather_from, remembering, two_pass, personal, clipping, recalling)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
@@ -461,20 +472,21 @@ def plain_batch(fetch, augment: bool, size: int, data, chosen: np.ndarray, mask:
     return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), query)
 
 
-def plain_recall(
+def plain_replay(
     fetch, phase: Phase, data, memory, context: ClientContext, local, batch: Batch, key
 ) -> Batch:
     """The batch, and after it the rows whose ids the client chooses from its memory, under the clean view."""
-    places = np.asarray(jax.jit(phase.recall)(context, local, key))
+    places = np.asarray(jax.jit(phase.replay)(context, local, key))
     ids = np.asarray(memory)[np.maximum(places, 0)]
-    past = plain_batch(fetch, False, phase.view.recall, data, ids, (places >= 0) & (ids >= 0), key)
+    past = plain_batch(fetch, False, phase.view.replay, data, ids, (places >= 0) & (ids >= 0), key)
     return Batch(*(np.concatenate(pair) for pair in zip(batch[:4], past[:4], strict=True)))
 
 
 def plain_client(program: Program, fetch, context: ClientContext, state, data, mine, key):
     """One client's program, start to finish: (upload as it was received, new state, the metrics of every
     step)."""
-    own, metrics, memory = fold(key, 3, context.client.id), [], program.memory and program.memory(state)
+    own, metrics = fold(key, 3, context.client.id), []
+    memory = program.replay_buffer and program.replay_buffer(state)
     local = jax.jit(program.start)(context, state, fold(own, 0))
     for index, phase in enumerate(program.phases):
         step, size, work = 0, phase.view.batch_size, jax.jit(phase.step)
@@ -484,15 +496,15 @@ def plain_client(program: Program, fetch, context: ClientContext, state, data, m
                 step_key, chosen = fold(own, 1 + index, step), order[first : first + size]
                 there = np.ones(len(chosen), bool)
                 batch = plain_batch(fetch, phase.view.augment, size, data, chosen, there, fold(step_key, 0))
-                if phase.recall:
-                    batch = plain_recall(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
+                if phase.replay:
+                    batch = plain_replay(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
                 local, got = work(context, local, batch, fold(step_key, 1))
                 metrics, step = [*metrics, got], step + 1
     upload, state = jax.jit(program.finish)(context, local, state)
     return jax.jit(program.receive)(context, upload) if program.receive else upload, state, metrics
 
 
-def plain_sweep(
+def plain_clients(
     program: Program,
     fetch,
     round_context: RoundContext,
@@ -510,14 +522,14 @@ def plain_sweep(
         if partition.count[i] == 0:
             continue
         info = ClientInfo(
-            np.int32(i), np.int32(partition.count[i]), partition.class_rows[i], round_context.round
+            np.int32(i), np.int32(partition.count[i]), partition.class_examples[i], round_context.round
         )
         task = (
             round_context.task
             if partition.task is None
             else jax.tree.map(lambda x, i=i: x[i], partition.task)
         )
-        mine = partition.rows[partition.offset[i] : partition.offset[i + 1]]
+        mine = partition.of_client(i)
         context = ClientContext(round_context.frozen, *broadcast, task, info)
         upload, new, got = plain_client(program, fetch, context, states[i], data, mine, key)
         good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
@@ -572,7 +584,7 @@ def plain_exchange(
     """One of the method's rounds: (server, states, metrics, uploads by id)."""
     each, broadcast = method.rounds[index], jax.jit(method.broadcast)(round_context, server)
     wanted = ids if each.who == "sampled" else range(CLIENTS)
-    uploads, states, steps = plain_sweep(
+    uploads, states, steps = plain_clients(
         each.program, fetch, round_context, broadcast, states, data, partition, wanted, key
     )
     if each.server and any(upload is not None for upload in uploads.values()):
@@ -607,9 +619,9 @@ def plain_round(
         fold(key, task.index, round_),
         RoundContext(frozen, task, np.int32(round_), np.bool_(last)),
     )
-    keys = {"round": key, "refresh": fold(key, 1), "opening": fold(key, 4), "closing": fold(key, 5)}
+    keys = {"round": key, "after_round": fold(key, 1), "task_start": fold(key, 4), "task_end": fold(key, 5)}
     metrics, sent = {}, {i: {} for i in range(len(method.rounds))}
-    for stage in ["round", "refresh"] if when == "round" else [when]:
+    for stage in ["round", "after_round"] if when == "round" else [when]:
         mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
         for n, i in enumerate(mine):
             own = keys[stage] if n == 0 else fold(keys[stage], 9 + n)
@@ -700,9 +712,10 @@ def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds
     """The engine over two tasks: (server, stacked states, reports)."""
     server, _ = begin_run(engine.method)
     states = init_clients(engine.method, server, CLIENTS, fold(KEY, 1))
-    play = lambda server, states, *rest, last: run_round(
-        engine, FROZEN, server, states, data, *rest, fold(KEY, 2), last=last
-    )
+
+    def play(server, states, *rest, last):
+        return run_round(engine, server, states, RoundInputs(FROZEN, data, *rest, fold(KEY, 2), last=last))
+
     return drive(play, server, states, deals, rounds, participation)
 
 
@@ -739,20 +752,15 @@ def receive(engine: Engine, frozen, server, states, data, partition, ids, task, 
     states = jax.tree.map(jnp.copy, states)  # the engine donates them
     round_context, server, states, data, key = engine.place((round_context, server, states, data, key))
     broadcast = engine.broadcast(round_context, server)
-    return play_chunks(
-        player, lanes, chunks, round_context.frozen, broadcast, states, data, round_context.task, key
-    )
+    exchange = Exchange(0, round_context, broadcast, partition, ids, key)
+    return run_chunks(engine, chunks, exchange, states, data)
 
 
 def close(left, right, atol: float = 1e-5) -> None:
     """Assert that two pytrees hold the same numbers up to rounding."""
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5),
-        left,
-        right,
-    )
+    chex.assert_trees_all_close(left, right, atol=atol, rtol=1e-5)
 
 
 def same(left, right) -> None:
     """Assert that two pytrees are equal bit for bit."""
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    chex.assert_trees_all_equal(left, right)

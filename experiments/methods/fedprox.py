@@ -2,36 +2,24 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
+import optax
 
-from fcljax import Method, MethodEntry, Run, Term, linear
-from fcljax.parts.federate import federate
-from fcljax.parts.learner import learner
+from fcljax import ClientRule, Method, MethodEntry, Run, cross_entropy_loss, federate, linear_learner
 
 
 @dataclasses.dataclass(frozen=True)
 class FedProxOptions:
-    """Options of FedProx."""
-
     mu: float = 0.01  # strength of the pull
 
 
-def pull(mu: float) -> Term:
-    """mu / 2 ||w - w_t||^2, with w_t what was broadcast."""
-
-    def loss(model, seen, memory):
-        squares = lambda now, sent: jnp.sum((now - sent) ** 2)
-        return mu / 2 * sum(jax.tree.leaves(jax.tree.map(squares, seen.part, seen.context.payload.part)))
-
-    return Term("fedprox", loss)
-
-
 def fedprox(options: FedProxOptions, run: Run) -> Method:
-    """FedProx on whatever adapter the run has."""
-    model = learner(run.network, run.adapter, linear(run.network.width, run.sizes.classes))
-    terms = (pull(options.mu), *run.terms)
-    return federate(model, run.sizes, run.train, terms, aggregation=run.aggregation)
+    def pull(step, memory):
+        """mu / 2 ||w - w_t||^2, where w_t is what was broadcast."""
+        change = optax.tree.sub(step.trainable, step.context.payload.trainable)
+        return options.mu / 2 * optax.tree.norm(change, squared=True)
+
+    rules = (ClientRule("fedprox", loss=pull),)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=rules)
 
 
 METHOD = MethodEntry("FedAvg with a proximal term", FedProxOptions, fedprox, adapter="linear")

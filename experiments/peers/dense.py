@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from fcljax.adapters.full import FullOptions, full
 from fcljax.methods.fedavg import averaging
 from fcljax.models.convolution import Window, conv
-from fcljax.parts.federate import Run, Train
+from fcljax.parts.federate import Run, Training
 from fcljax.types import Features, Frozen, Network, Sizes
 from peers.game import KEY, Game, add_tree, partition, rows_of, task_of
 
@@ -88,7 +88,7 @@ def game_of(work: Dense) -> Game:
     image = rng.normal(size=(rows, *work.image)).astype(np.float32)
     sizes = Sizes(work.classes, 1, work.classes, len(work.rows))
     network = Network(lambda key: init(work), apply, work.hidden[-1], 0, work.image)  # pyrefly: ignore
-    train = Train(work.epochs, work.batch, work.rate, optax.identity())
+    train = Training(work.epochs, work.batch, work.rate, optax.identity())
     method = averaging(Run(sizes, network, full(FullOptions(work.rate), sizes, network), train))
     frozen = Frozen(init(work))
     return Game(

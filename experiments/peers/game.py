@@ -9,7 +9,7 @@ import numpy as np
 
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import Fetch, Lanes
-from fcljax.federated.engine import Engine, init_clients, make_engine, run_round
+from fcljax.federated.engine import Engine, RoundInputs, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.runs.build import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
@@ -41,7 +41,7 @@ def partition(rows: Sequence[int], label: np.ndarray, classes: int) -> ClientPar
 
 def rows_of(partition: ClientPartition, client: int) -> np.ndarray:
     """The rows of a client."""
-    return partition.rows[partition.offset[client] : partition.offset[client + 1]]
+    return partition.indices[partition.offset[client] : partition.offset[client + 1]]
 
 
 def rooms(
@@ -80,15 +80,9 @@ def round_of(game: Game, lanes: Lanes) -> Callable[[], PyTree]:
     def once() -> PyTree:
         server, states[0], _ = run_round(
             engine,
-            game.frozen,
             game.server,
             states[0],
-            game.data,
-            game.partition,
-            np.arange(clients),
-            game.task,
-            0,
-            KEY,
+            RoundInputs(game.frozen, game.data, game.partition, np.arange(clients), game.task, 0, KEY),
         )
         if max(engine.traces.values()) > 1:
             raise RuntimeError(f"a function was traced twice: {engine.traces}")

@@ -28,4 +28,7 @@ def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:
         weights = network.split(frozen.network)[0] if network.split else frozen.network
         return jax.tree.map(lambda x: x.astype(jnp.float32), weights)
 
-    return Adapter(init, network=lambda part: part, rate=options.full_lr)
+    def network_of(trainable: PyTree) -> PyTree:
+        return trainable
+
+    return Adapter(init, network=network_of, rate=options.full_lr)

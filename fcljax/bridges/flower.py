@@ -24,7 +24,7 @@ from jaxtyping import Int, PRNGKeyArray
 from rich.console import Console
 
 from fcljax.bridges import node
-from fcljax.bridges.node import Exchange, Facts, OwnData
+from fcljax.bridges.node import Facts, OwnData, Request
 from fcljax.bridges.records import (
     config,
     from_arrays,
@@ -39,7 +39,7 @@ from fcljax.bridges.records import (
 from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
-from fcljax.federated.engine import Played
+from fcljax.federated.engine import Exchange, Played
 from fcljax.federated.schedule import ClientPartition, phase_steps
 from fcljax.methods import find_method
 from fcljax.results.run_folder import write_json
@@ -129,7 +129,7 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
     state = node.first_state(exp, me.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
-    work = node.work(exp, me.id, _exchange(me.call), broadcast, state)
+    work = node.work(exp, me.id, _request(me.call), broadcast, state)
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
@@ -137,9 +137,9 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
 
-def _exchange(call: ConfigRecord) -> Exchange:
+def _request(call: ConfigRecord) -> Request:
     key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
-    return Exchange(int(call["index"]), int(call["task"]), int(call["round"]), key)
+    return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
@@ -414,19 +414,11 @@ class Link:
             for name, value in counts.items():
                 tally[name] = tally.get(name, 0) + value
 
-    def play(
-        self,
-        index: int,
-        round_context: RoundContext,
-        broadcast: Broadcast,
-        states: PyTree,
-        partition: ClientPartition,
-        ids: Int[np.ndarray, " n"],
-        key: PRNGKeyArray,
-    ) -> Played:
+    def play(self, exchange: Exchange, states: PyTree) -> Played:
         """`engine.Clients`: ask the nodes of these clients, and receive their uploads."""
         for line in self.nodes.refresh(len(self.exp.scenario.tasks), self.timeout):
             self.say(f"warning: {line}")
+        index, round_context, broadcast, partition, ids, key = exchange
         call = self._call(index, round_context, key)
         replies = self._replies(call, broadcast, [int(client) for client in ids])
         player = self.exp.engine.players[index]
@@ -536,6 +528,6 @@ def _client_context(
 ) -> ClientContext:
     """A client's context as far as the server knows it: not how many examples of each class it has."""
     examples = jnp.asarray(partition.count[client], jnp.int32)
-    by_class = jnp.asarray(partition.class_rows[client], jnp.int32)
+    by_class = jnp.asarray(partition.class_examples[client], jnp.int32)
     info = ClientInfo(jnp.asarray(client, jnp.int32), examples, by_class, round_context.round)
     return ClientContext(round_context.frozen, broadcast.payload, broadcast.cached, round_context.task, info)

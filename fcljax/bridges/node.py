@@ -20,13 +20,14 @@ from fcljax.config import EngineConfig, RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
-from fcljax.federated.engine import Work, client_states, work_alone
+from fcljax.federated.engine import Exchange, Work, client_states, work_alone
+from fcljax.federated.keys import RunKey
 from fcljax.methods import find_method
 from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.features import with_queries
 from fcljax.runs.inputs import Inputs, load_inputs
-from fcljax.runs.rounds import CLIENTS, first_server
+from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
@@ -71,9 +72,10 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.pool is not None:
+    if settings.task_pool is not None:
         raise InputError(
-            f"pool: {settings.pool!r} makes the tasks from the examples of all clients, which no server has; "
+            f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
+            "server has; "
             f"nearest: None"
         )
     simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
@@ -178,7 +180,7 @@ def first_state(exp: Experiment, client: int) -> PyTree:
     shape = state_shape(exp)
     if not jax.tree.leaves(shape):
         return shape
-    key = jax.random.fold_in(exp.key, CLIENTS)
+    key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
     states = client_states(exp.method, first_server(exp), jnp.array([client]), key)
     return jax.tree.map(lambda x: x[0], states)
 
@@ -199,8 +201,8 @@ def _round_context(exp: Experiment, task: int, round_: int) -> RoundContext:
     return RoundContext.on_host(exp.frozen, exp.scenario.tasks[task], round_, False)
 
 
-class Exchange(NamedTuple):
-    """An exchange between the server and a client."""
+class Request(NamedTuple):
+    """What the server asks of a client."""
 
     index: int  # of the method's round
     task: int
@@ -208,19 +210,21 @@ class Exchange(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, exchange: Exchange, broadcast: Broadcast, state: PyTree) -> Work:
+def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> Work:
     """A client's part of an exchange.
 
     Raises:
       InputError: for a task or a round that does not exist.
     """
-    index, task, round_, key = exchange
     sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.sizes.rounds)
-    for name, value, size in zip(("index", "task", "round"), exchange[:3], sizes, strict=True):
+    for name, value, size in zip(("index", "task", "round"), request[:3], sizes, strict=True):
         if not 0 <= value < size:
-            raise InputError(f"exchange: {name} {value} of {size}")
-    partition, round_context = exp.scenario.partitions[task][round_], _round_context(exp, task, round_)
-    return work_alone(exp.engine, index, round_context, broadcast, state, exp.train, partition, client, key)
+            raise InputError(f"request: {name} {value} of {size}")
+    partition = exp.scenario.partitions[request.task][request.round]
+    round_context = _round_context(exp, request.task, request.round)
+    ids = np.array([client])
+    exchange = Exchange(request.index, round_context, broadcast, partition, ids, request.key)
+    return work_alone(exp.engine, exchange, state, exp.train)
 
 
 # ---- the server --------------------------------------------------------------------------------------------

@@ -5,28 +5,34 @@ small enough for seconds, large enough for partial batches, padding classes and 
 """
 
 import dataclasses
+import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from fcljax.config import RunConfig
-from fcljax.data.store import Split
+from fcljax.data.partition import count_matrix
+from fcljax.data.store import ClientIndices, Split
 from fcljax.data.tasks import make_tasks
+from fcljax.errors import one_line
 from fcljax.federated.check import Example
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import (
     Engine,
+    Exchange,
     Lanes,
+    RoundInputs,
     init_clients,
     keep_task,
     make_engine,
-    play_chunks,
+    run_chunks,
     run_round,
 )
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
@@ -180,10 +186,9 @@ def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.
     """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = [owned[i] for i in order]
-    counts = [np.bincount(label[rows], minlength=SIZES.classes) for rows in owned]
-    offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
-    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+    owned = ClientIndices.of([owned[i] for i in order])
+    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
+    return ClientPartition(*owned, counts)
 
 
 def _engine(
@@ -194,7 +199,7 @@ def _engine(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """short: are batches of one and two rows computed as such?"""
+    """The engine; with `short`, batches of one and two examples are computed as such."""
     room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
@@ -217,43 +222,31 @@ def play(
     Args:
       data: instead of the federation's own.
       state: from which to start.
-      ids: the clients that take part in rounds; None: all that have rows.
+      ids: the clients that participate in rounds; None: all that have examples.
     """
     data, history = made.data if data is None else data, []
     server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
-    begin, end = jax.jit(made.method.begin_task), jax.jit(made.method.end_task)
+    begin = jax.jit(made.method.begin_task)
     for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
         round_context = RoundContext.on_host(made.frozen, task, 0, False)
         server, everyone = begin(round_context, server, KEY), np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
         for r in range(SIZES.rounds):
             last = r == SIZES.rounds - 1
-            for when in ("opening",) * (r == 0) + ("round",) + ("closing",) * last:
+            for when in ("task_start",) * (r == 0) + ("round",) + ("task_end",) * last:
                 number, who = (r, chosen) if when == "round" else (0, everyone)
-                server, clients, _ = run_round(
-                    made.engine,
-                    made.frozen,
-                    server,
-                    clients,
-                    data,
-                    partition,
-                    who,
-                    task,
-                    number,
-                    jax.random.key(3),
-                    when=when,
-                    last=last,
-                    past=past,
+                inputs = RoundInputs(
+                    made.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
+                server, clients, _ = run_round(made.engine, server, clients, inputs)
             kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
             past += () if kept is None else (kept,)
-            server = end(round_context, server, KEY) if last else server
             history.append(State(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
 
 def present(partition: ClientPartition) -> list[int]:
-    """The clients that have rows."""
+    """The clients that have examples."""
     return np.flatnonzero(partition.count).tolist()
 
 
@@ -266,32 +259,37 @@ def receive(
     ids: Sequence[int],
     task: Task = TASKS[1],
 ) -> tuple[Accumulator, PyTree]:
-    """What the server gets from clients `ids` in one of the method's rounds, and everybody's new states."""
+    """What the server receives from clients `ids` in one of the method's rounds, and all clients' new
+    states."""
     player = engine.players[index]
     chunks, _ = plan_round(
         player.round.program, partition, np.array(ids), 0, engine.lanes.count, player.capacity
     )
     round_context = RoundContext.on_host(made.frozen, task, 0, False)
     broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
-    return play_chunks(player, engine.lanes, chunks, made.frozen, broadcast, states, made.data, task, KEY)
+    exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
+    return run_chunks(engine, chunks, exchange, states, made.data)
 
 
 # ---- the statements ----------------------------------------------------------------------------------------
 
 
 def stays_finite(made: Federation, history: list[State]) -> Statement:
-    """Everything stays finite and the server moves."""
-    floats = [x for x in jax.tree.leaves(history[-1]) if jnp.issubdtype(x.dtype, jnp.floating)]
-    finite = all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
-    moved = _difference(made.server, history[-1].server) > 0
-    found = "it does" if finite and moved else "NaN or infinite numbers" if not finite else "nothing moves"
-    return Statement("everything stays finite, and the server's state moves", finite and moved, found)
+    """Everything stays finite and the server's state changes."""
+    found = "it does"
+    try:
+        chex.assert_tree_all_finite(history[-1])
+    except AssertionError:
+        found = "NaN or infinite numbers"
+    else:
+        found = found if _differing(made.server, history[-1].server) else "nothing changes"
+    return Statement("everything stays finite, and the server's state changes", found == "it does", found)
 
 
 def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
-    """One lane in a loop, where short batches are computed as such, receives what two vmapped lanes do, which
-    pad them. That is up to rounding, of which Adam makes whole steps where a gradient is nothing else:
-    FedLwF.MC's teachers are the students at first."""
+    """One lane in a loop, which computes short batches as such, receives the same as two vmapped lanes, which
+    pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
+    else: in FedLwF.MC the teachers equal the students at first."""
     single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
     worst = 0.0
     for index in range(len(made.method.rounds)):
@@ -306,41 +304,37 @@ def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
 
 
 def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
-    """What a client sends and keeps is the same bits, whoever else takes part."""
-    worst = 0.0
+    """What a client sends and keeps is the same bits, whichever clients take part besides."""
+    found = ""
     for index in range(len(made.method.rounds)):
-        call = lambda ids, i=index: receive(made, made.engine, i, history[1], made.partitions[1], ids)
-        together, after = call([0, 2, 3])
+
+        def received(ids: Sequence[int], index: int = index) -> tuple[Accumulator, PyTree]:
+            return receive(made, made.engine, index, history[1], made.partitions[1], ids)
+
+        together, after = received([0, 2, 3])
         for rank, client in enumerate([0, 2, 3]):
-            alone, its = call([client])
-            worst = max(worst, _difference(_row(alone.gather, 0), _row(together.gather, rank)))
-            worst = max(worst, _difference(_row(its, client), _row(after, client)))
-    return Statement(
-        "what a client sends and keeps does not depend on who else takes part",
-        worst == 0,
-        f"largest difference {worst:.1e}",
-    )
+            single, own = received([client])
+            found = found or _differing(_at(single.gather, 0), _at(together.gather, rank))
+            found = found or _differing(_at(own, client), _at(after, client))
+    return _equal("what a client sends and keeps does not depend on the other participants", found)
 
 
 def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
     False, and images that no client has."""
-    indices = np.concatenate([partition.rows for partition in made.partitions])
+    indices = np.concatenate([partition.indices for partition in made.partitions])
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, made.data.image, jnp.nan)
     assert made.data.query is not None
     query = _padding(*GARBAGE, made.data.query.shape[1])
     poisoned = play(made, made.data._replace(image=image, query=query))
-    worst = _difference(poisoned[-1], history[-1])
-    return Statement(
-        "padding is inert: with other images and labels in it, nothing changes",
-        worst == 0,
-        f"difference {worst:.1e}",
-    )
+    found = _differing(poisoned[-1], history[-1])
+    return _equal("padding is inert: with other images and labels in it, nothing changes", found)
 
 
 def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
-    """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
+    """Clients with other numbers send the same sum, in their first round: later keys depend on the
+    numbers."""
     del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
     renamed = _partition(label, TASKS[0], made.partitions[0].count.tolist(), order)
@@ -354,25 +348,24 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
         ]
         worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
     return Statement(
-        "permuting clients does not change what is added up",
+        "permuting clients does not change sums over clients",
         worst < 1e-3,
         f"largest relative difference {worst:.1e}",
     )
 
 
 def resumes(made: Federation, history: list[State]) -> Statement:
-    """A run that goes on from a checkpoint on disk gives the same bits."""
+    """A run that is resumed from a checkpoint on disk gives the same bits."""
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
     again = play(made, start=1, state=found.state if found else None)
-    worst = _difference(again[-1], history[-1])
-    return Statement("a resumed run equals the uninterrupted one", worst == 0, f"difference {worst:.1e}")
+    return _equal("a resumed run equals the uninterrupted one", _differing(again[-1], history[-1]))
 
 
 def traced_once(made: Federation, history: list[State]) -> Statement:
-    """After all of the above, every function of the engine was traced once."""
+    """After all other statements, every function of the engine was traced once."""
     del history
     most = max(made.engine.traces.items(), key=lambda item: item[1])
     return Statement("all rounds of all tasks share one trace", most[1] == 1, f"{most[0]}: {most[1]} traces")
@@ -396,27 +389,32 @@ def _sent(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:
     return received.mean, received.sum, received.gather
 
 
-def _row(tree: PyTree, index: int) -> PyTree:
+def _at(tree: PyTree, index: int) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _largest(tree: PyTree, function: Callable) -> float:
-    values = [float(jnp.max(jnp.abs(function(x)), initial=0.0)) for x in jax.tree.leaves(tree)]
-    return max(values, default=0.0)
+def _equal(name: str, found: str) -> Statement:
+    """The statement that two trees have the same bits, where `found` says how they differ."""
+    return Statement(name, not found, found or "the same bits")
 
 
-def _difference(a: PyTree, b: PyTree) -> float:
-    """The largest absolute difference; NaN on one side alone is infinite, on both no difference."""
+def _differing(a: PyTree, b: PyTree) -> str:
+    """How two trees differ; empty if they have the same bits."""
+    try:
+        chex.assert_trees_all_equal(a, b)
+    except AssertionError as error:
+        leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
+        return f"{', '.join(leaves[:3])} differ" if leaves else one_line(str(error))[:200]
+    return ""
 
-    def apart(x, y):
-        x, y = (jnp.asarray(v).astype(jnp.float32) for v in (x, y))
-        gap = jnp.where((x == y) | (jnp.isnan(x) & jnp.isnan(y)), 0.0, jnp.abs(x - y))
-        return jnp.where(jnp.isnan(gap), jnp.inf, gap)
 
-    return _largest(jax.tree.map(apart, a, b), lambda x: x)
+def _largest(tree: PyTree) -> float:
+    """The largest absolute value; infinite if one is NaN."""
+    values = [jnp.nan_to_num(jnp.abs(x.astype(jnp.float32)), nan=jnp.inf) for x in jax.tree.leaves(tree)]
+    return max((float(jnp.max(x, initial=0.0)) for x in values), default=0.0)
 
 
 def _relative(a: PyTree, b: PyTree) -> float:
-    """The largest difference over the largest number."""
-    scale = _largest(b, lambda x: jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32))
-    return _difference(a, b) / max(scale, 1e-6)
+    """The largest difference over the largest value; infinite if one is NaN or infinite."""
+    apart = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
+    return _largest(apart) / max(_largest(b), 1e-6)

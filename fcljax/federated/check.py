@@ -1,19 +1,22 @@
-"""Does a method return what the protocol asks for? Found out by shapes alone, before anything is computed.
+"""Checks, before anything is computed, that a method's functions return what the protocol asks for.
 
-Every function that the engine plays is traced once with `jax.eval_shape`. What is wrong becomes one line that
-names the function, what it returned and what was expected.
+Every function that the engine calls is traced once with `jax.eval_shape`. What is wrong becomes one line that
+names the function, where the user wrote it, what it returned and what was expected.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fcljax
 from fcljax.data.streaming import Host
-from fcljax.errors import InputError
+from fcljax.errors import InputError, choose
 from fcljax.federated.client_loop import Fetch, Shapes, example_batch
 from fcljax.types import (
     Aggregate,
@@ -34,8 +37,11 @@ from fcljax.types import (
     Task,
     Upload,
     Weighted,
+    When,
+    Who,
 )
 
+_PACKAGE = Path(fcljax.__file__).parent
 _AS_A_NUMBER = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.ConcretizationTypeError,
@@ -44,11 +50,48 @@ _AS_A_NUMBER = (
 
 
 class Example(NamedTuple):
-    """What a method is tried on: parameters, data as `fetch` reads them, and a task."""
+    """What a method is tried on; arrays or `jax.ShapeDtypeStruct`."""
 
     frozen: PyTree
+    """What is never trained."""
     data: PyTree
+    """What `Fetch` reads, or a `Host`."""
     task: Task
+    """Any task."""
+
+
+class _Case(NamedTuple):
+    """The shapes that a method's functions are called with."""
+
+    context: RoundContext
+    server: PyTree
+    state: PyTree
+    key: PyTree
+    fetch: Fetch
+    data: PyTree
+
+
+def describe(function: Callable) -> str:
+    """Where a function was written: "my_method.py:12 loss()"."""
+    code = _code(function)
+    if code is None:
+        return type(function).__name__
+    name = "lambda" if code.co_name == "<lambda>" else f"{code.co_name}()"
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno} {name}"
+
+
+def named(part: str, function: Callable) -> str:
+    """A part of a method for messages, with the place of the function unless this package wrote it."""
+    code = _code(function)
+    ours = code is None or Path(code.co_filename).is_relative_to(_PACKAGE)
+    return part if ours else f"{part} ({describe(function)})"
+
+
+def _code(function: Callable):
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes, ...]:
@@ -57,183 +100,162 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     Args:
       method: any method.
       fetch: as the engine's.
-      example: arrays or `jax.ShapeDtypeStruct`; its data may be a `Host`.
+      example: what it is tried on.
 
     Raises:
       InputError: for a function that returns something else than the protocol says, or that uses a task as a
         Python number.
     """
-    if isinstance(example.data, Host):
-        example = example._replace(data=example.data.take(np.zeros(1, np.int32)))
-    key, task = jax.eval_shape(lambda: jax.random.key(0)), example.task
+    data, task = example.data, example.task
+    if isinstance(data, Host):
+        data = data.take(np.zeros(1, np.int32))
+    key = jax.eval_shape(lambda: jax.random.key(0))
     server = _call("init", method.init, key, example.frozen)
-    round_context = RoundContext.on_host(example.frozen, task, 0, False)
-    same = lambda name, *args: _alike(
-        name, _call(name, getattr(method, name), round_context, server, *args), server
-    )
-    same("begin_task", key)
-    same("end_task", key)
-    broadcast = _call("broadcast", method.broadcast, round_context, server)
+    context = RoundContext.on_host(example.frozen, task, 0, False)
+    begun = _call("begin_task", method.begin_task, context, server, key)
+    _alike("begin_task", method.begin_task, begun, server)
+    broadcast = _call("broadcast", method.broadcast, context, server)
     if not isinstance(broadcast, Broadcast):
-        raise _wrong("broadcast", broadcast, "a Broadcast(wire, held)")
+        raise _wrong(named("broadcast", method.broadcast), broadcast, "a Broadcast(payload, cached)")
     state = _call("init_client", method.init_client, key, server)
-    _check_predictions(method, round_context, server, state, fetch, example)
+    case = _Case(context, server, state, key, fetch, data)
+    _check_predictions(method, case)
     if method.server_replay:
-        _check_server_replay(method.server_replay, round_context, server, key)
-    round_context = round_context._replace(previous=broadcast)
-    return tuple(
-        _check_round(_place(method, i), each, round_context, server, state, fetch, example.data, key)
-        for i, each in enumerate(method.rounds)
+        _check_server_replay(method.server_replay, case)
+    case = case._replace(context=context._replace(previous=broadcast))
+    # the usual method of one round need not say which
+    where = [f"rounds[{i}]." if len(method.rounds) > 1 else "" for i in range(len(method.rounds))]
+    return tuple(_check_round(*each, case) for each in zip(where, method.rounds, strict=True))
+
+
+def _check_predictions(method: Method, case: _Case) -> None:
+    def one_example(data: PyTree) -> Batch:
+        index = jnp.zeros(1, jnp.int32)
+        image, _, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
+        return Batch(image, index, index == 0, index, query)
+
+    batch = jax.eval_shape(one_example, case.data)
+    expected = (1, *case.context.task.current.shape)
+    of_server, of_client = (case.context, case.server), (case.context, case.server, case.state)
+    arguments = {"predict": of_server, "predict_provisional": of_server}
+    arguments |= {"predict_client": of_client, "predict_drawn": of_client}
+    for name, args in arguments.items():
+        function = getattr(method, name)
+        if function is None:
+            continue
+        logits = _call(name, function, *args, batch)
+        if getattr(logits, "shape", None) != expected:
+            message = f"logits of shape [batch, classes], here {list(expected)}"
+            raise _wrong(named(name, function), logits, message)
+
+
+def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
+    def call(name: str, *args: PyTree) -> PyTree:
+        return _call(f"server_replay.{name}", getattr(rule, name), case.context, case.server, *args)
+
+    buffer = call("buffer")
+    if not isinstance(buffer, ReplayBuffer):
+        message = "a ReplayBuffer(examples, label, used)"
+        raise _wrong(named("server_replay.buffer", rule.buffer), buffer, message)
+    examples, label, mask = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rule.batch_size, *x.shape[1:]), x.dtype), buffer
     )
+    batch, local = ReplayBatch(examples, label, label, mask, case.context.task.current), call("start")
+    _check_local_and_metrics("server_replay.step", rule.step, call("step", local, batch, case.key), local)
+    _alike("server_replay.finish", rule.finish, call("finish", local), case.server)
 
 
-def _check_server_replay(
-    server_replay: ServerReplay, round_context: RoundContext, server: PyTree, key: PyTree
-) -> None:
-    call = lambda name, *args: _call(
-        f"rehearsal.{name}", getattr(server_replay, name), round_context, server, *args
-    )
-    kept = call("kept")
-    if not isinstance(kept, ReplayBuffer):
-        raise _wrong("rehearsal.kept", kept, "a Kept(rows, label, used)")
-    some = lambda x: jax.ShapeDtypeStruct((server_replay.batch_size, *x.shape[1:]), x.dtype)
-    rows, label, mask = jax.tree.map(some, kept)
-    batch, local = ReplayBatch(rows, label, label, mask, round_context.task.current), call("start")
-    moved, metrics = _pair("rehearsal.step", call("step", local, batch, key), "(local, metrics)")
-    _alike("rehearsal.step", moved, local)
-    _weighted("rehearsal.step", metrics)
-    _alike("rehearsal.finish", call("finish", local), server)
-
-
-def _place(method: Method, index: int) -> str:
-    """Where a function stands, for messages: nothing for the usual method of one round."""
-    return f"rounds[{index}]." if len(method.rounds) > 1 else ""
-
-
-def _check_round(
-    where: str,
-    each: Round,
-    round_context: RoundContext,
-    server: PyTree,
-    state: PyTree,
-    fetch: Fetch,
-    data: PyTree,
-    key: PyTree,
-) -> Shapes:
-    program, task = each.program, round_context.task
+def _check_round(where: str, each: Round, case: _Case) -> Shapes:
+    choose(f"method: {where}when", each.when, get_args(When))
+    choose(f"method: {where}who", each.who, get_args(Who))
+    program, task, sent = each.program, case.context.task, case.context.previous
     info = ClientInfo.example(task.current.shape[0])
-    context = ClientContext(
-        round_context.frozen, round_context.previous.payload, round_context.previous.cached, task, info
-    )
-    local = _call(f"{where}start", program.start, context, state, key)
+    context = ClientContext(case.context.frozen, sent.payload, sent.cached, task, info)
+    local = _call(f"{where}start", program.start, context, case.state, case.key)
     if not program.phases:
-        raise InputError(f"method: {where}phases is empty; expected at least one pass over a client's rows")
-    if program.memory:
-        _places(f"{where}memory", _call(f"{where}memory", program.memory, state), None)
+        raise InputError(f"method: {where}phases is empty; expected at least one pass over the examples")
+    if program.replay_buffer:
+        indices = _call(f"{where}replay_buffer", program.replay_buffer, case.state)
+        _check_indices(named(f"{where}replay_buffer", program.replay_buffer), indices, None)
     metrics = tuple(
-        _check_phase(f"{where}phases[{i}].", program, phase, context, local, fetch, data, key)
+        _check_phase(f"{where}phases[{i}].", program, phase, context, local, case)
         for i, phase in enumerate(program.phases)
     )
-    upload = _check_finish(where, program, context, local, state)
+    upload = _check_finish(where, program, context, local, case.state)
     if each.server:
-        _check_server(f"{where}server", each.server, round_context, server, upload, key)
-    return Shapes(local, upload, metrics, state)
+        aggregate = jax.eval_shape(_aggregate_of_one, upload)
+        result = _call(f"{where}server", each.server, case.context, case.server, aggregate, case.key)
+        _check_local_and_metrics(f"{where}server", each.server, result, case.server, "(server, metrics)")
+    return Shapes(local, upload, metrics, case.state)
 
 
 def _check_phase(
-    where: str, program: Program, phase: Phase, context: ClientContext, local, fetch: Fetch, data, key
+    where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
 ) -> Metrics:
     """The shapes of a step's metrics."""
-    name, recalls = f"{where}step", phase.view.recall
-    if (phase.recall is None) != (recalls == 0) or (phase.recall and program.memory is None):
+    wanted = phase.view.replay
+    if (phase.replay is None) != (wanted == 0) or (phase.replay and program.replay_buffer is None):
         raise InputError(
-            f"method: {where}recall needs a view that recalls rows and a memory to choose them from, and the "
-            f"other way round; here the view recalls {recalls}"
+            f"method: {where}replay, View.replay and Program.replay_buffer go together: give all of them or "
+            f"none; here View.replay is {wanted}"
         )
-    if phase.recall:
-        _places(f"{where}recall", _call(f"{where}recall", phase.recall, context, local, key), recalls)
-    batch = jax.eval_shape(lambda data: example_batch(fetch, phase, data), data)
-    result = _pair(name, _call(name, phase.step, context, local, batch, key), "(local, metrics)")
-    _alike(name, result[0], local)
-    return _weighted(name, result[1])
+    if phase.replay:
+        chosen = _call(f"{where}replay", phase.replay, context, local, case.key)
+        _check_indices(named(f"{where}replay", phase.replay), chosen, wanted)
+    batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
+    result = _call(f"{where}step", phase.step, context, local, batch, case.key)
+    return _check_local_and_metrics(f"{where}step", phase.step, result, local)
 
 
-def _places(name: str, got: PyTree, size: int | None) -> None:
-    """Check that what was returned are whole numbers [size], of any size if None."""
+def _check_indices(name: str, got: PyTree, size: int | None) -> None:
+    """Check that integers [size] were returned, of any size if None."""
     whole = hasattr(got, "dtype") and jnp.issubdtype(got.dtype, jnp.integer) and len(got.shape) == 1
     if not whole or (size is not None and got.shape != (size,)):
-        raise _wrong(name, got, f"whole numbers [{'M' if size is None else size}]")
+        raise _wrong(name, got, f"integers [{'M' if size is None else size}]")
 
 
 def _check_finish(where: str, program: Program, context: ClientContext, local, state) -> Upload:
-    name = f"{where}finish"
-    upload, new = _pair(name, _call(name, program.finish, context, local, state), "(Upload, client state)")
+    """The shapes of an upload."""
+    name, finish = f"{where}finish", program.finish
+    upload, new = _pair(name, finish, _call(name, finish, context, local, state), "(Upload, client state)")
     if not isinstance(upload, Upload):
-        raise _wrong(name, upload, "an Upload as the first of two")
+        raise _wrong(named(name, finish), upload, "an Upload as the first of two")
     if getattr(upload.weight, "shape", ()):
-        raise _wrong(f"{name}, weight,", upload.weight, "a scalar")
-    _alike(name, new, state)
+        raise _wrong(f"{named(name, finish)}, weight,", upload.weight, "a scalar")
+    _alike(name, finish, new, state)
     upload = jax.eval_shape(_with_weight, upload)
     receive = program.receive
     if receive:
-        weighed = lambda *args: _with_weight(receive(*args))
-        _alike(f"{where}receive", _call(f"{where}receive", weighed, context, upload), upload)
+        name = f"{where}receive"
+        received = _call(name, receive, context, upload)
+        _alike(name, receive, jax.eval_shape(_with_weight, received), upload)
     return upload
 
 
 def _with_weight(upload: PyTree) -> PyTree:
-    """The upload with its weight in float32, in which it is held however it comes."""
+    """The upload with its weight in float32, in which the engine holds it."""
     if not isinstance(upload, Upload):
         return upload
     return upload._replace(weight=jnp.asarray(upload.weight, jnp.float32))
 
 
-def _check_server(
-    name: str, function: Callable, round_context: RoundContext, server, upload: Upload, key
-) -> None:
-    aggregate = jax.eval_shape(_of_one, upload)
-    result = _pair(name, _call(name, function, round_context, server, aggregate, key), "(server, metrics)")
-    _alike(name, result[0], server)
-    _weighted(name, result[1])
-
-
-def _of_one(upload: Upload) -> Aggregate:
+def _aggregate_of_one(upload: Upload) -> Aggregate:
     """What the server sees of one client."""
     gather, zero = jax.tree.map(lambda x: x[None], upload.gather), jnp.zeros(1, jnp.int32)
     return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
 
 
-def _check_predictions(
-    method: Method, round_context: RoundContext, server, state, fetch: Fetch, example: Example
-) -> None:
-
-    def one_row(data: PyTree) -> Batch:
-        row = jnp.zeros(1, jnp.int32)
-        image, _, query = fetch(data, row, jax.random.split(jax.random.key(0), 1), False)
-        return Batch(image, row, row == 0, row, query)
-
-    batch = jax.eval_shape(one_row, example.data)
-    expected = (1, *round_context.task.current.shape)
-    results = {
-        "predict": (round_context, server, batch),
-        "predict_client": (round_context, server, state, batch),
-    }
-    for name, args in results.items():
-        if getattr(method, name) is None:
-            continue
-        logits = _call(name, getattr(method, name), *args)
-        if getattr(logits, "shape", None) != expected:
-            raise _wrong(name, logits, f"logits of shape [batch, classes], here {list(expected)}")
+# ---- calls and comparisons ---------------------------------------------------------------------------------
 
 
-def _call(name: str, function: Callable, *args) -> PyTree:
+def _call(part: str, function: Callable, *args) -> PyTree:
     """The shapes that a function of the method returns.
 
     Raises:
-      InputError: if it cannot take these arguments, reads a traced value as a number, or returns what is no
-        array.
+      InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
+        that is no array.
     """
-    returned = []
+    returned, name = [], named(part, function)
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
@@ -253,18 +275,23 @@ def _call(name: str, function: Callable, *args) -> PyTree:
         ) from None
     except TypeError as error:
         if returned:  # the function has ended: what it returned is no pytree of arrays
-            raise InputError(f"method: {name} returned what is no array: {_line(error)}") from None
+            raise InputError(f"method: {name} returned something that is no array: {_line(error)}") from None
         raise
 
 
-def _pair(name: str, result: PyTree, expected: str) -> tuple:
+def _pair(part: str, function: Callable, result: PyTree, expected: str) -> tuple:
     if type(result) is not tuple or len(result) != 2:
-        raise _wrong(name, result, f"two things, {expected}")
+        raise _wrong(named(part, function), result, f"two things, {expected}")
     return result
 
 
-def _weighted(name: str, metrics: PyTree) -> Metrics:
-    """The metrics, if they are Weighted numbers by name."""
+def _check_local_and_metrics(
+    part: str, function: Callable, result: PyTree, before: PyTree, expected: str = "(local, metrics)"
+) -> Metrics:
+    """The metrics of a function that returns a pytree like `before`, and named `Weighted` numbers."""
+    name = named(part, function)
+    new, metrics = _pair(part, function, result, expected)
+    _alike(part, function, new, before)
     if not isinstance(metrics, dict):
         raise _wrong(name, metrics, "a dictionary of metrics as the second of two")
     for metric, value in metrics.items():
@@ -275,27 +302,27 @@ def _weighted(name: str, metrics: PyTree) -> Metrics:
     return metrics
 
 
-def _alike(name: str, got: PyTree, expected: PyTree) -> PyTree:
-    """`got`, if it has the structure, shapes and types of `expected`."""
+def _alike(part: str, function: Callable, got: PyTree, expected: PyTree) -> None:
+    """Check that `got` has the structure, shapes and types of `expected`."""
+    name = named(part, function)
     if jax.tree.structure(got) != jax.tree.structure(expected):
-        raise _wrong(name, got, f"the structure that it was given, {_said(expected)}")
-    named = jax.tree_util.tree_leaves_with_path(expected)
-    for (path, old), new in zip(named, jax.tree.leaves(got), strict=True):
+        raise _wrong(name, got, f"the structure that it was given, {_shown(expected)}")
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, old), new in zip(leaves, jax.tree.leaves(got), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             where = jax.tree_util.keystr(path) or "its value"
-            raise InputError(f"method: {name} returned {where} as {_said(new)}; expected {_said(old)}")
-    return got
+            raise InputError(f"method: {name} returned {where} as {_shown(new)}; expected {_shown(old)}")
 
 
 def _wrong(name: str, got: PyTree, expected: str) -> InputError:
-    return InputError(f"method: {name} returned {_said(got)}; expected {expected}")
+    return InputError(f"method: {name} returned {_shown(got)}; expected {expected}")
 
 
-def _said(tree: PyTree) -> str:
-    """A tree in few words: type and shape of an array, else the kind of tree and its leaves."""
+def _shown(tree: PyTree) -> str:
+    """A tree in a few words: type and shape of an array, else the kind of tree and its leaves."""
     if hasattr(tree, "shape"):
         return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
-    leaves = ", ".join(_said(leaf) for leaf in jax.tree.leaves(tree)[:4])
+    leaves = ", ".join(_shown(leaf) for leaf in jax.tree.leaves(tree)[:4])
     more = len(jax.tree.leaves(tree)) - 4
     return f"{type(tree).__name__} of ({leaves}{f' and {more} more' if more > 0 else ''})"
 

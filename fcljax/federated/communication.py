@@ -1,9 +1,8 @@
-"""What crosses the wire, counted from the pytrees that are sent (arrays or `jax.ShapeDtypeStruct`), per
-client and round.
+"""Communication of a round, counted from the pytrees that are sent (arrays or `jax.ShapeDtypeStruct`).
 
-Scalars are the papers' unit of communication: floating-point numbers only, since masks, indices and counts
-are metadata. Bytes are everything. A buffer counts in full, so a gathered [C, D] of prototypes counts C rows
-however many classes the client holds.
+Scalars are the papers' unit: floating-point numbers only, since masks, indices and counts are metadata. Bytes
+include everything. A buffer counts in full: a gathered [C, D] of prototypes counts C of them, however many
+classes the client has.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 
 from fcljax.types import Broadcast, PyTree, Upload
 
-WEIGHT_BYTES = 4  # an upload's weight travels as one float32, whatever the program holds it as
+WEIGHT_BYTES = 4  # an upload's weight travels as one float32, whatever its dtype in the program
 
 
 class Traffic(NamedTuple):
@@ -28,9 +27,8 @@ class Traffic(NamedTuple):
 
 def scalars(tree: PyTree) -> int:
     """Floating-point numbers in the leaves of `tree`."""
-    return sum(
-        size for size, dtype in map(_size_dtype, jax.tree.leaves(tree)) if jnp.issubdtype(dtype, jnp.floating)
-    )
+    leaves = map(_size_dtype, jax.tree.leaves(tree))
+    return sum(size for size, dtype in leaves if jnp.issubdtype(dtype, jnp.floating))
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -44,7 +42,7 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
     Args:
       upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight
         adds 4 bytes. None: nothing is sent.
-      broadcast: only `wire` is counted; `held` is storage, see `extra_storage`.
+      broadcast: only `payload` is counted; `cached` is storage, see `extra_storage`.
     """
     down = scalars(broadcast.payload), num_bytes(broadcast.payload)
     if upload is None:
@@ -54,8 +52,7 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
-    """{scalars, bytes} that a client keeps from earlier rounds besides what a round sends it (FPPL's ESTG
-    counts these)."""
+    """{scalars, bytes} that a client keeps from earlier rounds, besides the payload (FPPL's ESTG)."""
     return size(broadcast.cached)
 
 
@@ -65,11 +62,11 @@ def size(tree: PyTree) -> dict[str, int]:
 
 
 def total(traffic: Traffic, times: int) -> dict[str, int]:
-    """So many exchanges like this one, by the names of `Traffic`."""
+    """The sum of several equal exchanges, by the field names of `Traffic`."""
     return {name: value * times for name, value in traffic._asdict().items()}
 
 
 def _size_dtype(leaf: Any) -> tuple[int, Any]:
     if not hasattr(leaf, "dtype"):
-        leaf = jax.eval_shape(jnp.asarray, leaf)  # a Python number: as jax would hold it
+        leaf = jax.eval_shape(jnp.asarray, leaf)  # a Python number: as jax would store it
     return int(np.prod(leaf.shape, dtype=np.int64)), leaf.dtype

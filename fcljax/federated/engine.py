@@ -1,14 +1,14 @@
-"""The round engine: plans a round on the host (`schedule.py`), plays its clients in a compiled loop
-(`sweep.py`), closes it on the server.
+"""The round engine: it plans a round on the host (`schedule.py`), runs the clients in a compiled loop
+(`client_loop.py`), and finishes the round at the server.
 
 Every function is traced once for a whole run. Uploads are running sums and gathered buffers, so memory does
-not grow with the clients that only send means and sums.
+not grow with the number of clients where they only send means and sums.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,32 +24,34 @@ from fcljax.federated.client_loop import (
     Carry,
     Fetch,
     Lanes,
+    LoopSettings,
     Past,
     Shapes,
+    Window,
+    chunk_accumulator,
     close_chunk,
     empty_accumulator,
     expand,
-    in_window,
+    indices_of_ticks,
     is_sound,
-    memories,
     open_chunk,
     over_devices,
-    part_of_chunk,
     receive_sent,
-    rows_of_ticks,
+    replay_indices,
+    run_ticks,
     select,
     squeeze,
     states_of_chunk,
-    sweep,
 )
+from fcljax.federated.keys import RoundKey
 from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, Table, plan_round
 from fcljax.federated.server_replay import (
     Replayed,
     Replayer,
+    became_non_finite,
     current_buffer,
     make_replayer,
-    rehearse,
-    spoiled,
+    replay,
 )
 from fcljax.federated.sums import sum_value
 from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
@@ -65,6 +67,7 @@ from fcljax.types import (
     ReplayBuffer,
     Round,
     RoundContext,
+    Server,
     Task,
     Upload,
     Weighted,
@@ -73,26 +76,36 @@ from fcljax.types import (
 
 
 def default_lanes(backend: str, clients: int) -> Lanes:
-    """The lanes to use when none are asked for. On CPU one lane in a loop: on a ViT-Ti it is as fast as 4
-    vmapped lanes and holds one client at a time, though small networks gain from 4 lanes
-    (`experiments/bench_engine.py lanes`). Accelerators batch up to 8 clients, which has not been measured
-    yet."""
+    """The lanes to use when none are asked for.
+
+    On CPU it is one lane in a loop: on a ViT-Ti it is as fast as 4 vmapped lanes and holds one client at a
+    time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). Accelerators batch up
+    to 8 clients, which has not been measured yet.
+    """
     return Lanes(1, "loop") if backend == "cpu" else Lanes(min(8, clients), "vmap")
 
 
 class RoundReport(NamedTuple):
-    """Host-side summary of one round. `metrics` are means over rows; `rows` counts the rows read in all
-    phases, `training_rows` those of the longest."""
+    """Host-side summary of one round."""
 
     metrics: dict[str, float]
-    participants: int  # of the first exchange
-    rejected: int  # uploads that were left out: not finite, or of negative weight
-    refused: int  # exchanges whose result was not finite, so that the server kept its state
-    rows: int
-    training_rows: int
-    useful_steps: int
-    paid_steps: int  # lanes times ticks: what the useful steps would have been without waiting
-    uploads: tuple[int, ...]  # clients that took part in each of the method's rounds
+    """Means over examples."""
+    participants: int = 0
+    """Of the method's first round that was run."""
+    rejected: int = 0
+    """Uploads that were left out: not finite, or of negative weight."""
+    refused: int = 0
+    """Rounds whose result was not finite, so that the server kept its state."""
+    examples: int = 0
+    """Examples read in all phases."""
+    training_examples: int = 0
+    """Examples read in the longest phase of the method's first round that was run."""
+    useful_steps: int = 0
+    """Steps of clients."""
+    paid_steps: int = 0
+    """Lanes times ticks: the useful steps if no lane waited."""
+    uploads: tuple[int, ...] = ()
+    """Clients that took part in each of the method's rounds."""
 
     @property
     def slot_efficiency(self) -> float:
@@ -101,59 +114,81 @@ class RoundReport(NamedTuple):
 
 
 class Player(NamedTuple):
-    """The compiled functions of one of the method's rounds. `empty` makes an accumulator. `rows` says what
-    every tick of a chunk reads and `memory` what its clients may recall; `open` and `close` frame the ticks,
-    and `sweeps[phase]` plays those whose rows are in a window of the data, which is all of it where it is
-    resident: so data on the host go through the same functions and get the same bits. On a mesh every device
-    plays its lanes, on a carry [devices, ...], and `close` puts together what they received; `sound` says
-    whether that is finite. `receive` takes an upload that was made elsewhere."""
+    """The compiled functions of one of the method's rounds.
 
-    round: Round
-    capacity: Capacity
-    empty: Callable[[], Accumulator]
-    rows: Callable[..., tuple[Array, ...]]
-    memory: Callable[..., Array] | None
-    open: Callable[..., Carry]
-    sweeps: tuple[Callable[..., Carry], ...]
-    sound: Callable[[Carry], Array]
+    Data on the host go through the same functions as resident data, a window at a time, and get the same
+    bits. On a mesh every device runs its lanes, on a carry [devices, ...].
+    """
+
+    round: Round  # the round itself
+    capacity: Capacity  # its static shapes
+    empty: Callable[[], Accumulator]  # empty() -> an accumulator
+    # indices(chunk, key) -> the examples of every tick, for each phase
+    indices: Callable[..., tuple[Array, ...]]
+    # replay_indices(states, chunk) -> the examples that each client may replay
+    replay_indices: Callable[..., Array] | None
+    open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
+    # for each phase: run_ticks(call, carry, window, past, parted) -> carry; `parted`: each device has its own
+    # part of the window's data
+    run_ticks: tuple[Callable[..., Carry], ...]
+    sound: Callable[[Carry], Array]  # sound(carry) -> whether all that was received is finite
+    # close(accumulator, states, carry, chunk) -> both with what the chunk's clients sent and changed
     close: Callable[..., tuple[Accumulator, PyTree]]
+    # receive(accumulator, context, upload, position) adds an upload that was made elsewhere
     receive: Callable[..., tuple[Accumulator, Array]]
+    # server(round_context, server, accumulator, key) -> (server, metrics, refused)
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
-    mesh: Mesh | None
+    mesh: Mesh | None  # the devices; None: one device
+
+
+class Exchange(NamedTuple):
+    """One of the method's rounds, as the clients' part of it is run."""
+
+    index: int  # of the method's round
+    context: RoundContext  # the round
+    broadcast: Broadcast  # what was sent to clients
+    partition: ClientPartition  # the clients' examples
+    ids: Int[np.ndarray, " n"]  # the sorted ids of the clients that take part
+    key: PRNGKeyArray  # of this exchange, the same for all of its clients
 
 
 class Played(NamedTuple):
-    """The clients' part of an exchange: what was received of them, the new client states, which clients took
-    part, and the steps that the lanes took: useful ones, and those that they are busy or wait for."""
+    """The clients' part of an exchange."""
 
-    accumulator: Accumulator
-    states: PyTree
-    ids: Int[np.ndarray, " n"]
-    steps: tuple[int, int]
+    accumulator: Accumulator  # what was received of them
+    states: PyTree  # the new client states
+    ids: Int[np.ndarray, " n"]  # the clients that took part
+    steps: tuple[int, int]  # useful steps, and steps that the lanes were busy or idle for
 
 
-# (index of the method's round, turn, broadcast, states, roster, ids, the exchange's key) -> Played
-Clients = Callable[
-    [int, RoundContext, Broadcast, PyTree, ClientPartition, Int[np.ndarray, " n"], PRNGKeyArray], Played
-]
+@runtime_checkable
+class Clients(Protocol):
+    """Runs the clients' part of an exchange: the engine itself, or clients on other machines."""
+
+    def __call__(self, exchange: Exchange, states: PyTree, /) -> Played:
+        """What was received, and the new client states; `states` may be donated."""
+        ...
 
 
 class Engine(NamedTuple):
-    """The compiled functions of one run. `traces` counts how often each was traced; it is 1 each after any
-    number of rounds.
-
-    `place` puts arrays where the engine works, a copy on every device of its mesh; it does nothing to arrays
-    that are there already.
-    """
+    """The compiled functions of one run."""
 
     method: Method
+    """The method that it runs."""
     lanes: Lanes
-    broadcast: Callable[..., Broadcast]
-    players: tuple[Player, ...]  # in the order of method.rounds
+    """How clients share the machine."""
+    broadcast: Callable[[RoundContext, Server], Broadcast]
+    """`Method.broadcast`, compiled."""
+    players: tuple[Player, ...]
+    """In the order of method.rounds."""
     place: Callable[[PyTree], PyTree]
+    """Puts arrays where the engine works, a copy on every device of its mesh; arrays that are there stay."""
     traces: dict[str, int]
+    """How often each function was traced: once, after any number of rounds."""
     mesh: Mesh | None
+    """The devices; None: one device."""
     replayer: Replayer | None = None
+    """The server's training on its replay buffer, if it has one."""
 
 
 def make_engine(
@@ -166,18 +201,17 @@ def make_engine(
     mesh: Mesh | None = None,
     shapes: tuple[Shapes, ...] | None = None,
 ) -> Engine:
-    """Compile-once functions for all rounds of all tasks.
+    """Functions that are compiled once for all rounds of all tasks.
 
     Args:
       method: the method.
-      fetch: reads rows of the data pytree: (data, rows[B], keys[B], augment) -> (image, label, query or
-        None).
+      fetch: reads examples of the data.
       lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a
         multiple of them.
       capacities: the run's static shapes (`schedule.capacities`), one for each of the method's rounds.
       example: parameters, data and a task, of which shapes and types count. Data may be a `Host`.
       mesh: devices under the axis name `clients`; None uses one device.
-      shapes: what `check_method` says of these arguments, where it was asked already.
+      shapes: the result of `check_method` for these arguments, if it is known already.
 
     Raises:
       InputError: naming a function of the method that does not keep to the protocol.
@@ -185,11 +219,16 @@ def make_engine(
     traces: dict[str, int] = {}
     shapes = shapes or check_method(method, fetch, example)
 
-    def jit(name, function, spec=WHOLE, **options):
+    def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
         return jit_on(_counted(traces, name, function), mesh, spec, **options)
 
     def player(index: int) -> Player:
-        return _player(method, index, shapes[index], capacities[index], fetch, lanes, mesh, jit)
+        each, capacity = method.rounds[index], capacities[index]
+
+        def named_jit(name: str, *args, **options) -> Callable:
+            return jit(f"{each.when} {index} {name}", *args, **options)
+
+        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit)
 
     return Engine(
         method,
@@ -204,8 +243,7 @@ def make_engine(
 
 
 def _player(
-    method: Method,
-    index: int,
+    each: Round,
     shapes: Shapes,
     capacity: Capacity,
     fetch: Fetch,
@@ -213,32 +251,35 @@ def _player(
     mesh: Mesh | None,
     jit: Callable,
 ) -> Player:
-    each = method.rounds[index]
-    program, name = each.program, f"{each.when} {index}"
+    program = each.program
+    # a device's part of the carry has an axis of its own
+    mine = lanes._replace(count=lanes.count // size(mesh))
+    begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
 
     def empty():
         return empty_accumulator(shapes, capacity)
 
-    def rows(chunk, key):
-        return tuple(rows_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
+    def indices(chunk, key):
+        return tuple(indices_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
 
-    def memory(states, chunk):
-        return memories(program, states_of_chunk(states, chunk, capacity), chunk)
+    def may_replay(states, chunk):
+        return replay_indices(program, states_of_chunk(states, chunk, capacity), chunk)
 
     def open_(accumulator, states, chunk):
-        part = part_of_chunk(accumulator, states, chunk, capacity)
-        return ending(open_chunk(program, shapes, mine, *part, chunk))
+        states = states_of_chunk(states, chunk, capacity)
+        return ending(open_chunk(program, shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
 
-    def play(i, call, carry, window, past, rows, places, first, ticks):
-        locate, ticks = functools.partial(in_window, rows, places, first), (first, first + ticks)
-        how = {"fetch": fetch, "lanes": mine, "widths": capacity.widths[i], "waits": lanes.count > 1}
-        return ending(sweep(program, i, call, begun(carry), window, past, locate, ticks, **how))
+    def ticks_of(i, call, carry, window, past):
+        settings = LoopSettings(fetch, mine, capacity.widths[i], waits=lanes.count > 1)
+        return ending(run_ticks(program, i, settings, call, begun(carry), window, past))
 
-    def window_sweep(i, *args):
-        *args, parted = args
+    def ticks(i, call, carry, window, past, parted):
         images = split() if parted else WHOLE
-        specs = (_by_lane(args[0]), split(), images, WHOLE, split(1), split(1), WHOLE, WHOLE)
-        return on_each(functools.partial(play, i), mesh, specs, split())(*args)
+        # pyrefly: ignore[bad-argument-type]  # a tree of specifications
+        spec = Window(images, split(1), split(1), WHOLE, WHOLE)
+        specs = (_by_lane(call), split(), spec, WHOLE)
+        run = on_each(functools.partial(ticks_of, i), mesh, specs, split())
+        return run(call, carry, window, past)
 
     def sound(carry):
         mine = is_sound(begun(carry).accumulator)
@@ -248,29 +289,23 @@ def _player(
         carry = over_devices(begun(carry), mesh) if mesh else carry
         return close_chunk(accumulator, states, carry, chunk, capacity)
 
-    # a device's part of the carry has an axis of its own
-    mine = lanes._replace(count=lanes.count // size(mesh))
-    begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
     open_ = on_each(open_, mesh, (WHOLE, WHOLE, WHOLE), split())
     sound = on_each(sound, mesh, (split(),), WHOLE)
     close = on_each(close, mesh, (WHOLE, WHOLE, split(), WHOLE), WHOLE)
-    serve = functools.partial(_serve, each.server, shapes) if each.server else None
-    sweeps = [
-        jit(f"{name} {i}", functools.partial(window_sweep, i), split(), donate_argnums=1, static_argnums=8)
-        for i in range(len(program.phases))
-    ]
+    phases = range(len(program.phases))
+    loop = {"donate_argnums": 1, "static_argnums": 4}
     return Player(
         each,
         capacity,
-        empty=jit(f"{name} empty", empty),
-        rows=jit(f"{name} rows", rows),
-        memory=jit(f"{name} memory", memory) if program.memory else None,
-        open=jit(f"{name} open", open_, split()),
-        sweeps=tuple(sweeps),
-        sound=jit(f"{name} sound", sound),
-        close=jit(f"{name} close", close, donate_argnums=(0, 1)),
-        receive=jit(f"{name} receive", functools.partial(receive_sent, program)),
-        server=jit(f"{name} server", serve) if serve else None,
+        empty=jit("empty", empty),
+        indices=jit("indices", indices),
+        replay_indices=jit("replay indices", may_replay) if program.replay_buffer else None,
+        open=jit("open", open_, split()),
+        run_ticks=tuple(jit(f"phase {i}", functools.partial(ticks, i), split(), **loop) for i in phases),
+        sound=jit("sound", sound),
+        close=jit("close", close, donate_argnums=(0, 1)),
+        receive=jit("receive", functools.partial(receive_sent, program)),
+        server=jit("server", functools.partial(_serve, each.server, shapes)) if each.server else None,
         mesh=mesh,
     )
 
@@ -282,7 +317,7 @@ def _by_lane(call: Call) -> PyTree:
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
-    """States of all clients, stacked [K, ...] in the order of their ids; client i is keyed by fold_in(key,
+    """States of all clients, stacked [K, ...] in the order of their ids; client i has the key fold_in(key,
     i)."""
     return client_states(method, server, jnp.arange(clients), key)
 
@@ -299,79 +334,90 @@ def _strong(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x, tree)
 
 
+# ---- one round ---------------------------------------------------------------------------------------------
+
+
+class RoundInputs(NamedTuple):
+    """What one federated round needs, besides the states of server and clients."""
+
+    frozen: PyTree
+    """What is never trained. On a mesh, `frozen` and `data` are best given as `Engine.place` returns them:
+    otherwise they are copied to its devices in every round."""
+    data: PyTree
+    """What `Fetch` reads, on the device, or a `Host`; both give the same bits."""
+    partition: ClientPartition
+    """Each client's examples in this task."""
+    ids: Int[np.ndarray, " n"]
+    """Sorted ids of the sampled participants; those without examples are absent and keep their state."""
+    task: Task
+    """The current task."""
+    round: int
+    """Number of the round within the task, from 0."""
+    key: PRNGKeyArray
+    """Of the run; the round's key is derived from (key, task, round)."""
+    when: When = "round"
+    """Which of the method's rounds to run: "round" runs those of "after_round" as well."""
+    last: bool = False
+    """Whether this is the last round of the task."""
+    past: Sequence[ReplayBuffer] = ()
+    """The server's examples of the earlier tasks, in the order of the tasks, as `keep_task` returned them, if
+    it has a server replay."""
+
+
 def run_round(
     engine: Engine,
-    frozen: PyTree,
     server: PyTree,
     states: PyTree,
-    data: PyTree,
-    partition: ClientPartition,
-    ids: Int[np.ndarray, " n"],
-    task: Task,
-    round_: int,
-    key: PRNGKeyArray,
-    section: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    inputs: RoundInputs,
     *,
-    when: When = "round",
-    last: bool = False,
-    past: Sequence[ReplayBuffer] = (),
+    section: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     clients: Clients | None = None,
     guarded: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One federated round: broadcast, the participants' programs, aggregation, the server's part, and its
-    training on rows that it keeps; then what the method plays as "refresh".
+    """One federated round: broadcast, the participants' programs, aggregation, the server's step, and its
+    training on its replay buffer; then the method's rounds of "after_round".
 
     Args:
       engine: from `make_engine`.
-      frozen: backbone parameters. On a mesh, `frozen` and `data` are best given as `engine.place` returns
-        them: otherwise they are copied to its devices in every round.
       server: the server's state.
       states: all clients' states, stacked [K, ...]; donated.
-      data: what `fetch` reads, on the device, or a `Host`; both give the same bits.
-      roster: the rows that every client holds in this task.
-      ids: sorted ids of the sampled participants; those without rows are absent and their state stays as it
-        is.
-      task: the current task.
-      round_: the round within the task.
-      key: of this run; the round's key is derived from (key, task, round).
+      inputs: what else the round needs.
       section: a context manager that is entered around the parts "client" and "server", to time them.
-      when: which of the method's rounds to play: those of every round, or those before or after a task's.
-      last: is this the last round of the task?
-      past: rows that the server keeps of the tasks before, in their order, as `keep_task` gave them; for a
-        method with a rehearsal.
-      clients: who plays the clients' part, where that is not this engine: clients on other machines.
-      guarded: look through every upload as it arrives. Otherwise what a chunk of clients has sent is looked
-        at as a whole, and the chunk is played again, guarded, if it is not finite: the same bits, sooner,
-        unless uploads are known to be bad.
+      clients: runs the clients, where that is not this engine: clients on other machines.
+      guarded: check every upload as it arrives. Otherwise what a chunk of clients has sent is checked as a
+        whole, and the chunk is run again, guarded, if it is not finite: the same bits, sooner, unless bad
+        uploads are to be expected.
 
     Returns:
-      The new server state (the old one if no upload was finite, or if what came out is not), the new client
+      The new server state (the old one if no upload was finite, or if the result is not), the new client
       states, and a report.
     """
-    key = jax.random.fold_in(jax.random.fold_in(key, task.index), round_)
+    key = jax.random.fold_in(jax.random.fold_in(inputs.key, inputs.task.index), inputs.round)
     server, states = _strong((server, states))
-    round_context = RoundContext.on_host(frozen, task, round_, last)
-    clients = clients or functools.partial(_play_here, engine, data, guarded)
+    context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
+    clients = clients or functools.partial(_run_clients, engine, inputs.data, guarded)
     reports, replayed = {}, None
-    for stage in ("round", "refresh") if when == "round" else (when,):
-        for index, own_key in _plays(engine.method, stage, key):
-            wanted = ids if engine.players[index].round.who == "sampled" else np.flatnonzero(partition.count)
-            server, states, reports[index] = _exchange(
-                engine, index, round_context, server, states, partition, wanted, own_key, section, clients
-            )
+    for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
+        for index, own_key in _stage_keys(engine.method, stage, key):
+            sampled = engine.players[index].round.who == "sampled"
+            ids = inputs.ids if sampled else np.flatnonzero(inputs.partition.count)
+            ids = ids[inputs.partition.count[ids] > 0]
+            # `Exchange.broadcast` is made where the exchange begins
+            exchange = Exchange(index, context, Broadcast(()), inputs.partition, ids, own_key)
+            server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
         if stage == "round" and engine.replayer:
             with section("server"):
-                own_key = jax.random.fold_in(key, _REHEARSAL)
-                round_context, server, own_key = engine.place((round_context, server, own_key))
-                replayed = rehearse(engine.replayer, round_context, server, past, own_key, engine.place)
+                own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
+                context, server, own_key = engine.place((context, server, own_key))
+                replayed = replay(engine.replayer, context, server, inputs.past, own_key, engine.place)
                 server = replayed.server
     return server, states, _together(engine.method, reports, replayed)
 
 
 def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> ReplayBuffer | None:
-    """What the server keeps of a task that is over, on the host; None if the method keeps nothing.
+    """The server's examples of a task that is over, on the host; None if the method keeps none.
 
-    It is given back in the rounds of later tasks, as `past` of `run_round`.
+    They are given back in the rounds of later tasks, as `RoundInputs.past`.
     """
     if engine.replayer is None:
         return None
@@ -379,136 +425,150 @@ def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_
     return current_buffer(engine.replayer, *engine.place((round_context, _strong(server))))
 
 
-# What a stage's key is folded in from the round's; the stage "round" has the round's key itself. Of that key
-# 0 is the server's, 2 the order of rows, 3 the clients' and 10 onwards those of further rounds of a stage.
-_STAGES = {"refresh": 1, "opening": 4, "closing": 5}
-_REHEARSAL = 6
+# what the key of a stage's first round is folded in with; the stage "round" has the round's key itself
+_STAGES = {
+    "task_start": RoundKey.TASK_START,
+    "after_round": RoundKey.AFTER_ROUND,
+    "task_end": RoundKey.TASK_END,
+}
 
 
-def _plays(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
-    """The method's rounds of a stage, by number, each with a key of its own."""
+def _stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+    """The method's rounds of a stage, by index, each with a key of its own."""
     first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
-    mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
-    return [(i, first if n == 0 else jax.random.fold_in(first, 9 + n)) for n, i in enumerate(mine)]
-
-
-class _Exchange(NamedTuple):
-    """What one exchange reports, from which a round's report is made."""
-
-    metrics: dict[str, float]
-    participants: int
-    rejected: int
-    refused: int
-    rows: int
-    training_rows: int
-    useful_steps: int
-    paid_steps: int
+    indices = [i for i, each in enumerate(method.rounds) if each.when == stage]
+    further = [jax.random.fold_in(first, RoundKey.FURTHER_ROUNDS + n) for n in range(len(indices) - 1)]
+    return list(zip(indices, [first, *further], strict=False))
 
 
 def _exchange(
-    engine: Engine,
-    index: int,
-    round_context: RoundContext,
-    server: PyTree,
-    states: PyTree,
-    partition: ClientPartition,
-    ids: Int[np.ndarray, " n"],
-    key: PRNGKeyArray,
-    section: Callable,
-    clients: Clients,
-) -> tuple[PyTree, PyTree, _Exchange]:
-    """One of the method's rounds; `ids` take part."""
-    player, ids = engine.players[index], ids[partition.count[ids] > 0]
-    if not len(ids):
-        return server, states, _Exchange({}, 0, 0, 0, 0, 0, 0, 0)
+    engine: Engine, server: PyTree, states: PyTree, exchange: Exchange, section: Callable, clients: Clients
+) -> tuple[PyTree, PyTree, RoundReport]:
+    """One of the method's rounds: the broadcast, the clients, the server's step."""
+    player = engine.players[exchange.index]
+    if not len(exchange.ids):
+        return server, states, RoundReport({})
     with section("client"):
-        round_context, server, states, key = engine.place((round_context, server, states, key))
-        broadcast = engine.broadcast(round_context, server)
-        played = clients(index, round_context, broadcast, states, partition, ids, key)
+        context, server, states, key = engine.place((exchange.context, server, states, exchange.key))
+        broadcast = engine.broadcast(context, server)
+        played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states)
         jax.block_until_ready(played.accumulator)
     metrics, refused = {}, False
     if player.server:
         with section("server"):
-            round_context, accumulator = round_context._replace(previous=broadcast), played.accumulator
-            server, metrics, refused = jax.block_until_ready(
-                player.server(round_context, server, accumulator, key)
-            )
-    return server, played.states, _reported(player.round, played, metrics, refused, partition)
+            context = context._replace(previous=broadcast)
+            done = player.server(context, server, played.accumulator, key)
+            server, metrics, refused = jax.block_until_ready(done)
+    return server, played.states, _reported(player.round, played, metrics, refused, exchange.partition)
 
 
-def _play_here(
-    engine: Engine,
-    data: PyTree,
-    guarded: bool,
-    index: int,
-    round_context: RoundContext,
-    broadcast: Broadcast,
-    states: PyTree,
-    partition: ClientPartition,
-    ids: Int[np.ndarray, " n"],
-    key: PRNGKeyArray,
-) -> Played:
-    """Clients of one of the method's rounds that this engine plays; `data` and `guarded` as in
-    `run_round`."""
-    player, lanes = engine.players[index], engine.lanes
+def _run_clients(engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree) -> Played:
+    """`Clients` that this engine runs itself; `data` and `guarded` as in `run_round`."""
+    player, context = engine.players[exchange.index], exchange.context
     chunks, steps = plan_round(
-        player.round.program, partition, ids, int(round_context.round), lanes.count, player.capacity
+        player.round.program,
+        exchange.partition,
+        exchange.ids,
+        int(context.round),
+        engine.lanes.count,
+        player.capacity,
     )
     data = ready(data, engine.mesh)
-    accumulator, states = play_chunks(
-        player, lanes, chunks, round_context.frozen, broadcast, states, data, round_context.task, key, guarded
-    )
-    return Played(accumulator, states, ids, steps)
+    accumulator, states = run_chunks(engine, chunks, exchange, states, data, guarded)
+    return Played(accumulator, states, exchange.ids, steps)
 
 
-def play_chunks(
-    player: Player,
-    lanes: Lanes,
+def run_chunks(
+    engine: Engine,
     chunks: list[Chunk],
-    frozen: PyTree,
-    broadcast: Broadcast,
+    exchange: Exchange,
     states: PyTree,
     data: PyTree,
-    task: Task,
-    key: PRNGKeyArray,
     guarded: bool = False,
 ) -> tuple[Accumulator, PyTree]:
-    """The clients' part of a round: what was received, and the new client states. The arguments are as in
-    `run_round`, placed, with the round's key; `states` are donated."""
+    """What was received of the chunks' clients, and the new client states; `states` are donated. All arrays
+    are placed."""
+    player, context = engine.players[exchange.index], exchange.context
     accumulator = player.empty()
     for chunk in chunks:
-        call = Call(frozen, broadcast, chunk, task, key, np.bool_(guarded))
-        carry = _play_chunk(player, lanes, call, accumulator, states, data)
+        call = Call(context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(guarded))
+        carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
         if not guarded and not player.sound(carry):
-            guarded = True  # from here on: who sends one such upload sends more
+            guarded = True  # from here on: bad uploads rarely come alone
             call = call._replace(guarded=np.bool_(guarded))
-            carry = _play_chunk(player, lanes, call, accumulator, states, data)
+            carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
         accumulator, states = player.close(accumulator, states, carry, chunk)
     return accumulator, states
 
 
-def _play_chunk(
+def _run_chunk(
     player: Player, lanes: Lanes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree
 ) -> Carry:
     """All ticks of one chunk: what was received of its clients, and their states."""
     chunk = call.chunk
     nothing = np.zeros((len(chunk.id), 0), np.int32)
-    ids = player.memory(states, chunk) if player.memory else nothing
-    carry, rows = player.open(accumulator, states, chunk), player.rows(chunk, call.key)
+    may_replay = player.replay_indices(states, chunk) if player.replay_indices else nothing
+    carry, indices = player.open(accumulator, states, chunk), player.indices(chunk, call.key)
     if isinstance(data, Host):
-        return _over_host(player, lanes, call, carry, data, jax.device_get(rows), jax.device_get(ids))
-    past = Past(data, ids, ids)
-    for play, mine, ticks in zip(player.sweeps, rows, chunk.ticks, strict=True):
-        carry = play(call, carry, data, past, mine, mine, np.int32(0), ticks, False)
+        indices, may_replay = jax.device_get((indices, may_replay))
+        return _over_host(player, lanes, call, carry, data, indices, may_replay)
+    past = Past(data, may_replay, may_replay)
+    for run, mine, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
+        carry = run(call, carry, Window(data, mine, mine, np.int32(0), ticks), past, False)
     return carry
+
+
+def _over_host(
+    player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, indices: tuple, may_replay: np.ndarray
+) -> Carry:
+    """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
+    replay is on the device as long as the chunk is run."""
+    chunk, mesh, devices = call.chunk, player.mesh, size(player.mesh)
+    past = _replayable(data, may_replay, mesh)
+    sizes = [
+        _window_ticks(data, phase, lanes, table, devices)
+        for phase, table in zip(player.round.program.phases, chunk.tables, strict=True)
+    ]
+    windows = [(i, first) for i, step in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), step)]
+
+    def load(window):
+        index, first = window
+        part = indices[index][first : first + sizes[index]]
+        part = np.pad(part, [(0, sizes[index] - len(part)), (0, 0), (0, 0)], constant_values=-1)
+        each = part[0].size // devices  # examples of a tick for one device
+        place = np.arange(len(part) * each, dtype=np.int32).reshape(-1, 1, each)
+        place = np.repeat(place, devices, axis=1).reshape(part.shape)
+        mine = np.maximum(part, 0).reshape(-1)[by_device(len(part), devices, each)]
+        return data.take(mine, mesh, parted=True), put(part, mesh, split(1)), put(place, mesh, split(1))
+
+    def step(carry, window, loaded):
+        index, first = window
+        ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
+        images, part, place = loaded
+        window = Window(images, part, place, np.int32(first), ticks)
+        return player.run_ticks[index](call, carry, window, past, True)
+
+    return over_windows(step, carry, windows, load, data.overlap)
+
+
+def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> Past:
+    """The examples that a chunk's clients may replay, on every device; one example where there are none,
+    because arrays need one."""
+    place = np.arange(may_replay.size, dtype=np.int32).reshape(may_replay.shape)
+    wanted = np.maximum(may_replay, 0).reshape(-1) if may_replay.size else np.zeros(1, np.int32)
+    return Past(data.take(wanted, mesh), put(may_replay, mesh), put(place, mesh))
+
+
+def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
+    """Ticks whose examples fit into the devices' windows: at least one, at most all that the table has."""
+    return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
 
 # ---- one client alone --------------------------------------------------------------------------------------
 
 
 def sending(method: Method) -> Method:
-    """The method as one client alone plays it: its uploads are kept as they are made, and nobody merges
-    them."""
+    """The method for a client alone: its uploads are kept as they are made, and never merged."""
 
     def alone(each: Round) -> Round:
         def finish(context: ClientContext, local: PyTree, state: PyTree) -> tuple[Upload, PyTree]:
@@ -521,151 +581,101 @@ def sending(method: Method) -> Method:
 
 
 class Work(NamedTuple):
-    """What a client made of a round. `valid`: is the upload finite and of a weight that is not negative? If
-    not, it is all zeros, and the state is what it was."""
+    """What a client made of a round."""
 
-    upload: Upload
-    state: PyTree
-    metrics: tuple[Metrics, ...]  # per phase
-    valid: Array
+    upload: Upload  # what it sends; all zeros if that is not valid
+    state: PyTree  # what it keeps; its old state if the upload is not valid
+    metrics: tuple[Metrics, ...]  # of each phase
+    valid: Array  # whether the upload is finite and of a weight that is not negative
 
 
-def work_alone(
-    engine: Engine,
-    index: int,
-    round_context: RoundContext,
-    broadcast: Broadcast,
-    state: PyTree,
-    data: PyTree,
-    partition: ClientPartition,
-    client: int,
-    key: PRNGKeyArray,
-) -> Work:
-    """What one client does in one of the method's rounds, as it would be played among others.
+def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> Work:
+    """What one client does in one of the method's rounds, as it would be run among others.
 
     Args:
       engine: of `sending(method)`, with one lane and capacities of `alone`.
-      index: of the method's round.
-      turn: the task, the round and the frozen network.
-      broadcast: what the server has sent.
+      exchange: the round, whose `ids` have this client alone.
       state: the client's own.
-      data: as in `run_round`.
-      roster: in which the client's rows are.
-      client: its id.
-      key: of the exchange, which all of its clients have.
+      data: as in `RoundInputs`.
     """
-    player, ids = engine.players[index], np.array([client])
-    (chunk,), _ = plan_round(
-        player.round.program, partition, ids, int(round_context.round), 1, player.capacity
-    )
-    call = Call(round_context.frozen, broadcast, chunk, round_context.task, key, np.bool_(True))
-    stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
-    carry = _play_chunk(player, engine.lanes, call, player.empty(), stacked, data)
+    player, context = engine.players[exchange.index], exchange.context
+    program, ids = player.round.program, exchange.ids
+    (chunk,), _ = plan_round(program, exchange.partition, ids, int(context.round), 1, player.capacity)
+    call = Call(context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(True))
+    carry = _run_chunk(player, engine.lanes, call, player.empty(), expand(state), data)
     received = carry.accumulator
-    mean, sum_, gather = jax.tree.map(lambda x: x[0], received.gather)
+    mean, sum_, gather = squeeze(received.gather)
     upload = Upload(mean, sum_, gather, received.weight[0])
-    new = jax.tree.map(lambda x: x[0], carry.states)
-    return Work(upload, new, received.metrics, received.valid[0])
+    return Work(upload, squeeze(carry.states), received.metrics, received.valid[0])
 
 
 def alone(capacity: Capacity) -> Capacity:
-    """The capacity of an engine that plays one client at a time, and knows the state of no other; how many
-    rows the others have it does not know either, so that all batches are padded to the full size."""
+    """The capacity of an engine that runs one client at a time and knows no other: it cannot know how many
+    examples the others have, so all batches are padded to the full size."""
     full = tuple(widths[-1:] for widths in capacity.widths)
     return capacity._replace(clients=1, participants=1, widths=full)
 
 
-def _over_host(player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, rows, ids) -> Carry:
-    """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
-    recall lies on the device as long as the chunk is played."""
-    phases, chunk = player.round.program.phases, call.chunk
-    past, mesh = _replayable(data, ids, player.mesh), player.mesh
-    sizes = [
-        _window_ticks(data, phase, lanes, table, size(mesh))
-        for phase, table in zip(phases, chunk.tables, strict=True)
-    ]
-    windows = [(i, first) for i, size in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), size)]
-
-    def load(window):
-        index, first = window
-        part = rows[index][first : first + sizes[index]]
-        part = np.pad(part, [(0, sizes[index] - len(part)), (0, 0), (0, 0)], constant_values=-1)
-        each = part[0].size // size(mesh)  # rows of a tick for one device
-        places = np.arange(len(part) * each, dtype=np.int32).reshape(-1, 1, each)
-        places = np.repeat(places, size(mesh), axis=1).reshape(part.shape)
-        mine = np.maximum(part, 0).reshape(-1)[by_device(len(part), size(mesh), each)]
-        return data.take(mine, mesh, parted=True), put(part, mesh, split(1)), put(places, mesh, split(1))
-
-    def step(carry, window, loaded):
-        index, first = window
-        ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
-        images, part, places = loaded
-        return player.sweeps[index](call, carry, images, past, part, places, np.int32(first), ticks, True)
-
-    return over_windows(step, carry, windows, load, data.overlap)
+# ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _replayable(data: Host, ids: np.ndarray, mesh: Mesh | None) -> Past:
-    """The rows that a chunk's clients may recall, on every device; one row where there are none, which keeps
-    the arrays' shapes legal."""
-    places = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
-    wanted = np.maximum(ids, 0).reshape(-1) if ids.size else np.zeros(1, np.int32)
-    return Past(data.take(wanted, mesh), put(ids, mesh), put(places, mesh))
-
-
-def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
-    """Ticks whose rows fit into the devices' windows: at least one, at most all that the table has."""
-    return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
-
-
-def _reported(each: Round, played: Played, server_metrics, refused, partition: ClientPartition) -> _Exchange:
+def _reported(
+    each: Round, played: Played, server_metrics, refused, partition: ClientPartition
+) -> RoundReport:
     accumulator, _, ids, steps = played
     fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
     rejected, client_metrics, metrics, refused = fetched
-    rows = int(partition.count[ids].sum())
+    count = partition.count[ids]
     epochs = [phase.view.epochs for phase in each.program.phases]
-    named = {name: _mean_value(value) for name, value in _added((*client_metrics, metrics)).items()}
-    participants = int((partition.count[ids] > 0).sum())
-    counts = (participants, int(rejected), int(refused), rows * sum(epochs), rows * max(epochs))
-    return _Exchange(named, *counts, *steps)
+    return RoundReport(
+        metrics={name: _mean(value) for name, value in _added((*client_metrics, metrics)).items()},
+        participants=int((count > 0).sum()),
+        rejected=int(rejected),
+        refused=int(refused),
+        examples=int(count.sum()) * sum(epochs),
+        training_examples=int(count.sum()) * max(epochs),
+        useful_steps=steps[0],
+        paid_steps=steps[1],
+    )
 
 
-def _together(method: Method, exchanges: dict[int, _Exchange], replayed: Replayed | None) -> RoundReport:
-    """A round's report: participants and the rows of the longest phase are those of its first exchange, the
-    rest is added up over all of them. Metrics are told apart: a name that an earlier exchange has taken gets
-    its own in front, "refresh_1_loss"; those of the server's training have "rehearsal_" in front."""
-    found = list(exchanges.values()) or [_Exchange({}, 0, 0, 0, 0, 0, 0, 0)]
-    total, metrics = lambda field: sum(getattr(each, field) for each in found), {}
+def _together(method: Method, exchanges: dict[int, RoundReport], replayed: Replayed | None) -> RoundReport:
+    """A round's report: participants and training examples are those of its first exchange, the rest is added
+    up over all of them.
+
+    A metric whose name an earlier exchange has taken gets a prefix, "after_round_1_loss"; those of the
+    server's replay have "replay_".
+    """
+    found, metrics = list(exchanges.values()) or [RoundReport({})], {}
     for index, each in exchanges.items():
         own = f"{method.rounds[index].when}_{index}_"
         metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
     if replayed:
-        own = {name: _mean_value(value) for name, value in replayed.metrics.items()}
-        metrics |= {f"rehearsal_{name}": value for name, value in own.items()}
-        metrics["rehearsal_rows"] = float(replayed.rows)
+        metrics |= {f"replay_{name}": _mean(value) for name, value in replayed.metrics.items()}
+        metrics["replay_examples"] = float(replayed.examples)
     sent = (exchanges[i].participants if i in exchanges else 0 for i in range(len(method.rounds)))
     return RoundReport(
         metrics=metrics,
         participants=found[0].participants,
-        rejected=total("rejected"),
-        refused=total("refused") + int(replayed is not None and replayed.refused),
-        rows=total("rows"),
-        training_rows=found[0].training_rows,
-        useful_steps=total("useful_steps"),
-        paid_steps=total("paid_steps"),
+        rejected=sum(each.rejected for each in found),
+        refused=sum(each.refused for each in found) + int(replayed is not None and replayed.refused),
+        examples=sum(each.examples for each in found),
+        training_examples=found[0].training_examples,
+        useful_steps=sum(each.useful_steps for each in found),
+        paid_steps=sum(each.paid_steps for each in found),
         uploads=tuple(sent),
     )
 
 
 def _added(groups: tuple[Metrics, ...]) -> Metrics:
-    """Metrics that phases and the server report, those of one name added up."""
+    """The metrics of phases and server, those of one name added up."""
     added = {}
     for name, value in (item for group in groups for item in group.items()):
         added[name] = jax.tree.map(np.add, added[name], value) if name in added else value
     return added
 
 
-def _mean_value(value: Weighted) -> float:
+def _mean(value: Weighted) -> float:
     return float(value.total) / float(value.weight) if float(value.weight) else float("nan")
 
 
@@ -686,14 +696,14 @@ def _serve(
     acc: Accumulator,
     key: PRNGKeyArray,
 ) -> tuple[PyTree, Metrics, Array]:
-    """Close the round: the aggregate, then the method's server part. With no valid upload, or with a result
-    that is not finite, the server's state stays; the latter is told."""
+    """The aggregate, then the method's server step. With no valid upload, or with a result that is not
+    finite, the server keeps its state; the latter is reported as refused."""
     total = jnp.sum(acc.weight)
     mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
     mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
     aggregate = Aggregate(mean, added, acc.gather, acc.weight, acc.id, acc.valid)
-    new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, 0))
+    new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, RoundKey.SERVER))
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(acc.valid & (acc.weight > 0))
-    refused = anyone & spoiled(new, server)
+    refused = anyone & became_non_finite(new, server)
     return select(anyone & ~refused, new, server), metrics, refused

@@ -1,10 +1,7 @@
-"""Clients that fail or misbehave, for simulations: a method some of whose clients do not do what they
-should. Everything else of the method, its server included, stays as it is, so any method can be tried under
-any fault.
+"""Clients that fail or misbehave, for simulations: a wrapper around any method, whose server stays as it is.
 
-Two ways to say who: the same clients always (`corrupt`), or whoever is drawn, in every round anew, by (seed,
-task, round, client) (`with_faults`). Whether a client is at fault is data, so one compiled program serves
-all.
+The faulty clients are either the same in every round (`corrupt`), or drawn in every round anew, by (seed,
+task, round, client) (`with_faults`). Whether a client is faulty is data, so one compiled program serves all.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +18,10 @@ from fcljax.types import (
     Batch,
     ClientContext,
     ClientState,
+    Local,
     Method,
+    Metrics,
     Phase,
-    Program,
     PyTree,
     Round,
     Task,
@@ -34,7 +32,7 @@ HUGE = 1e6
 FAULTS = ATTACKS | {
     "inf": "all floating numbers of an upload are infinite",
     "noise": "normal noise is added to each array of an upload, as large as its root mean square",
-    "stale": "what the client sent the last time is sent again; nothing is wrong the first time",
+    "stale": "the client sends its previous upload again; nothing is wrong the first time",
     "late": "the client trains, but its upload misses the round: it is left out, as one that is not finite",
     "drop": "the client is not reached: it does not train, and its state stays as it is",
 }
@@ -61,7 +59,7 @@ def parse_faults(text: str | None) -> dict[str, float]:
     """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE'.
 
     Raises:
-      InputError: for an unknown fault, one that comes twice, a share that is not in [0, 1], or shares of more
+      InputError: for an unknown fault, one that is given twice, a share outside [0, 1], or shares of more
         than 1 together.
     """
     shares: dict[str, float] = {}
@@ -87,7 +85,7 @@ def _share(name: str, value: str) -> float:
     return share
 
 
-# ---- who is at fault ---------------------------------------------------------------------------------------
+# ---- which clients are faulty ------------------------------------------------------------------------------
 
 
 def drawn_fault(
@@ -97,38 +95,41 @@ def drawn_fault(
     round_: Int[Array, ""],
     client: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """The number of a client's fault in a round, in the order of the shares; -1: none. At most one."""
+    """The index, in the order of the shares, of a client's one fault in a round; -1: none."""
     key = jax.random.key(seed)
     for number in (task, round_, client):
         key = jax.random.fold_in(key, number)
     edges = np.cumsum(list(shares.values()), dtype=np.float32)
-    place = jnp.searchsorted(jnp.asarray(edges), jax.random.uniform(key), side="right")
-    return jnp.where(place < len(edges), place, -1)
+    index = jnp.searchsorted(jnp.asarray(edges), jax.random.uniform(key), side="right")
+    return jnp.where(index < len(edges), index, -1)
 
 
 def reached(
     shares: Mapping[str, float], seed: int, task: int, round_: int, ids: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " m"]:
-    """Those of some clients that do not drop out of a round."""
+    """The clients among `ids` that do not drop out of a round."""
     if not shares.get(_DROP) or not len(ids):
         return ids
-    one = lambda client: drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
-    faults = jax.vmap(one)(jnp.asarray(ids, jnp.int32))
+
+    def fault(client: Array) -> Array:
+        return drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
+
+    faults = jax.vmap(fault)(jnp.asarray(ids, jnp.int32))
     return ids[np.asarray(faults) != list(shares).index(_DROP)]
 
 
 class _Fault(NamedTuple):
-    """Names of faults, and which of them a client has: fault(ctx) -> its number, or -1."""
+    """The faults of a simulation."""
 
-    names: tuple[str, ...]
-    fault: Callable[[ClientContext], Int[Array, ""]]
+    names: tuple[str, ...]  # what they are called
+    fault: Callable[[ClientContext], Int[Array, ""]]  # fault(context) -> index of the client's fault, or -1
 
     def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
         return self.fault(context) == self.names.index(name)
 
 
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
-    """The method with clients 0 .. malicious - 1 misbehaving in every round that it plays.
+    """The method with clients 0 .. malicious - 1 misbehaving in every round.
 
     Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only; their weight stays. The client's
     own state and the metrics of its steps are what the honest program makes of its (mirrored) data.
@@ -153,24 +154,25 @@ def corrupt(method: Method, attack: str, malicious: int) -> Method:
 def with_faults(
     method: Method, shares: Mapping[str, float], seed: int, uploads: tuple[Upload, ...]
 ) -> Method:
-    """The method some of whose clients are at fault in each round: who and how depends on (seed, task, round,
-    client) alone. Clients that drop out are left to whoever calls the rounds (`reached`).
+    """The method with faults that depend on (seed, task, round, client) alone.
+
+    Clients that drop out are left to the caller of the rounds (`reached`).
 
     Args:
       method: any method.
       shares: of `parse_faults`; empty returns the method itself.
       seed: of the draw.
-      uploads: shapes of what one client sends in each of the method's rounds, which clients that send stale
+      uploads: shapes of one client's upload in each of the method's rounds, which clients that send stale
         uploads keep.
     """
     if not shares:
         return method
-    draw = lambda context: drawn_fault(
-        shares, seed, context.task.index, context.client.round, context.client.id
-    )
-    fault = _Fault(tuple(shares), draw)
-    rounds = tuple(_faulty(each, fault) for each in method.rounds)
-    method = method._replace(rounds=rounds)
+
+    def drawn(context: ClientContext) -> Array:
+        return drawn_fault(shares, seed, context.task.index, context.client.round, context.client.id)
+
+    fault = _Fault(tuple(shares), drawn)
+    method = method._replace(rounds=tuple(_faulty(each, fault) for each in method.rounds))
     return _repeating(method, fault, uploads) if _STALE in shares else method
 
 
@@ -178,13 +180,13 @@ def with_faults(
 
 
 def _faulty(each: Round, fault: _Fault) -> Round:
-    """A round whose clients mirror labels and send other numbers, if that is their fault."""
+    """The round with clients that mirror labels and change uploads, if that is their fault."""
     program = each.program
     if _LABELS in fault.names:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
     names = [name for name in fault.names if name in _ON_LEAF]
 
-    def finish(context: ClientContext, local: PyTree, state: ClientState) -> tuple[Upload, ClientState]:
+    def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         for name in names:
             upload = _changed(upload, fault.has(context, name), _ON_LEAF[name], context)
@@ -193,24 +195,24 @@ def _faulty(each: Round, fault: _Fault) -> Round:
     return each._replace(program=program._replace(finish=finish) if names else program)
 
 
-def _changed(upload: Upload, at_fault: Array, on_leaf: Callable, context: ClientContext) -> Upload:
-    """The upload with other floating numbers, if a client is at fault."""
+def _changed(upload: Upload, faulty: Array, on_leaf: Callable, context: ClientContext) -> Upload:
+    """The upload with its floating leaves changed, if the client is faulty."""
     leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
 
-    def tell(i: int, leaf: Array) -> Array:
+    def change(i: int, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return jnp.where(at_fault, on_leaf(leaf, jax.random.fold_in(key, i)), leaf)
+        return jnp.where(faulty, on_leaf(leaf, jax.random.fold_in(key, i)), leaf)
 
-    mean, sum_, gather = jax.tree.unflatten(tree, [tell(i, leaf) for i, leaf in enumerate(leaves)])
+    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, leaf) for i, leaf in enumerate(leaves)])
     return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
-    """Class a of the task's n classes becomes class n - 1 - a. Labels of other tasks (rows recalled from
-    memory) stay."""
+    """Class a of the task's n classes becomes class n - 1 - a. Labels of other tasks (replayed examples)
+    stay."""
     own = task.classes >= 0
     first = jnp.min(jnp.where(own, task.classes, jnp.iinfo(jnp.int32).max))
     last = jnp.max(jnp.where(own, task.classes, -1))
@@ -218,7 +220,7 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
 
 
 def _mirrored(honest: Phase, fault: _Fault) -> Phase:
-    def step(context: ClientContext, local: PyTree, batch: Batch, key: PRNGKeyArray):
+    def step(context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray) -> tuple[Local, Metrics]:
         flips = fault.has(context, _LABELS) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
@@ -230,30 +232,31 @@ def _mirrored(honest: Phase, fault: _Fault) -> Phase:
 
 
 class Sent(NamedTuple):
-    """A client's own state, and what it made last in each of the method's rounds, if anything."""
+    """A client's state, where clients can send old uploads again."""
 
-    own: ClientState
-    last: tuple[Upload, ...]
-    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]
+    own: ClientState  # what the method keeps
+    last: tuple[Upload, ...]  # the client's latest own upload in each of the method's rounds
+    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one
 
 
 def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:
-    """The method whose clients keep what they make, to send it again."""
+    """The method with clients that keep their uploads, to send them again."""
 
     def init_client(key: PRNGKeyArray, server: PyTree) -> Sent:
         nothing = tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), each) for each in uploads)
         return Sent(method.init_client(key, server), nothing, (jnp.bool_(False),) * len(uploads))
 
-    def with_own(function: Callable | None) -> Callable | None:
-        """Of a method's function of (turn, server, state, batch)."""
-        return function and (
-            lambda round_context, server, state, batch: function(round_context, server, state.own, batch)
-        )
+    def with_own(predict: Callable | None) -> Callable | None:
+        """A prediction with a client's state, given what the method keeps of it."""
 
-    rounds = tuple(_repeated(each, i, fault) for i, each in enumerate(method.rounds))
+        if predict is None:
+            return None
+
+        return lambda round_context, server, state, batch: predict(round_context, server, state.own, batch)
+
     return method._replace(
         init_client=init_client,
-        rounds=rounds,
+        rounds=tuple(_repeated(each, i, fault) for i, each in enumerate(method.rounds)),
         predict_client=with_own(method.predict_client),
         predict_drawn=with_own(method.predict_drawn),
     )
@@ -262,21 +265,18 @@ def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Me
 def _repeated(each: Round, index: int, fault: _Fault) -> Round:
     program = each.program
 
-    def finish(context: ClientContext, local: PyTree, state: Sent) -> tuple[Upload, Sent]:
+    def start(context: ClientContext, state: Sent, key: PRNGKeyArray) -> Local:
+        return program.start(context, state.own, key)
+
+    def finish(context: ClientContext, local: Local, state: Sent) -> tuple[Upload, Sent]:
         made, own = program.finish(context, local, state.own)
         made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
         again = fault.has(context, _STALE) & state.there[index]
         sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
-        put = lambda all_, one: (*all_[:index], one, *all_[index + 1 :])
-        return sent, Sent(own, put(state.last, made), put(state.there, jnp.bool_(True)))
+        last, there = list(state.last), list(state.there)
+        last[index], there[index] = made, jnp.bool_(True)
+        return sent, Sent(own, tuple(last), tuple(there))
 
-    memory = program.memory
-    return each._replace(
-        program=Program(
-            start=lambda context, state, key: program.start(context, state.own, key),
-            phases=program.phases,
-            finish=finish,
-            receive=program.receive,
-            memory=memory and (lambda state: memory(state.own)),
-        )
-    )
+    buffer = program.replay_buffer
+    own_buffer = buffer and (lambda state: buffer(state.own))
+    return each._replace(program=program._replace(start=start, finish=finish, replay_buffer=own_buffer))

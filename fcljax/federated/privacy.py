@@ -1,5 +1,6 @@
-"""What central noise on clipped uploads guarantees: (epsilon, delta) by an accountant, on the host. The noise
-itself is `aggregation.add_noise`.
+"""The (epsilon, delta) guarantee of central noise on clipped uploads, by an accountant on the host.
+
+`aggregation.add_noise` adds the noise itself.
 """
 
 from fcljax.errors import InputError
@@ -8,10 +9,10 @@ from fcljax.errors import InputError
 def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: float) -> float:
     """The epsilon of (epsilon, delta) differential privacy of one client's data after `rounds` noisy means.
 
-    Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv 1908.10530;
-    Google's dp-accounting), for data sets that differ by one whole client. Simulations draw a fixed number of
-    clients without replacement, and divide by the number that arrived: taking that for Poisson sampling is
-    the usual approximation (McMahan et al. 2018), not a proof.
+    This is the Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv
+    1908.10530; Google's dp-accounting), for data sets that differ by one whole client. Simulations sample a
+    fixed number of clients without replacement, and divide by the number that arrived. Treating that as
+    Poisson sampling is the usual approximation (McMahan et al. 2018), not a proof.
 
     Args:
       noise_multiplier: standard deviation of the noise on the sum of uploads, in units of clip_norm.

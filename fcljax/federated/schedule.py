@@ -1,9 +1,8 @@
-"""Host-side planning of a round: who takes part, and which lane runs which client's step at which tick. Numpy
-only.
+"""Planning of a round on the host, in numpy: who takes part, and what each lane does at each tick.
 
-A lane plays its clients back to back, so lanes are never padded to the longest client; clients go longest
-first onto the least loaded lane (LPT). The tables have one shape for a whole run, so that every round of
-every task reuses one compiled program.
+A lane runs its clients one after the other, so lanes are never padded to the longest client. Clients go
+longest first to the least loaded lane (LPT). The tables have one shape for a whole run, so that every round
+of every task uses one compiled program.
 """
 
 import heapq
@@ -20,76 +19,90 @@ Ints = Int[np.ndarray, "..."]
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
-WORTH_ROWS = 1000.0  # the same in rows: as long as compiling takes, of a ViT-Ti's step on one core of a CPU
+WORTH_EXAMPLES = 1000.0  # the same in examples: the time to compile a ViT-Ti's step on one core of a CPU
 
 
 class ClientPartition(NamedTuple):
-    """The clients that could work in a round and their rows, as CSR: client i owns rows[offset[i]:offset[i +
-    1]]."""
+    """The clients that could take part in a round, and their training examples, in CSR form: client i has
+    indices[offset[i]:offset[i + 1]]."""
 
-    rows: Int[np.ndarray, " rows"]  # indices into the training store
+    indices: Int[np.ndarray, " examples"]
+    """Into the training set."""
     offset: Int[np.ndarray, " K+1"]
-    class_rows: Int[np.ndarray, "K C"]  # how many rows of each class a client holds
-    task: Task | None = None  # each client's own task, leaves [K, ...]; None: all have the round's
+    """Where each client's indices begin and end."""
+    class_examples: Int[np.ndarray, "K C"]
+    """Each client's number of examples of each class."""
+    task: Task | None = None
+    """Each client's own task, leaves [K, ...]; None: all have the round's."""
 
     @property
-    # pyrefly: ignore[bad-override]  # of what a tuple counts nothing is meant here
+    # pyrefly: ignore[bad-override]  # tuple.count is not used
     def count(self) -> Int[np.ndarray, " K"]:
-        """Rows per client."""
+        """Each client's number of examples."""
         return np.diff(self.offset)
+
+    def of_client(self, client: int | np.integer) -> Int[np.ndarray, " n"]:
+        """The indices of one client's examples."""
+        return self.indices[self.offset[client] : self.offset[client + 1]]
 
 
 class Capacity(NamedTuple):
     """Static shapes of a run: the largest round decides."""
 
-    clients: int  # K: rows of the client-state buffers
-    participants: int  # rows of the gathered uploads
-    slots: int  # clients per chunk
-    rows: int  # training rows per chunk
-    ticks: tuple[int, ...]  # per phase
-    widths: tuple[tuple[int, ...], ...]  # per phase: rows that a step may be computed for, see `step_widths`
+    clients: int
+    """K, the entries of the client-state buffers."""
+    participants: int
+    """P, the entries of the gathered uploads."""
+    slots: int
+    """S, clients per chunk."""
+    examples: int
+    """Training examples per chunk."""
+    ticks: tuple[int, ...]
+    """Length of each phase's table."""
+    widths: tuple[tuple[int, ...], ...]
+    """For each phase, the batch sizes that a step is compiled for, see `step_widths`."""
 
 
 class Table(NamedTuple):
     """What each lane does at each tick of one phase."""
 
-    slot: Int[np.ndarray, "ticks lanes"]
-    step: Int[np.ndarray, "ticks lanes"]
-    start: Int[np.ndarray, "ticks lanes"]
-    end: Int[np.ndarray, "ticks lanes"]
-    active: Int[np.ndarray, "ticks lanes"]
+    slot: Int[np.ndarray, "ticks lanes"]  # whose step it is
+    step: Int[np.ndarray, "ticks lanes"]  # number of the step, from 0
+    start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
+    end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
+    active: Int[np.ndarray, "ticks lanes"]  # 0 where the lane is idle
 
 
 class Chunk(NamedTuple):
-    """A group of participants that one call of the compiled program trains. Padding slots have id K and
-    position P, which no write hits."""
+    """A group of participants that one call of the compiled program trains.
 
-    id: Int[np.ndarray, " slots"]
-    position: Int[
-        np.ndarray, " slots"
-    ]  # row in the gathered uploads: rank of the id among the round's participants
-    count: Int[np.ndarray, " slots"]
-    offset: Int[np.ndarray, " slots"]
-    class_rows: Int[np.ndarray, "slots C"]
-    rows: Int[np.ndarray, " rows"]
-    slot_of_row: Int[np.ndarray, " rows"]  # padding rows belong to slot S, which sorts last
-    tables: tuple[Table, ...]
-    ticks: tuple[Ints, ...]
-    round: Ints
+    Padding slots have id K and position P, which no write reaches.
+    """
+
+    id: Int[np.ndarray, " slots"]  # client ids
+    # index in the gathered uploads: the rank of the id among the round's participants
+    position: Int[np.ndarray, " slots"]
+    count: Int[np.ndarray, " slots"]  # examples of each client
+    offset: Int[np.ndarray, " slots"]  # where each client's indices begin
+    class_examples: Int[np.ndarray, "slots C"]  # examples of each client and class
+    indices: Int[np.ndarray, " examples"]  # of the training examples, client after client
+    # whose example each is; padding belongs to slot S, which sorts last
+    slot_of_example: Int[np.ndarray, " examples"]
+    tables: tuple[Table, ...]  # one for each phase
+    ticks: tuple[Ints, ...]  # ticks of each phase that are in use
+    round: Ints  # number of the round within the task
     task: Task | None  # of each slot, leaves [slots, ...]; None: all have the round's
 
 
 def participants(
     seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
 ) -> Int[np.ndarray, " m"]:
-    """Sorted ids of the clients that take part: a uniform draw without replacement of ceil(participation * n)
-    of the eligible ones, which depends on (seed, task, round) only."""
+    """Sorted ids of the clients that take part: ceil(participation * n) of the eligible ones, sampled
+    uniformly without replacement. The sample depends on (seed, task, round) only."""
     if participation >= 1.0:
         return np.sort(eligible)
-    draw = np.random.default_rng([seed, task, round_]).permutation(len(eligible))[
-        : _wanted(participation, len(eligible))
-    ]
-    return np.sort(eligible[draw])
+    order = np.random.default_rng([seed, task, round_]).permutation(len(eligible))
+    return np.sort(eligible[order[: _wanted(participation, len(eligible))]])
 
 
 def _wanted(participation: float, eligible: int) -> int:
@@ -99,21 +112,23 @@ def _wanted(participation: float, eligible: int) -> int:
 
 
 def phase_steps(count: Ints, view: View) -> Ints:
-    """Steps that a client with `count` rows takes in a phase: the last batch of an epoch may be partial, none
-    is dropped."""
+    """Steps that a client with `count` examples takes in a phase.
+
+    The last batch of an epoch may be partial; no example is dropped.
+    """
     return view.epochs * -(-count // view.batch_size)
 
 
-def step_widths(view: View, counts: Ints, worth: float = WORTH_ROWS) -> tuple[int, ...]:
-    """Numbers of rows, ascending, that a step's program is compiled for; the last one is the batch size.
+def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tuple[int, ...]:
+    """Batch sizes, ascending, that a step is compiled for; the last one is the view's.
 
-    The last batch of an epoch has what is left of a client's rows, and is padded to the next of these. Those
-    that save most are chosen one after the other, as long as one is worth its compilation.
+    The last batch of an epoch has what is left of a client's examples, and is padded to the next of these
+    sizes. Those that save most are chosen one after the other, as long as one is worth its compilation.
 
     Args:
       view: batches and epochs of a phase.
-      counts: rows of each client, in all rounds of the run together.
-      worth: rows that a width must save in them; one is compiled in that time.
+      counts: examples of each client, in all rounds of the run together.
+      worth: examples that a width must save in them; one is compiled in that time.
     """
     counts, size = counts[counts > 0], view.batch_size
     left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
@@ -133,22 +148,24 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_ROWS) -> tuple[in
 
 
 def pack(length: Ints, lanes: int) -> list[list[int]]:
-    """Longest-processing-time-first: the items of each lane in playing order. Ties go to the lower index, so
-    the result is unique."""
+    """Longest-processing-time-first: each lane's items in their order.
+
+    Ties go to the lower index, so the result is unique.
+    """
     heap = [(0, lane) for lane in range(lanes)]
-    plays: list[list[int]] = [[] for _ in range(lanes)]
+    queues: list[list[int]] = [[] for _ in range(lanes)]
     for item in np.argsort(-length, kind="stable"):
         load, lane = heapq.heappop(heap)
-        plays[lane].append(int(item))
+        queues[lane].append(int(item))
         heapq.heappush(heap, (load + int(length[item]), lane))
-    return plays
+    return queues
 
 
-def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
+def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
     """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
-    table = Table(*(np.zeros((capacity, len(plays)), np.int32) for _ in Table._fields))
+    table = Table(*(np.zeros((capacity, len(queues)), np.int32) for _ in Table._fields))
     longest = 0
-    for lane, items in enumerate(plays):
+    for lane, items in enumerate(queues):
         if not items:
             continue
         n = steps[items]
@@ -170,21 +187,32 @@ def capacity(
     lanes: int,
     slots: int,
     participation: float = 1.0,
-    worth: float = WORTH_ROWS,
+    worth: float = WORTH_EXAMPLES,
 ) -> Capacity:
-    """Shapes that hold every round of a run: a roster for each, any subset of clients. `slots` bounds the
-    clients per chunk and with them the memory between phases; `worth` is that of `step_widths`."""
+    """Shapes that hold every round of a run, for any subset of its clients.
+
+    Args:
+      program: what clients do.
+      partitions: one for each round of the run.
+      lanes: clients that run at a time.
+      slots: the most clients per chunk, which bounds the memory between phases.
+      participation: share of the clients that take part in a round.
+      worth: as in `step_widths`.
+    """
     counts = [np.sort(partition.count)[::-1] for partition in partitions]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most))
-    head = [count[:slots] for count in counts]
-    ticks = tuple(
-        max(column) for column in zip(*(_most_ticks(program, count, lanes) for count in head), strict=True)
-    )
+    largest = [count[:slots] for count in counts]
+    ticks = zip(*(_most_ticks(program, count, lanes) for count in largest), strict=True)
     everybody = np.concatenate(counts)
-    widths = tuple(step_widths(phase.view, everybody, worth) for phase in program.phases)
-    rows = max(1, max(int(c.sum()) for c in head))
-    return Capacity(len(partitions[0].count), max(1, most), slots, rows, ticks, widths)
+    return Capacity(
+        clients=len(partitions[0].count),
+        participants=max(1, most),
+        slots=slots,
+        examples=max(1, max(int(count.sum()) for count in largest)),
+        ticks=tuple(map(max, ticks)),
+        widths=tuple(step_widths(phase.view, everybody, worth) for phase in program.phases),
+    )
 
 
 def capacities(
@@ -193,18 +221,21 @@ def capacities(
     lanes: int,
     slots: int,
     participation: float = 1.0,
-    worth: float = WORTH_ROWS,
+    worth: float = WORTH_EXAMPLES,
 ) -> tuple[Capacity, ...]:
     """The capacity of each of the method's rounds; arguments as in `capacity`."""
     share = {"sampled": participation, "everyone": 1.0}
-    fit = lambda each: capacity(each.program, partitions, lanes, slots, share[each.who], worth)
-    return tuple(map(fit, method.rounds))
+    return tuple(
+        capacity(each.program, partitions, lanes, slots, share[each.who], worth) for each in method.rounds
+    )
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
-    """Ticks per phase that any subset of clients with `count` rows stays within. LPT never ends later than
-    the mean load plus the longest job, but it balances whole programs: one phase alone may be as uneven as
-      their sum allows."""
+    """Ticks per phase that any subset of clients with `count` examples stays within.
+
+    LPT never ends later than the mean load plus the longest job, but it balances whole programs: one phase
+    alone may be as uneven as their sum allows.
+    """
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     whole = np.sum(steps, axis=0)
     longest = int(-(-whole.sum() // lanes) + whole.max(initial=0))
@@ -219,54 +250,56 @@ def plan_round(
     lanes: int,
     capacity: Capacity,
 ) -> tuple[list[Chunk], tuple[int, int]]:
-    """Chunks of one round, and its steps: useful ones, and those that the lanes are busy or wait for. Their
-    ratio is the slot efficiency.
+    """The chunks of one round and its steps: useful ones, and those that the lanes are busy or idle for.
+    Their ratio is the slot efficiency.
 
-    `ids` are sorted client ids; those without rows are absent. Chunks hold clients of similar size, so that
-    none waits for another's.
+    `ids` are sorted client ids; those without examples are absent. Chunks hold clients of similar size, so
+    that none waits for another's.
 
     Raises:
-      InputError: more participants than the capacity was made for; their uploads would have no row to go to.
+      InputError: more participants than the capacity was made for, which has no entry for their uploads.
     """
-    held = partition.count
-    ids = ids[held[ids] > 0]
+    ids = ids[partition.count[ids] > 0]
     if len(ids) > capacity.participants:
         raise InputError(
             f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
             f"participation"
         )
-    by_size = np.argsort(-held[ids], kind="stable")
+    by_size = np.argsort(-partition.count[ids], kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
-    planned = [
-        _plan_chunk(program, partition, held, ids[group], group, round_, lanes, capacity) for group in groups
-    ]
-    useful = sum(int(phase_steps(held[ids], phase.view).sum()) for phase in program.phases)
-    paid = lanes * sum(int(tick) for chunk in planned for tick in chunk.ticks)
-    return planned, (useful, paid)
+    chunks = [_plan_chunk(program, partition, ids, group, round_, lanes, capacity) for group in groups]
+    useful = sum(int(phase_steps(partition.count[ids], phase.view).sum()) for phase in program.phases)
+    paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
+    return chunks, (useful, paid)
 
 
-def _plan_chunk(program, partition, held, chosen, group, round_, lanes, capacity) -> Chunk:
-    """One chunk: its clients' rows laid end to end, and a table per phase in which a client keeps its lane.
-    `held` are the rows of all clients, `group` the places of `chosen` among the participants."""
-    n, count = len(group), held[chosen]
-    pad = capacity.slots - n
+def _plan_chunk(
+    program: Program,
+    partition: ClientPartition,
+    ids: Ints,
+    group: Ints,
+    round_: int,
+    lanes: int,
+    capacity: Capacity,
+) -> Chunk:
+    """The chunk of the participants `ids[group]`: their indices one after the other, and a table per phase in
+    which a client keeps its lane."""
+    chosen, n = ids[group], len(group)
+    count, pad = partition.count[chosen], capacity.slots - n
     steps = [phase_steps(count, phase.view) for phase in program.phases]
-    plays = pack(np.sum(steps, axis=0), lanes)
-    tables, ticks = zip(
-        *(tabulate(plays, s, cap) for s, cap in zip(steps, capacity.ticks, strict=True)), strict=True
-    )
-    rows = np.concatenate([partition.rows[partition.offset[i] : partition.offset[i + 1]] for i in chosen])
-    spare = capacity.rows - len(rows)
+    queues = pack(np.sum(steps, axis=0), lanes)
+    tabulated = [tabulate(queues, s, most) for s, most in zip(steps, capacity.ticks, strict=True)]
+    tables, ticks = zip(*tabulated, strict=True)
+    indices = np.concatenate([partition.of_client(client) for client in chosen])
+    spare = capacity.examples - len(indices)
     return Chunk(
         id=_pad(chosen, pad, capacity.clients),
         position=_pad(group, pad, capacity.participants),
         count=_pad(count, pad, 0),
         offset=_pad(np.cumsum(count) - count, pad, 0),
-        class_rows=np.concatenate(
-            [partition.class_rows[chosen], np.zeros((pad, partition.class_rows.shape[1]))]
-        ).astype(np.int32),
-        rows=_pad(rows, spare, 0),
-        slot_of_row=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
+        class_examples=np.pad(partition.class_examples[chosen], [(0, pad), (0, 0)]).astype(np.int32),
+        indices=_pad(indices, spare, 0),
+        slot_of_example=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
         tables=tables,
         ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
         round=np.asarray(round_, np.int32),
@@ -279,7 +312,7 @@ def _pad(values: Ints, amount: int, fill: int) -> Int[np.ndarray, " n"]:
 
 
 def _tasks_of(partition: ClientPartition, chosen: Ints, pad: int) -> Task | None:
-    """The tasks of these clients, and of `pad` slots that nobody plays the first one's."""
+    """The tasks of these clients, and the first one's for `pad` empty slots."""
     if partition.task is None:
         return None
     slots = np.concatenate([chosen, np.repeat(chosen[:1], pad)])

@@ -1,7 +1,7 @@
-"""Training of the server on rows that it keeps of every task (`types.Rehearsal`).
+"""Training of the server on its replay buffer (`types.ServerReplay`).
 
-The rows lie on the host, and the device sees a batch of them at a time: its memory does not grow with the
-tasks. The order of the rows comes from the round's key.
+The examples lie on the host, and the device sees a batch of them at a time: its memory does not grow with the
+tasks. The order of the examples comes from the round's key.
 """
 
 import functools
@@ -14,62 +14,61 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.federated.client_loop import select
+from fcljax.federated.sums import is_float
 from fcljax.types import Metrics, PyTree, ReplayBatch, ReplayBuffer, RoundContext, ServerReplay, Weighted
 
 
 class Replayer(NamedTuple):
-    """The compiled functions of a rehearsal. `finish` keeps the server's state if what comes out is not
-    finite, and says so."""
+    """The compiled functions of a `ServerReplay`."""
 
     server_replay: ServerReplay
-    kept: Callable[..., ReplayBuffer]
+    buffer: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
+    # finish(round_context, server, local) -> (server, refused): the old state if the new is not finite
     finish: Callable[..., tuple[PyTree, Array]]
 
 
 class Replayed(NamedTuple):
-    """What came of it: the server's state, sums of metrics, the rows read, and was the result refused?"""
+    """The result of one round's training."""
 
-    server: PyTree
-    metrics: Metrics
-    rows: int
-    refused: bool
+    server: PyTree  # the server's state
+    metrics: Metrics  # their sums
+    examples: int  # examples read, in all epochs
+    refused: bool  # whether the result was not finite, so that the server kept its state
 
 
 def make_replayer(server_replay: ServerReplay, jit: Callable) -> Replayer:
-    """Compile-once functions; `jit(name, function, **options)` is the engine's."""
+    """Functions that are compiled once; `jit(name, function, **options)` is the engine's."""
 
     def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
         new = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
-        refused = spoiled(new, server)
+        refused = became_non_finite(new, server)
         return select(~refused, new, server), refused
 
     return Replayer(
         server_replay,
-        jit("rehearsal kept", server_replay.kept),
-        jit("rehearsal start", server_replay.start),
-        jit("rehearsal step", server_replay.step, donate_argnums=2),
-        jit("rehearsal finish", finish),
+        jit("server replay buffer", server_replay.buffer),
+        jit("server replay start", server_replay.start),
+        jit("server replay step", server_replay.step, donate_argnums=2),
+        jit("server replay finish", finish),
     )
 
 
-def spoiled(new: PyTree, old: PyTree) -> Array:
-    """Has a number become NaN or infinite?"""
+def became_non_finite(new: PyTree, old: PyTree) -> Array:
+    """Whether a finite number has become NaN or infinite."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    found = [
-        jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)
-    ]
+    found = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs if is_float(a)]
     return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)
 
 
 def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
-    """The rows of the current task on the host, numpy, without the places that are not taken."""
-    kept = jax.device_get(replayer.kept(round_context._replace(previous=()), server))
-    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(kept.used)], kept)
+    """The examples of the current task on the host, numpy, without unfilled entries."""
+    buffer = jax.device_get(replayer.buffer(round_context._replace(previous=()), server))
+    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(buffer.used)], buffer)
 
 
-def rehearse(
+def replay(
     replayer: Replayer,
     round_context: RoundContext,
     server: PyTree,
@@ -77,84 +76,78 @@ def rehearse(
     key: PRNGKeyArray,
     place: Callable[[PyTree], PyTree],
 ) -> Replayed:
-    """All epochs of a round.
+    """Train the server for all epochs of a round.
 
     Args:
-      rehearser: from `make_rehearser`.
-      turn: the round that is over.
-      server: its state after that.
-      past: rows of the tasks before, in their order, as `kept_rows` gave them.
-      key: of this rehearsal.
+      replayer: from `make_replayer`.
+      round_context: of the round that is over.
+      server: its state after that round.
+      past: examples of the earlier tasks, in the order of the tasks, as `current_buffer` returned them.
+      key: of this training.
       place: puts arrays where the engine works.
     """
-    round_context = round_context._replace(previous=())
-    stores = (
-        *(jax.tree.map(np.asarray, kept) for kept in past),
-        current_buffer(replayer, round_context, server),
-    )
-    pairs = replayer.server_replay.plan(int(round_context.task.index), bool(round_context.last))
-    chosen = _chosen(stores, pairs)
-    if not len(chosen.row):
+    rule, round_context = replayer.server_replay, round_context._replace(previous=())
+    buffers = [jax.tree.map(np.asarray, buffer) for buffer in past]
+    buffers.append(current_buffer(replayer, round_context, server))
+    chosen = _chosen(buffers, rule.plan(int(round_context.task.index), bool(round_context.last)))
+    if not len(chosen.index):
         return Replayed(server, {}, 0, False)
-    classes = np.isin(np.arange(len(round_context.task.current)), _labels(stores, chosen))
-    local, found, rows = replayer.start(round_context, server), [], 0
-    for epoch in range(replayer.server_replay.epochs):
-        own = jax.random.fold_in(key, epoch)
-        for i, batch in enumerate(_batches(stores, chosen, classes, replayer.server_replay.batch_size, own)):
-            step_key = jax.random.fold_in(own, i)
+    labels = np.concatenate([np.asarray(buffers[i].label) for i in np.unique(chosen.buffer)])
+    classes = np.isin(np.arange(len(round_context.task.current)), labels)
+    local, found, examples = replayer.start(round_context, server), [], 0
+    for epoch in range(rule.epochs):
+        epoch_key = jax.random.fold_in(key, epoch)
+        for i, batch in enumerate(_batches(buffers, chosen, classes, rule.batch_size, epoch_key)):
+            step_key = jax.random.fold_in(epoch_key, i)
             local, metrics = replayer.step(round_context, server, local, place(batch), step_key)
             found.append(metrics)
-            rows += int(np.sum(batch.mask))
+            examples += int(np.sum(batch.mask))
     server, refused = replayer.finish(round_context, server, local)
     total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), jax.device_get(found))
-    return Replayed(server, {name: Weighted(*value) for name, value in total.items()}, rows, bool(refused))
+    metrics = {name: Weighted(*value) for name, value in total.items()}
+    return Replayed(server, metrics, examples, bool(refused))
 
 
 class _Chosen(NamedTuple):
-    """Rows of some stores: in which store, at which place, and as whose each is taken."""
+    """n examples of several buffers."""
 
-    store: Int[np.ndarray, " n"]
-    row: Int[np.ndarray, " n"]
-    task: Int[np.ndarray, " n"]
+    buffer: Int[np.ndarray, " n"]  # number of the buffer that each is in
+    index: Int[np.ndarray, " n"]  # its index there
+    task: Int[np.ndarray, " n"]  # as whose task's example it is used
 
 
-def _chosen(stores: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]) -> _Chosen:
-    """All rows of each pair's task, in the order of the pairs."""
+def _chosen(buffers: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]) -> _Chosen:
+    """All examples of each pair's task, in the order of the pairs."""
     found = []
     for source, as_task in pairs:
-        row = np.arange(len(stores[source].label))
-        found.append((np.full_like(row, source), row, np.full_like(row, as_task)))
+        index = np.arange(len(buffers[source].label))
+        found.append((np.full_like(index, source), index, np.full_like(index, as_task)))
     return _Chosen(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
 
-def _labels(stores: Sequence[ReplayBuffer], chosen: _Chosen) -> Int[np.ndarray, " labels"]:
-    found = [np.asarray(stores[store].label) for store in np.unique(chosen.store)]
-    return np.unique(np.concatenate(found))
-
-
 def _batches(
-    stores: Sequence[ReplayBuffer], chosen: _Chosen, classes: np.ndarray, size: int, key: PRNGKeyArray
+    buffers: Sequence[ReplayBuffer], chosen: _Chosen, classes: np.ndarray, size: int, key: PRNGKeyArray
 ) -> Iterator[ReplayBatch]:
-    """An epoch, shuffled; the last batch is padded with rows that do not count."""
-    order = np.random.default_rng(np.asarray(jax.random.key_data(key))).permutation(len(chosen.row))
+    """The batches of a shuffled epoch; the last one is padded."""
+    order = np.random.default_rng(np.asarray(jax.random.key_data(key))).permutation(len(chosen.index))
     for first in range(0, len(order), size):
         mine = order[first : first + size]
         mask = np.arange(size) < len(mine)
-        # padding repeats a row, whose mask is False
+        # padding repeats an example, whose mask is False
         some = _Chosen(*(each[np.resize(mine, size)] for each in chosen))
-        rows, label = _taken([(kept.rows, kept.label) for kept in stores], some)
+        examples, label = _taken([(buffer.examples, buffer.label) for buffer in buffers], some)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
-        yield ReplayBatch(rows, label, some.task.astype(np.int32), mask, classes)
+        yield ReplayBatch(examples, label, some.task.astype(np.int32), mask, classes)
 
 
 def _taken(trees: list, chosen: _Chosen) -> tuple:
-    """The chosen rows of trees [N, ...] of several stores as one."""
+    """The chosen entries of the buffers' trees [N, ...], as one tree."""
 
     def one(*leaves: np.ndarray) -> np.ndarray:
-        out = np.empty((len(chosen.row), *leaves[0].shape[1:]), leaves[0].dtype)
-        for store in np.unique(chosen.store):
-            mine = chosen.store == store
-            out[mine] = leaves[store][chosen.row[mine]]
+        out = np.empty((len(chosen.index), *leaves[0].shape[1:]), leaves[0].dtype)
+        for buffer in np.unique(chosen.buffer):
+            mine = chosen.buffer == buffer
+            out[mine] = leaves[buffer][chosen.index[mine]]
         return out
 
     return jax.tree.map(one, *trees)

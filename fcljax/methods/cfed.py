@@ -1,41 +1,44 @@
-"""CFeD: continual federated learning with distillation on images of another data set (Ma et al., IJCAI 2022),
-as its release trains it and HePCo compares with it (specification A17).
+"""CFeD: continual federated learning with distillation (Ma et al., IJCAI 2022), as its release trains it and
+HePCo compares with it (specification A17).
 
-Everybody has unlabelled images of a surrogate data set. From the second task on a share of the clients are
-reviewers: they do not learn the task but keep to the model that it began with, on their shard of the
-surrogate images; all others learn the task by cross-entropy. The server averages both. If asked, it then
-pulls the average to the clients' models on surrogate images.
+Every client has unlabelled images of a surrogate data set.
 
-The release draws learners and reviewers independently and lets a reviewer go over its shard; here a client is
-one of the two, drawn anew in every round, and a reviewer takes as many steps as it would on its own rows.
+    learners    train on the task by cross-entropy
+    reviewers   (a share of the clients, from the second task on) do not learn the task but keep to the model
+                that it began with, on their shard of the surrogate images
+    server      averages both; if asked, it pulls the average to the clients' models on surrogate images
+
+The release draws learners and reviewers independently and lets a reviewer go over its shard. Here a client is
+one of the two, drawn anew in every round, and a reviewer takes as many steps as on its own examples.
 """
 
 import dataclasses
-import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from fcljax.errors import InputError
-from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
-from fcljax.parts.federate import Run, Seen, ServerStep, Term
-from fcljax.parts.learner import Learner, Model, Objective, objective_loss
+from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss, replaced_loss
+from fcljax.parts.optimise import optimise
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import (
     Start,
     began_with,
     distil_start,
     no_start,
-    sound_parts,
-    start_of_task,
+    send_start_of_task,
     unlabelled,
+    valid_parameters,
 )
-from fcljax.types import Aggregate, Frozen, Method, RoundContext, Weighted
+from fcljax.types import Frozen, Method, Task, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,68 +69,68 @@ PRESETS = {
 
 def cfed(options: CFeDOptions, run: Run) -> Method:
     """CFeD as a method, on any adapter."""
-    term = learn_or_review(options, run.sizes.clients)
-    steps = (start_of_task(), roles(options.reviewer_share, run.sizes.clients))
+    rules = (send_start_of_task(), roles(options.reviewer_share, run.sizes.clients))
     if options.server_steps:
-        steps += (server_distillation(options),)
-    return averaging(scheduled(run, options), Objective(weight=0.0), terms=(term,), steps=steps)
+        rules += (server_distillation(options),)
+    return federate(
+        run,
+        linear_learner(run),
+        loss=replaced_loss(),
+        client_rules=(learn_or_review(options, run.sizes.clients),),
+        server_rules=rules,
+        learning_rate=epoch_schedule(options, run),
+    )
 
 
 # ---- who reviews -------------------------------------------------------------------------------------------
 
 
-def roles(share: float, clients: int) -> ServerStep:
+def roles(share: float, clients: int) -> ServerRule:
     """Which clients review in the next round: a share of them, drawn anew after every round, and nobody in
     the first task."""
     count = round(share * clients)
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        drawn: Array,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del round_context, learner, drawn, aggregate
-        return params, jax.random.permutation(key, clients) < count, {}
+    def init(params: Params, trainable: Params) -> Bool[Array, " K"]:
+        del params, trainable
+        return jnp.zeros(clients, bool)
 
-    return ServerStep(
-        "roles",
-        step,
-        init=lambda params, part: jnp.zeros(clients, bool),
-        sends=lambda task, drawn: drawn & (task.index > 0),
-    )
+    def update(round: ServerRound, params: Params, drawn: Bool[Array, " K"]) -> ServerUpdate:
+        del drawn
+        return ServerUpdate(params, jax.random.permutation(round.key, clients) < count)
+
+    def sends(task: Task, drawn: Bool[Array, " K"]) -> Bool[Array, " K"]:
+        return drawn & (task.index > 0)
+
+    return ServerRule("roles", update, init, sends)
 
 
 # ---- client ------------------------------------------------------------------------------------------------
 
 
-def learn_or_review(options: CFeDOptions, clients: int) -> Term:
+def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
     """The whole loss: cross-entropy of a learner, or a reviewer's distillation of old classes."""
-    objective = Objective(options.local_classes)
+    learn = cross_entropy_loss(options.local_classes)
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        context = seen.context
+        context = step.context
         # only one of them is computed where clients train one by one
         return jax.lax.cond(
             context.payload.sent["roles"][context.client.id],
-            lambda: options.distill_weight * review(learner, seen, clients, options.distill_temperature),
-            lambda: objective_loss(objective, seen.output, seen.batch, context.task),
+            lambda: options.distill_weight * review(step, clients, options.distill_temperature),
+            lambda: learn.value(step.output, step.batch, context.task),
         )
 
-    return Term("cfed", loss, reads=("start", "roles"))
+    return ClientRule("cfed", loss)
 
 
-def review(learner: Learner, seen: Seen, clients: int, temperature: float) -> Float[Array, ""]:
+def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, ""]:
     """Distillation from the model that the task began with, on as many of the client's surrogate images as
-    the batch has rows."""
-    context = seen.context
-    image = surrogate(context.frozen)
-    first, last = shard(context.client.id, clients, len(image))
-    chosen = jax.random.randint(seen.key, seen.batch.mask.shape, first, last)
-    return distil_start(learner, seen, image[chosen] / 255, temperature)
+    the batch has examples."""
+    image = surrogate(step.context.frozen)
+    first, last = shard(step.context.client.id, clients, len(image))
+    chosen = jax.random.randint(step.key, step.batch.mask.shape, first, last)
+    return distil_start(step, image[chosen] / 255, temperature)
 
 
 def shard(client: Int[Array, ""], clients: int, images: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
@@ -151,81 +154,71 @@ def surrogate(frozen: Frozen) -> UInt8[Array, "S *shape"]:
 # ---- server ------------------------------------------------------------------------------------------------
 
 
-def server_distillation(options: CFeDOptions) -> ServerStep:
+def server_distillation(options: CFeDOptions) -> ServerRule:
     """The averaged model distils the clients' models, and from the second task on also the one that the task
     began with: each teacher on surrogate images of its own."""
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        start: Start,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        task, start = round_context.task, began_with(round_context, start)
-        part = learner.part(params, task)
-        clients = sound_parts(part, aggregate)
-        stack = lambda many, one: jnp.concatenate([many, one[None]])
-        teachers = jax.tree.map(stack, clients, start.part._replace(extra={}))
-        alive = jnp.append(aggregate.valid, task.index > 0)
-        steps = jnp.where(jnp.any(aggregate.valid), options.server_steps, 0)
-        part, found = _distil(options, learner, round_context, params, part, teachers, alive, steps, key)
-        return learner.put(params, task, part), start, {"loss": found}
+    def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
+        task, start = round.task, began_with(round, start)
+        mean = round.learner.trainable(params, task)
 
-    return ServerStep("distillation", step, init=no_start, sees_parts=True, changes=True)
+        def stack(many: Array, one: Array) -> Array:
+            return jnp.concatenate([many, one[None]])
+
+        before = start.trainable._replace(extra={})
+        teachers = Teachers(
+            jax.tree.map(stack, valid_parameters(round, mean), before),
+            jnp.append(round.valid, task.index > 0),
+        )
+        steps = jnp.where(jnp.any(round.valid), options.server_steps, 0)
+        trainable, loss = _distil(options, round, params, teachers, steps)
+        return ServerUpdate(round.learner.merge(params, task, trainable), start, {"loss": loss})
+
+    return ServerRule("distillation", update, no_start, reports=(OfEachClient("trainable"),))
+
+
+class Teachers(NamedTuple):
+    """J models that the averaged one distils."""
+
+    trainable: Params
+    """Leaves [J, ...]."""
+    valid: Bool[Array, " J"]
 
 
 def _distil(
-    options: CFeDOptions,
-    learner: Learner,
-    round_context: RoundContext,
-    params: Model,
-    part: Model,
-    teachers: Model,
-    alive: Bool[Array, " J"],
-    steps: Int[Array, ""],
-    key: PRNGKeyArray,
-) -> tuple[Model, Weighted]:
-    """So many steps of Adam on a part, and the mean loss."""
-    image, adam = surrogate(round_context.frozen), optax.adam(options.server_lr)
-    shape = (len(alive), -(-options.server_batch // len(alive)))
+    options: CFeDOptions, round: ServerRound, params: Params, teachers: Teachers, steps: Int[Array, ""]
+) -> tuple[Params, Weighted]:
+    """So many steps of Adam on the trainable parameters, and the mean loss."""
+    image, count = surrogate(round.frozen), len(teachers.valid)
+    shape = (count, -(-options.server_batch // count))
 
-    def step(i: Array, carry: tuple) -> tuple:
-        part, optimiser, total = carry
-        chosen = image[jax.random.randint(jax.random.fold_in(key, i), shape, 0, len(image))]
-        loss = functools.partial(
-            teachers_loss, options, learner, round_context, params, teachers, alive, chosen
-        )
-        value, gradient = jax.value_and_grad(loss)(part)
-        update, optimiser = adam.update(gradient, optimiser)
-        return optax.apply_updates(part, update), optimiser, total + value
+    def loss(trainable: Params, i: Array) -> Float[Array, ""]:
+        chosen = image[jax.random.randint(jax.random.fold_in(round.key, i), shape, 0, len(image))]
+        return teachers_loss(options, round, params, teachers, chosen, trainable)
 
-    part, _, total = jax.lax.fori_loop(0, steps, step, (part, adam.init(part), jnp.zeros(())))
-    return part, Weighted(total, steps.astype(jnp.float32))
+    start = round.learner.trainable(params, round.task)
+    return optimise(loss, start, optax.adam(options.server_lr), steps)
 
 
 def teachers_loss(
     options: CFeDOptions,
-    learner: Learner,
-    round_context: RoundContext,
-    params: Model,
-    teachers: Model,
-    alive: Bool[Array, " J"],
-    image: UInt8[Array, "J rows *shape"],
-    part: Model,
+    round: ServerRound,
+    params: Params,
+    teachers: Teachers,
+    image: UInt8[Array, "J images *shape"],
+    trainable: Params,
 ) -> Float[Array, ""]:
-    """Distillation of the seen classes from each teacher on its own images; the mean over the images of
-    teachers that are alive."""
-    task = round_context.task
+    """Distillation of the seen classes from each teacher on its own images; the mean over the images of valid
+    teachers."""
+    learner, task = round.learner, round.task
 
-    def logits(part: Model, image: Array) -> Float[Array, "rows C"]:
+    def logits(trainable: Params, image: Array) -> Float[Array, "images C"]:
         batch = unlabelled(learner, image / 255)
-        return learner.forward(round_context.frozen, params, part, batch, task, False).logits
+        return learner.forward(round.frozen, params, trainable, batch, task, False).logits
 
     # one teacher after the other: their activations are not needed together
-    target = jax.lax.map(lambda one: logits(*one), (teachers, image))
-    student = logits(part, image.reshape(-1, *image.shape[2:]))
-    used, heat = jnp.repeat(alive, image.shape[1]), options.distill_temperature
+    target = jax.lax.map(lambda one: logits(*one), (teachers.trainable, image))
+    student = logits(trainable, image.reshape(-1, *image.shape[2:]))
+    used, heat = jnp.repeat(teachers.valid, image.shape[1]), options.distill_temperature
     loss = distillation(student, target.reshape(student.shape), task.seen, used, heat)
     return options.distill_weight * loss

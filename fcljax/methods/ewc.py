@@ -1,9 +1,12 @@
 """EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017), after TARGET's release (ICCV 2023).
 
-When a task is over every client measures, on its own rows and under the global model, how much each number of
-what it trains mattered; later it pulls them there, the harder the more they did. The release evaluates this
-penalty on the global network object and not on the weights that train, so that it has no gradient; here it is
-on the latter.
+    client    trains on   L_ce + lambda / 2 sum_i F_i (w_i - w*_i)^2                             (eq. 3)
+    task end  each client measures F, the Fisher information, on its own examples under the global model,
+              averages it with that of earlier tasks, and keeps the model as w*
+    server    averages
+
+The release evaluates the penalty on the global network and not on the weights that train, so that it has no
+gradient; here it acts on the latter.
 """
 
 import dataclasses
@@ -14,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import cross_entropy
 from fcljax.options import option
-from fcljax.parts.federate import Run, Seen, Term
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import ClientPass, ClientRule, ClientStep
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, View
 
@@ -44,28 +47,31 @@ PRESETS = {
 
 
 class Anchor(NamedTuple):
-    """What a client knows of the tasks that it had rows of: the model after the last of them, and how much
-    each number of it matters, 0 before the first is over."""
+    """What a client knows of the tasks that it had examples of."""
 
-    part: Model
-    fisher: Model
-    known: Bool[Array, ""]  # is any of them over?
+    trainable: Params
+    """w*: the parameters after the last of them."""
+    fisher: Params
+    """F: how much each parameter matters; 0 before the first task is over."""
+    known: Bool[Array, ""]
+    """Whether any of them is over."""
 
 
-class Memory(NamedTuple):
-    """A client at work: its anchor, and the sums of a new Fisher information."""
+class Measuring(NamedTuple):
+    """A client that measures a new Fisher information."""
 
-    anchor: Anchor
-    squares: Model
+    squares: Params
+    """Sums of squared gradients."""
     batches: Float[Array, ""]
 
 
 def ewc(options: EWCOptions, run: Run) -> Method:
     """EWC+FL as a method."""
-    return averaging(run, terms=(elastic(options.ewc_weight, options.fisher_limit, run.train.batch_size),))
+    rule = elastic(options.ewc_weight, options.fisher_limit, run.training.batch_size)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=(rule,))
 
 
-def elastic(weight: float, limit: float, batch_size: int) -> Term:
+def elastic(weight: float, limit: float, batch_size: int) -> ClientRule:
     """lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3).
 
     Args:
@@ -74,48 +80,55 @@ def elastic(weight: float, limit: float, batch_size: int) -> Term:
       batch_size: of the pass that measures it.
     """
 
-    def loss(learner: Learner, seen: Seen, memory: Memory) -> Float[Array, ""] | float:
-        del learner
-        anchor = memory.anchor
-        pull = jax.tree.map(
-            lambda f, w, old: jnp.sum(f * (w - old) ** 2), anchor.fisher, seen.part, anchor.part
-        )
-        return weight / 2 * sum(jax.tree.leaves(pull))
+    def loss(step: ClientStep, anchor: Anchor) -> Float[Array, ""] | float:
+        def pull(fisher: Array, now: Array, then: Array) -> Array:
+            return jnp.sum(fisher * (now - then) ** 2)
 
-    def look(learner: Learner, seen: Seen, memory: Memory) -> Memory:
-        """Add the squared gradient of a batch, at the weights that were trained."""
-        context, batch = seen.context, seen.batch
+        pulls = jax.tree.map(pull, anchor.fisher, step.trainable, anchor.trainable)
+        return weight / 2 * sum(jax.tree.leaves(pulls))
 
-        def loss_of(part: Model) -> Float[Array, ""]:
-            output = learner.forward(context.frozen, context.cached, part, batch, context.task, True)
-            return cross_entropy(output.logits, batch.label, context.task.current, batch.mask)
+    def keep(context: ClientContext, found: Measuring, trainable: Params, anchor: Anchor) -> Anchor:
+        def mean(squares: Array) -> Array:
+            return jnp.minimum(squares / jnp.maximum(found.batches, 1), limit)
 
-        gradient = jax.grad(loss_of)(seen.part)
-        squares = jax.tree.map(lambda total, g: total + g**2, memory.squares, gradient)
-        return memory._replace(squares=squares, batches=memory.batches + 1)
-
-    def keep(context: ClientContext, memory: Memory, part: Model, state: Anchor) -> Anchor:
-        del state
-        mean = lambda s: jnp.minimum(s / jnp.maximum(memory.batches, 1), limit)
-        return consolidate(context, memory.anchor, part, jax.tree.map(mean, memory.squares))
+        return consolidate(context, anchor, trainable, jax.tree.map(mean, found.squares))
 
     view = View(1, batch_size, shuffle=False, augment=False)
-    return Term("ewc", loss, _new, _begin, look, keep, view=view, at_end=True)
+    measure = ClientPass("task_end", view, add_squared_gradient, nothing_measured, keep)
+    return ClientRule("ewc", loss, no_anchor, passes=(measure,))
 
 
-def consolidate(context: ClientContext, anchor: Anchor, part: Model, fisher: Model) -> Anchor:
-    """When a task is over: w* <- w, and F <- a F + (1 - a) F_new with a the share of classes that were old in
-    it. A client whose first task it is has nothing old to keep, so a is 0 then."""
-    share = jnp.where(anchor.known, jnp.sum(context.task.old) / jnp.sum(context.task.seen), 0.0)
-    merge = lambda old, new: share * old + (1 - share) * new
-    return Anchor(part, jax.tree.map(merge, anchor.fisher, fisher), jnp.bool_(True))
-
-
-def _begin(context: ClientContext, state: Anchor, key: PRNGKeyArray) -> Memory:
-    del context, key
-    return Memory(state, jax.tree.map(jnp.zeros_like, state.fisher), jnp.zeros(()))
-
-
-def _new(key: PRNGKeyArray, part: Model) -> Anchor:
+def no_anchor(key: PRNGKeyArray, trainable: Params) -> Anchor:
+    """Before the first task."""
     del key
-    return Anchor(part, jax.tree.map(jnp.zeros_like, part), jnp.bool_(False))
+    return Anchor(trainable, jax.tree.map(jnp.zeros_like, trainable), jnp.bool_(False))
+
+
+def nothing_measured(context: ClientContext, anchor: Anchor, key: PRNGKeyArray) -> Measuring:
+    """Before the first batch."""
+    del context, key
+    return Measuring(jax.tree.map(jnp.zeros_like, anchor.fisher), jnp.zeros(()))
+
+
+def add_squared_gradient(step: ClientStep, found: Measuring) -> Measuring:
+    """Adds the squared gradient of a batch at the weights that the task ended with."""
+    batch, task = step.batch, step.context.task
+
+    def loss(trainable: Params) -> Float[Array, ""]:
+        logits = step.forward(trainable).logits
+        return cross_entropy(logits, batch.label, task.current, batch.mask)
+
+    gradient = jax.grad(loss)(step.trainable)
+    squares = jax.tree.map(lambda total, g: total + g**2, found.squares, gradient)
+    return Measuring(squares, found.batches + 1)
+
+
+def consolidate(context: ClientContext, anchor: Anchor, trainable: Params, fisher: Params) -> Anchor:
+    """The anchor after a task: w* <- w and F <- a F + (1 - a) F_new, a the share of old classes in the task.
+
+    A client whose first task it is has nothing old to keep; for it a = 0.
+    """
+    old, seen = jnp.sum(context.task.old), jnp.sum(context.task.seen)
+    share = jnp.where(anchor.known, old / seen, 0.0)
+    merged = jax.tree.map(lambda f, new: share * f + (1 - share) * new, anchor.fisher, fisher)
+    return Anchor(trainable, merged, jnp.bool_(True))

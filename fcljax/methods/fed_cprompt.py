@@ -1,5 +1,8 @@
-"""Fed-CPrompt (Bagwe et al. 2023) as HePCo compares with it (specification A7): prompts of clients that are
-kept near the server's newest model and away from that of the last task.
+"""Fed-CPrompt (Bagwe et al. 2023) as HePCo compares with it (specification A7).
+
+    client    trains prompts on   L_ce + max(near ||z - z_newest||^2 - far ||z - z_last||^2 + margin, 0),
+              which keeps its logits near the newest global model's and away from those of the last task's
+    server    averages, and sends the model that the task began with too    (parts/task_start.py)
 
 No code of the paper is public. This is the contrastive loss of HePCo's release, on logits and not on prompts,
 with its margin and weights; HePCo's text says no more than that there is one.
@@ -10,12 +13,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import masked_sum
-from fcljax.parts.federate import Run, Seen, Term
-from fcljax.parts.learner import Learner
-from fcljax.parts.task_start import start_of_task, teacher
+from fcljax.parts.client import ClientRule, ClientStep
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
+from fcljax.parts.task_start import send_start_of_task, teacher
 from fcljax.types import Method
 
 
@@ -39,24 +42,28 @@ PRESETS = {
 
 def fed_cprompt(options: CPromptOptions, run: Run) -> Method:
     """Fed-CPrompt as a method."""
-    terms = (contrast(options.contrast_near, options.contrast_far, options.contrast_margin),)
-    return averaging(scheduled(run, options), terms=terms, steps=(start_of_task(),))
+    return federate(
+        run,
+        linear_learner(run),
+        loss=cross_entropy_loss(),
+        client_rules=(contrast(options.contrast_near, options.contrast_far, options.contrast_margin),),
+        server_rules=(send_start_of_task(),),
+        learning_rate=epoch_schedule(options, run),
+    )
 
 
-def contrast(near: float, far: float, margin: float) -> Term:
-    """Added to the cross-entropy from the second task on, when there is a model of an earlier one."""
+def contrast(near: float, far: float, margin: float) -> ClientRule:
+    """The contrastive loss, from the second task on, when there is a model of an earlier one."""
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        context, batch = seen.context, seen.batch
-        of = lambda part: (
-            learner.forward(context.frozen, context.cached, part, batch, context.task, True).logits
-        )
-        own, newest, last = seen.output.logits, of(context.payload.part), of(teacher(context))
-        value = contrastive_loss(own, newest, last, batch.mask, near, far, margin)
+        context, own = step.context, step.output.logits
+        newest = step.forward(context.payload.trainable).logits
+        last = step.forward(teacher(context)).logits
+        value = contrastive_loss(own, newest, last, step.batch.mask, near, far, margin)
         return jnp.where(jnp.any(context.task.old), value, 0.0)
 
-    return Term("contrast", loss, reads=("start",))
+    return ClientRule("contrast", loss)
 
 
 def contrastive_loss(
@@ -68,7 +75,10 @@ def contrastive_loss(
     far: float,
     margin: float,
 ) -> Float[Array, ""]:
-    """max(sum over the rows of near ||z - z_newest||^2 - far ||z - z_last||^2, plus the margin, 0), over the
-    logits of all classes."""
-    distance = lambda other: jnp.sum((logits - other) ** 2, axis=-1)
+    """max(sum over the examples of near ||z - z_newest||^2 - far ||z - z_last||^2, plus the margin, 0), over
+    the logits of all classes."""
+
+    def distance(other: Float[Array, "batch C"]) -> Float[Array, " batch"]:
+        return jnp.sum((logits - other) ** 2, axis=-1)
+
     return jnp.maximum(masked_sum(near * distance(newest) - far * distance(last), mask) + margin, 0.0)

@@ -1,24 +1,17 @@
 """FedAvg: clients train, the server averages, nothing is done against forgetting (McMahan et al. 2017).
 
-By default on FPPL's adapter with its three parts off (FPPL table III, first row): one prompt per task, the
-untrained gate picks one of them, the averaged classifier is used as it is. As in the release, the untrained
-gate travels with the model and is counted. On `linear` it averages a classifier on frozen features, on LoRA
-with all classes at once it is the joint training of PILoRA's tables.
+`fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row): one prompt per task,
+which the untrained gate picks; as in the release, that gate travels and is counted. `linear`, `joint`, `l2p`,
+`dualprompt` and `coda-prompt` are FedAvg on other adapters.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
-
-import jax
-from jaxtyping import PRNGKeyArray
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.adapters.prompts import PromptOptions
-from fcljax.methods import fppl
-from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import CROSS_ENTROPY, Rehearse, Run, ServerStep, Term, federate
-from fcljax.parts.learner import Keys, Objective, learner, two_keys
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss, one_key, three_keys, two_keys
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method
 
@@ -49,43 +42,12 @@ JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), (LoraOptions(lora
 
 def fedavg(options: FedAvgOptions, run: Run) -> Method:
     """FedAvg with the losses of FPPL's release."""
-    objective = Objective(options.local_classes, options.reduction)
-    return averaging(run, objective, fppl.three_keys)
+    loss = cross_entropy_loss(options.local_classes, options.reduction)
+    return federate(run, linear_learner(run, three_keys), loss=loss)
 
 
 def plain(options: NoOptions, run: Run) -> Method:
-    """FedAvg with cross-entropy over the classes of the current task: the baselines `linear`, `joint`, `l2p`,
-    `dualprompt` and `coda-prompt`."""
+    """FedAvg with cross-entropy over the classes of the current task."""
     del options
-    return averaging(run, keys=one_key if run.adapter.plain else two_keys)
-
-
-def averaging(
-    run: Run,
-    objective: Objective = CROSS_ENTROPY,
-    keys: Keys = two_keys,
-    terms: tuple[Term, ...] = (),
-    steps: tuple[ServerStep, ...] = (),
-    rehearse: Rehearse | None = None,
-    restores: Callable | None = None,
-) -> Method:
-    """FedAvg of an adapter and a linear classifier, with terms of the clients' loss, what they read, and what
-    the server does besides."""
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    model = learner(run.network, run.adapter, head, keys)
-    return federate(
-        model,
-        run.sizes,
-        run.train,
-        terms + run.terms,
-        steps,
-        objective=objective,
-        aggregation=run.aggregation,
-        rehearse=rehearse,
-        restores=restores,
-    )
-
-
-def one_key(key: PRNGKeyArray) -> tuple[jax.Array, jax.Array]:
-    """A classifier alone draws from the key itself."""
-    return key, key
+    keys = one_key if run.adapter.plain else two_keys
+    return federate(run, linear_learner(run, keys), loss=cross_entropy_loss())

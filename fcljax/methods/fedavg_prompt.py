@@ -1,12 +1,12 @@
 """FedAvg-Prompt (HePCo's first baseline, specification A2): HePCo's clients, and a server that only averages.
 
-With one client that has everything it is the centralised prompting of HePCo's table 1, with `prox_weight` it
+With one client that has everything it is the centralised prompting of HePCo's table 1; with `prox_weight` it
 is FedProx on prompts.
 """
 
-from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, scheduled
-from fcljax.parts.federate import Run
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.settings import changed
 from fcljax.types import Method
 
@@ -18,4 +18,5 @@ CENTRALIZED = changed(
 
 def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:
     """FedAvg-Prompt as a method."""
-    return averaging(scheduled(run, options))
+    schedule = epoch_schedule(options, run)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), learning_rate=schedule)

@@ -1,30 +1,45 @@
-"""FPPL: an efficient and non-IID robust federated continual learning framework (He et al. 2024).
+"""FPPL: an efficient and non-IID robust federated continual learning framework (He et al. 2024, arXiv
+2411.01904).
 
-arXiv 2411.01904. Clients learn a prompt per task that is fused with the frozen prompts of earlier tasks by a
-gate on the un-prompted features (`adapters/prompts.py`); class prototypes go up, are averaged, come back to
-pull the clients' features together (unified representation), and fill a pool on which the server removes the
-bias of the averaged classifier. Where paper and release differ, a field of `FPPLOptions` says which one is
-meant.
+One round of task t:
+
+    server    sends the task's prompt with the gate, the classifier, and the global prototypes G
+    client k  trains them on   L = L_ce + lambda L_ur                                            (eq. 6, 7)
+              where the prompt is fused with those of earlier tasks by the gate  (adapters/prompts.py)
+              sends them, with the mean feature C_k^y of each class y that it holds
+    server    averages the parameters, weighted by examples
+              keeps each client's prototypes in a pool; G is their mean by class                 (eq. 5)
+              trains the averaged classifier on the pool: debiasing                              (eq. 4)
+
+Where the paper and the authors' code differ, an option says which one is meant; the presets are the readings.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from fcljax.methods.fppl_robust import per_class, screen_prototypes
+from fcljax.errors import InputError
+from fcljax.federated.aggregation import Aggregation
+from fcljax.federated.distances import EQUAL_DISTANCES, SHRINK, difference, norm
+from fcljax.federated.rules import coordinate_median
+from fcljax.federated.sums import cast_like, widen
 from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
 from fcljax.options import option
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Run, Seen, ServerStep, Term, federate
-from fcljax.parts.learner import Learner, Model, Objective, learner
+from fcljax.parts.client import ClientRule, ClientStep, Report
+from fcljax.parts.federate import Run, federate
+from fcljax.parts.learner import Params, cross_entropy_loss, learner, three_keys
+from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
-from fcljax.types import Aggregate, Method, RoundContext, Task, View, Weighted
+from fcljax.types import Method, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
 
@@ -69,60 +84,50 @@ PRESETS = {
 }
 
 
-def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The adapter draws prompts and gate from the first two of three keys, the classifier from the third."""
-    return key, jax.random.split(key, 3)[2]
-
-
 def fppl(options: FPPLOptions, run: Run) -> Method:
-    """FPPL as a method, on any adapter. `options` must be resolved."""
-    sizes, width = run.sizes, run.network.width
-    model = learner(run.network, run.adapter, linear(width, sizes.classes), three_keys)
-    terms = () if options.wo_unified else (unified_term(options),)
+    """FPPL as a method, on any adapter."""
+    classifier = linear(run.network.width, run.sizes.classes)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
-    objective = Objective(options.local_classes, options.reduction)
     return federate(
-        model,
-        sizes,
-        run.train,
-        terms + run.terms,
-        steps=(prototype_step(options, run),) if reads_prototypes else (),
-        objective=objective,
-        aggregation=run.aggregation,
+        run,
+        learner(run.network, run.adapter, classifier, three_keys),
+        loss=cross_entropy_loss(options.local_classes, options.reduction),
+        client_rules=() if options.wo_unified else (unified_representation(options),),
+        server_rules=(debias_classifier(options, run),) if reads_prototypes else (),
     )
 
 
 # ---- client ------------------------------------------------------------------------------------------------
 
 
-def unified_term(options: FPPLOptions) -> Term:
-    """lambda L_ur (eq. 6), on the global prototypes that came down."""
-    average, reduction = options.unified_average, options.reduction
+def unified_representation(options: FPPLOptions) -> ClientRule:
+    """lambda L_ur (eq. 6), against the global prototypes that came down."""
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
-        del learner, memory
-        task, batch = seen.context.task, seen.batch
-        prototypes, classes = _of_task(seen.context.payload.sent["debias"], task, options)
-        pull = unified_representation_loss(
-            seen.output.feature,
-            batch.label,
-            batch.mask,
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
+        del memory
+        prototypes, classes = global_prototypes(step, options)
+        value = unified_representation_loss(
+            step.output.feature,
+            step.batch.label,
+            step.batch.mask,
             prototypes,
             classes,
             options.temperature,
-            average,
-            reduction,
+            options.unified_average,
+            options.reduction,
         )
-        return options.unified_weight * pull
+        return options.unified_weight * value
 
-    return Term("unified", loss, reads=("debias",))
+    return ClientRule("unified", loss)
 
 
-def _of_task(received: Prototypes, task: Task, options: FPPLOptions) -> tuple[Prototypes, Array]:
-    """G of the current task as the client reads it, with the class of each row."""
+def global_prototypes(step: ClientStep, options: FPPLOptions) -> tuple[Prototypes, Array]:
+    """G of the current task at a client, and the class of each prototype."""
+    received, task = step.context.payload.sent["debias"], step.context.task
     if options.prototype_download == "current":
         return received, task.classes
-    return received._replace(present=received.present & task.current), jnp.arange(task.current.shape[0])
+    present = received.present & task.current
+    return received._replace(present=present), jnp.arange(task.current.shape[0])
 
 
 def unified_representation_loss(
@@ -153,63 +158,52 @@ def unified_representation_loss(
 # ---- server ------------------------------------------------------------------------------------------------
 
 
-def prototype_step(options: FPPLOptions, run: Run) -> ServerStep:
-    """Put what clients sent into the pool, send its means G down (eq. 5), debias the classifier (eq. 4).
+def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
+    """Stores the clients' prototypes, sends their means G (eq. 5), debiases the classifier (eq. 4).
 
-    Under a robust aggregation rule G is merged by that rule, class by class, and the debias leaves out the
+    Under a robust aggregation rule G is merged by that rule, class by class, and the debiasing leaves out the
     prototypes that lie far from it.
     """
-    sizes, width, batch_size = run.sizes, run.network.width, run.train.batch_size
-    merge, robust = per_class(run.aggregation), run.aggregation.reduce is not None
-    reduction = options.reduction
-    everyone, equal = jnp.ones(sizes.clients, bool), jnp.ones(sizes.clients)
+    clients, robust = run.sizes.clients, run.aggregation.reduce is not None
 
-    def init(params: Model, part: Model) -> Prototypes:
-        del params, part
-        shape = (sizes.clients, sizes.classes)
-        return Prototypes(jnp.zeros((*shape, width)), jnp.zeros(shape, bool))
-
-    def merged(pool: Prototypes) -> Prototypes:
-        return Prototypes(*merge(pool.vector, pool.present, equal, everyone, jax.random.key(0)))
+    def init(params: Params, trainable: Params) -> Prototypes:
+        del params, trainable
+        shape = (clients, run.sizes.classes)
+        return Prototypes(jnp.zeros((*shape, run.network.width)), jnp.zeros(shape, bool))
 
     def sends(task: Task, pool: Prototypes) -> Prototypes | tuple[()]:
         if options.wo_unified:
             return ()
-        means = merged(pool)
-        return _rows(means, task.classes) if options.prototype_download == "current" else means
+        means = merge_pool(run.aggregation, pool)
+        return _of_classes(means, task.classes) if options.prototype_download == "current" else means
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        pool: Prototypes,
-        aggregate: Aggregate,
-        key,
-    ):
-        del learner
-        task, sent = round_context.task, aggregate.gather["prototypes"]
-        pool = store_prototypes(pool, sent, aggregate.id, aggregate.valid, task.classes)
+    def update(round: ServerRound, params: Params, pool: Prototypes) -> ServerUpdate:
+        task, sent = round.task, round.reports["prototypes"]
+        pool = store_prototypes(pool, sent, round.ids, round.valid, task.classes)
         if options.wo_debias:
-            return params, pool, {}
+            return ServerUpdate(params, pool)
         present = pool.present & (task.current if options.wo_pool else task.seen)
         if robust:
-            present = screen_prototypes(pool.vector, present, merged(pool).vector, everyone)
-        head, metrics = debias(
-            params.classifier,
-            pool._replace(present=present),
-            key,
+            merged = merge_pool(run.aggregation, pool)
+            present = screen_prototypes(pool.vector, present, merged.vector, jnp.ones(clients, bool))
+        server = ServerTraining(
             options.server_epochs,
-            options.server_batch_size or batch_size,
-            options.server_lr or run.train.lr,
-            reduction,
+            options.server_batch_size or run.training.batch_size,
+            options.server_lr or run.training.lr,
+            options.reduction,
         )
-        return params._replace(classifier=head), pool, metrics
+        head, loss = debias(params.classifier, pool._replace(present=present), round.key, server)
+        return ServerUpdate(params._replace(classifier=head), pool, {"loss": loss})
 
-    view = View(1, batch_size, augment=options.prototype_view == "augmented")
-    # local prototypes C_k^y: the plain mean of c_x over the client's rows of a class, under the model that it
-    # has just trained
-    collects = (class_prototypes("prototypes", sizes.task_classes, width, view),)
-    return ServerStep("debias", step, init, sends, collects, follows_rule=True)
+    return ServerRule("debias", update, init, sends, reports=(local_prototypes(options, run),))
+
+
+def local_prototypes(options: FPPLOptions, run: Run) -> Report:
+    """C_k^y: the plain mean of the features of a client's examples of a class, under the model that it has
+    just trained."""
+    view = View(1, run.training.batch_size, augment=options.prototype_view == "augmented")
+    width = run.network.width
+    return class_prototypes("prototypes", run.sizes.task_classes, width, view, follows_rule=True)
 
 
 def store_prototypes(
@@ -228,43 +222,139 @@ def store_prototypes(
     return jax.tree.map(put, pool, sent)
 
 
+class ServerTraining(NamedTuple):
+    """How the server trains the classifier."""
+
+    epochs: int
+    batch_size: int
+    lr: float
+    reduction: Reduction = "mean"
+
+
 def debias(
-    head: Head,
-    pool: Prototypes,
-    key: PRNGKeyArray,
-    epochs: int,
-    batch_size: int,
-    lr: float,
-    reduction: Reduction = "mean",
-) -> tuple[Head, dict[str, Weighted]]:
-    """Train the classifier alone on every stored prototype (FPPL eq. 4): new Adam, shuffled batches, classes
-    without a prototype masked. pool: vectors [K, C, width] and held [K, C], a training row per held entry."""
+    head: Head, pool: Prototypes, key: PRNGKeyArray, training: ServerTraining
+) -> tuple[Head, Weighted]:
+    """Trains the classifier alone on every stored prototype (eq. 4), and returns the mean loss.
+
+    Adam is new, batches are shuffled, and classes without a prototype are masked.
+
+    Args:
+      head: the averaged classifier.
+      pool: vectors [K, C, width] and present [K, C]; a training example per present entry.
+      key: of the shuffling.
+      training: epochs, batch size, learning rate, reduction of the loss.
+    """
     feature, present = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.present.reshape(-1)
     label = jnp.broadcast_to(jnp.arange(pool.present.shape[1]), pool.present.shape).reshape(-1)
-    allowed, count, adam = jnp.any(pool.present, axis=0), jnp.sum(present), optax.adam(lr)
-    batches = -(-count // batch_size)
-    # Held rows first, in a fresh random order every epoch.
-    uniform = lambda epoch: jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
-    order = jnp.argsort(jnp.where(present, jax.vmap(uniform)(jnp.arange(epochs)), 2.0), axis=-1)
+    allowed, count = jnp.any(pool.present, axis=0), jnp.sum(present)
+    batches = -(-count // training.batch_size)
+    order = _epoch_orders(present, training.epochs, key)
 
-    def step(i, carry):
-        head, optimiser, total = carry
-        within = (i % batches) * batch_size + jnp.arange(batch_size)
-        rows, mask = order[i // batches, jnp.minimum(within, present.shape[0] - 1)], within < count
+    def loss(head: Head, i: Array) -> Float[Array, ""]:
+        within = (i % batches) * training.batch_size + jnp.arange(training.batch_size)
+        chosen = order[i // batches, jnp.minimum(within, present.shape[0] - 1)]
+        logits = apply_head(head, feature[chosen])
+        return cross_entropy(logits, label[chosen], allowed, within < count, training.reduction)
 
-        def loss_of(head):
-            return cross_entropy(apply_head(head, feature[rows]), label[rows], allowed, mask, reduction)
-
-        loss, gradient = jax.value_and_grad(loss_of)(head)
-        update, optimiser = adam.update(gradient, optimiser)
-        return optax.apply_updates(head, update), optimiser, total + loss
-
-    start = (head, adam.init(head), jnp.zeros(()))
-    head, _, total = jax.lax.fori_loop(0, epochs * batches, step, start)
-    return head, {"loss": Weighted(total, (epochs * batches).astype(jnp.float32))}
+    return optimise(loss, head, optax.adam(training.lr), training.epochs * batches)
 
 
-def _rows(prototypes: Prototypes, classes: Int[Array | np.ndarray, " Ct"]) -> Prototypes:
-    """The prototypes of `classes`; padding (-1) holds none."""
+def _epoch_orders(present: Bool[Array, " n"], epochs: int, key: PRNGKeyArray) -> Int[Array, "epochs n"]:
+    """The present entries first, in a new random order in every epoch."""
+
+    def uniform(epoch: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
+
+    return jnp.argsort(jnp.where(present, jax.vmap(uniform)(jnp.arange(epochs)), 2.0), axis=-1)
+
+
+def _of_classes(prototypes: Prototypes, classes: Int[Array | np.ndarray, " Ct"]) -> Prototypes:
+    """The prototypes of `classes`; padding (-1) has none."""
     index = jnp.maximum(classes, 0)
     return Prototypes(prototypes.vector[index], prototypes.present[index] & (classes >= 0))
+
+
+# ---- prototypes by class, also under a robust aggregation rule ---------------------------------------------
+
+
+def merge_pool(aggregation: Aggregation, pool: Prototypes) -> Prototypes:
+    """The global prototypes G of a pool [K, C, ...]: means by class (eq. 5), or what a robust rule makes of
+    them."""
+    clients = pool.present.shape[0]
+    everyone, equal = jnp.ones(clients, bool), jnp.ones(clients)
+    merge = per_class(aggregation)
+    return Prototypes(*merge(pool.vector, pool.present, equal, everyone, jax.random.key(0)))
+
+
+def prototype_mean(
+    prototype: Float[Array, "K C D"], present: Bool[Array, "K C"], valid: Bool[Array, " K"]
+) -> tuple[Float[Array, "C D"], Bool[Array, " C"]]:
+    """Global prototypes: the unweighted mean over the valid clients that hold the class (FPPL eq. 5).
+
+    Returns:
+      (mean, held): held [C] is False, and the mean 0, for classes that no valid client holds.
+    """
+    holds = present & valid[:, None]
+    holders = jnp.sum(holds, axis=0)
+    total = jnp.sum(jnp.where(holds[..., None], widen(prototype), 0), axis=0)
+    return cast_like(total / jnp.maximum(holders, 1)[:, None], prototype), holders > 0
+
+
+def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
+    """The rule's `reduce` for stacks of class prototypes, class by class over the clients that hold it.
+
+    Clipping, noise and server optimiser have no part in it: prototypes have no reference, so centred clipping
+    starts from zeros.
+
+    Returns:
+      merge(vectors [K, C, D], present [K, C], weight [K], valid [K], key) -> (merged [C, D], held [C]). Held
+      is False, and merged 0, for classes that no valid client holds. Means are unweighted (`prototype_mean`).
+    """
+
+    def merge(
+        vectors: Float[Array, "K C D"],
+        present: Bool[Array, "K C"],
+        weight: Num[Array, " K"],
+        valid: Bool[Array, " K"],
+        key: PRNGKeyArray,
+    ) -> tuple[Float[Array, "C D"], Bool[Array, " C"]]:
+        if aggregation.reduce is None:
+            return prototype_mean(vectors, present, valid)
+        holds, nothing = present & valid[:, None], jnp.zeros(vectors.shape[1:], vectors.dtype)
+        keys = jax.random.split(key, vectors.shape[1])
+        of_class = jax.vmap(aggregation.reduce, in_axes=(1, 0, None, 1, 0))
+        return of_class(vectors, nothing, weight, holds, keys), jnp.any(holds, axis=0)
+
+    return merge
+
+
+def screen_prototypes(
+    vectors: Float[Array, "K C D"],
+    present: Bool[Array, "K C"],
+    merged: Float[Array, "C D"],
+    valid: Bool[Array, " K"],
+    factor: float = 3.0,
+) -> Bool[Array, "K C"]:
+    """Which prototypes to believe: those whose L2 distance to the merged one is at most `factor` times the
+    median distance of the class's holders.
+
+    A class with fewer than 3 valid holders keeps all of them, since two cannot say which of them is wrong. By
+    construction at least half of the holders stay. `merged` should come from a robust rule: a plain mean of n
+    holders puts a far one at only n - 1 times the others' distance.
+
+    Returns:
+      `present` without the screened prototypes and without the rows of invalid clients.
+
+    Raises:
+      InputError: factor < 1.
+    """
+    if not factor >= 1:
+        raise InputError(f"factor: {factor} is too small; nearest valid value: 1, and 3 is usual")
+    holds = present & valid[:, None]
+    apart = difference(jnp.where(holds[..., None], widen(vectors), 0), widen(merged))
+    distance = jax.vmap(jax.vmap(norm))(apart)
+    usual = jax.vmap(coordinate_median, in_axes=(1, None, 1))(distance, jnp.ones(valid.shape), holds)
+    # where most prototypes equal the merged one, a difference by rounding is no outlier
+    rounding = EQUAL_DISTANCES * jax.vmap(norm)(SHRINK * widen(merged))
+    far = (distance > factor * usual + rounding) & (jnp.sum(holds, axis=0) >= 3)
+    return holds & ~far

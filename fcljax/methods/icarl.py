@@ -1,21 +1,22 @@
-"""iCaRL+FL: rehearsal (Rebuffi et al. 2017) in the form of TARGET's release (ICCV 2023).
+"""iCaRL+FL: replay (Rebuffi et al. 2017) in the form of TARGET's release (ICCV 2023).
 
-A client remembers a uniform sample of the rows that it had in earlier tasks, trains on the current task and
-on as many rows of this memory at a time, over all classes seen so far, and distils the old logits from the
-global model as it was when the task began. Rows are offered to the memory when their task is over, so that
-they take no places while they are still trained on. The release has neither herding nor the nearest-mean
-classifier of the original, and draws its memory anew every round from all old data, which a client that may
-only keep the memory cannot do: here every row has a random priority of its own, and the memory holds the rows
-of the highest. What is kept are row numbers; the engine reads the images.
+    client    trains on its examples of the task and on as many exemplars of earlier tasks,
+              L_ce over all seen classes + weight * L_distil    (parts/distil.py)
+    task end  each client offers its examples to its buffer, a uniform sample    (parts/replay.py)
+    server    averages
+
+The release has neither herding nor the nearest-mean classifier of the original, and draws its buffer anew
+every round from all old data, which a client that may only keep the buffer cannot do. Here every example has
+a random priority of its own, and the buffer holds the examples of the highest.
 """
 
 import dataclasses
 
-from fcljax.methods.fedavg import averaging
-from fcljax.methods.lwf import RELEASED_RUN, distil
+from fcljax.methods.lwf import RELEASED_RUN
 from fcljax.options import option
-from fcljax.parts.federate import Run
-from fcljax.parts.learner import Objective
+from fcljax.parts.distil import distil_first_model
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.replay import replay
 from fcljax.settings import Preset
 from fcljax.types import Method
@@ -38,8 +39,8 @@ PRESETS = {"intended": Preset(ICaRLOptions(), *RELEASED_RUN)}
 
 def icarl(options: ICaRLOptions, run: Run) -> Method:
     """iCaRL+FL as a method."""
-    terms = (
-        replay(options.memory_size, run.train.batch_size),
-        distil(options.distill_weight, options.distill_temperature),
+    rules = (
+        replay(options.memory_size, run.training.batch_size),
+        distil_first_model(options.distill_weight, options.distill_temperature),
     )
-    return averaging(run, Objective("seen"), terms=terms)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss("seen"), client_rules=rules)

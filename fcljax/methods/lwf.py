@@ -1,25 +1,21 @@
 """LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV 2023).
 
-A client distils the logits of old classes, on its own images of the current task, from the global model as it
-was when the client first took part in the task. It keeps this teacher, since at later rounds the server only
-sends the newest model.
+    client    trains on   L_ce + weight * L_distil,   which keeps the logits of old classes, on its own images
+              of the current task, near those of the model that it first got in the task (its teacher)
+    server    averages
+
+A client keeps its teacher, since later rounds send the newest model only.
 """
 
 import dataclasses
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.methods.fedavg import averaging
-from fcljax.models.heads import distillation
 from fcljax.options import option
-from fcljax.parts.federate import Run, Seen, Term
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.distil import distil_first_model
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method
+from fcljax.types import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,45 +36,7 @@ RELEASED_RUN = (
 PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
 
 
-class Teacher(NamedTuple):
-    """A client's teacher, and the task that it is for (-1: none yet)."""
-
-    part: Model
-    task: Int[Array, ""]
-
-
 def lwf(options: LwFOptions, run: Run) -> Method:
     """LwF+FL as a method."""
-    return averaging(run, terms=(distil(options.distill_weight, options.distill_temperature),))
-
-
-def distil(weight: float, temperature: float) -> Term:
-    """Distillation of old classes' logits from the model that the client first got in the task.
-
-    Args:
-      weight: of the loss.
-      temperature: of student and teacher.
-    """
-
-    def loss(learner: Learner, seen: Seen, teacher: Teacher) -> Float[Array, ""]:
-        context, batch = seen.context, seen.batch
-        target = learner.forward(
-            context.frozen, context.cached, teacher.part, batch, context.task, True
-        ).logits
-        return weight * distillation(seen.output.logits, target, context.task.old, batch.mask, temperature)
-
-    return Term(
-        "lwf",
-        loss,
-        init=lambda key, part: Teacher(part, jnp.int32(-1)),
-        open=first_model_of_task,
-        keep=lambda context, teacher, part, state: teacher,
-    )
-
-
-def first_model_of_task(context: ClientContext, state: Teacher, key: PRNGKeyArray) -> Teacher:
-    """The teacher of the current task: a new one if the client's is of an earlier task."""
-    del key
-    stale = state.task != context.task.index
-    pick = lambda new, old: jnp.where(stale, new, old)
-    return Teacher(jax.tree.map(pick, context.payload.part, state.part), context.task.index)
+    rule = distil_first_model(options.distill_weight, options.distill_temperature)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=(rule,))

@@ -1,9 +1,17 @@
-"""PILoRA: prototype guided incremental LoRA for federated class-incremental learning (Guo et al., ECCV 2024).
+"""PILoRA: prototype guided incremental LoRA for federated class-incremental learning (Guo et al., ECCV 2024,
+arXiv 2401.02094).
 
-arXiv 2401.02094. Clients learn class prototypes and one low-rank pair per task in the first block
-(`adapters/lora.py`), whose A is kept orthogonal to the A of earlier tasks. The server averages the pairs by
-rows, and the prototypes by how close each lies to the mean features that clients report for its class. Where
-paper and release differ, a field of `PiloraOptions` or of the adapter says which one is meant.
+One round of task t (Algorithm 1 of the paper):
+
+    server    sends the task's LoRA pair (A_t, B_t) and the prototypes m_c of its classes
+    client k  trains both for E epochs on   L = L_dce + lambda L_pl + gamma L_ort              (eq. 15)
+              sends them, with its mean feature mu_kc of each class c that it holds
+    server    averages the LoRA pairs, weighted by examples                                    (eq. 4)
+              merges the prototypes, each client weighted by how close its m_kc lies to the
+              mean features of all clients                                                     (eq. 11-14)
+
+Where the paper and the authors' code differ, an option says which one is meant; the presets are the three
+readings.
 """
 
 import dataclasses
@@ -13,20 +21,25 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.lora import LoraOptions, l1, orthogonality
+from fcljax.errors import InputError, choose
+from fcljax.federated.distances import EQUAL_DISTANCES
 from fcljax.federated.rules import uniform_mean
-from fcljax.methods.pilora_prototypes import prototype_reweight
-from fcljax.models.prototypes import Distance, class_means, pl_loss
+from fcljax.federated.sums import cast_like, where_valid, widen
+from fcljax.models.heads import cross_entropy, reduce_rows
+from fcljax.models.prototypes import Distance, class_means
 from fcljax.models.vit import Lora
 from fcljax.options import option
-from fcljax.parts.classifiers import Sums, current_rows, prototypes, put_current
-from fcljax.parts.federate import Collect, Run, Seen, ServerStep, Survey, Term, federate
-from fcljax.parts.learner import Learner, Model, Objective, learner
+from fcljax.parts.classifiers import Sums, current_classes, merge_current, prototypes
+from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
+from fcljax.parts.federate import Run, federate
+from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
 from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import Aggregate, Method, RoundContext, View
+from fcljax.types import Batch, Method, Task, View
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 
@@ -36,7 +49,7 @@ class PiloraOptions:
     """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on
     TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
 
-    pl_weight: float = 0.001
+    prototype_weight: float = 0.001
     """Weight lambda of the prototype loss (eq. 10)."""
     hardness: float = option(1.0, positive=True)
     """Factor delta on the distances in the softmax."""
@@ -96,162 +109,250 @@ PRESETS = {
 
 
 def pilora(options: PiloraOptions, run: Run) -> Method:
-    """PILoRA as a method, on any adapter. `options` must be resolved."""
-    sizes, width = run.sizes, run.network.width
-    classifier = prototypes(width, sizes.classes, options.distance, options.prototype_init)
-    factor = functools.partial(learning_rate_factor, options.schedule)
-    step = average_step(run) if options.wo_reweight else reweight_step(options, run)
-    on_lora = (lora_term(options),) if isinstance(options, PiloraLoraOptions) else ()
+    """PILoRA as a method, on any adapter."""
+    width, classes = run.network.width, run.sizes.classes
+    classifier = prototypes(width, classes, options.distance, options.prototype_init)
+    on_lora = (lora_losses(options),) if isinstance(options, PiloraLoraOptions) else ()
+    merging = average_prototypes(run) if options.wo_reweight else reweight_prototypes(options, run)
     return federate(
-        learner(run.network, run.adapter, classifier, _classifier_first),
-        sizes,
-        run.train._replace(factor=factor),
-        terms=(prototype_term(options.pl_weight), *on_lora, *run.terms),
-        steps=(step,),
-        surveys=(headtune(run),) if options.headtune else (),
-        objective=Objective(options.negatives, hardness=options.hardness),
-        aggregation=run.aggregation,
+        run,
+        learner(run.network, run.adapter, classifier, _prototypes_first),
+        loss=distance_cross_entropy(options.negatives, options.hardness),
+        client_rules=(prototype_loss(options.prototype_weight), *on_lora),
+        server_rules=(merging, head_tune(run)) if options.headtune else (merging,),
+        learning_rate=functools.partial(learning_rate_factor, options.schedule),
         predicts=options.predict_classes,
     )
 
 
-def _classifier_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+def _prototypes_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """The prototypes draw from the first of two keys, the adapter from the second."""
     first, second = jax.random.split(key)
     return second, first
 
 
 def learning_rate_factor(
-    schedule: Schedule, round_: ArrayLike, rounds: int, epoch: ArrayLike = 0
+    schedule: Schedule, round: ArrayLike, rounds: int, epoch: ArrayLike = 0
 ) -> Float[Array, ""]:
-    """The factor on all learning rates in round r of a task of R rounds.
+    """The factor on all learning rates in round r of a task of R rounds; all epochs of a round share it.
 
-    1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, 1 in the first
-    ("cosine_lag": the release moves one round late). All epochs of a round have the same.
+    1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, and 1 in the first
+    ("cosine_lag": the release moves one round late).
     """
     del epoch
     if schedule == "constant":
         return jnp.ones(())
-    position = jnp.maximum(round_ - 1, 0) if schedule == "cosine_lag" else round_
+    position = jnp.maximum(round - 1, 0) if schedule == "cosine_lag" else round
     return jnp.asarray(0.5 * (1 + jnp.cos(jnp.pi * position / rounds)), jnp.float32)
 
 
 # ---- client: L = L_dce + lambda L_pl + gamma L_ort (eq. 15) ------------------------------------------------
 
 
-def prototype_term(weight: float) -> Term:
-    """lambda L_pl (eq. 10): the distance to the prototype of the own class."""
+def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
+    """L_dce (eq. 8, 9): cross-entropy over the negative distances to the prototypes.
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
-        del learner, memory
-        return weight * pl_loss(-seen.output.logits, seen.batch.label, seen.batch.mask)
+    Args:
+      classes: whose prototypes compete.
+      hardness: delta, the factor on the distances.
+    """
 
-    return Term("prototype", loss)
+    def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
+        logits = hardness * output.logits  # the classifier's logits are negative distances
+        return cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
+
+    return Loss(value, classes)
 
 
-def lora_term(options: PiloraLoraOptions) -> Term:
-    """gamma L_ort (eq. 7), and the release's L1 penalty. A single pair for all tasks has none to be kept
-    apart from."""
+def prototype_loss(weight: float) -> ClientRule:
+    """lambda L_pl (eq. 10): the distance of each example to the prototype of its own class.
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""] | float:
-        del learner, memory
-        part, pairs = seen.part.adapter, seen.context.cached.adapter
-        keep_apart = isinstance(pairs, Lora) and not options.wo_orthogonality
-        overlap = orthogonality(pairs, part, seen.context.task.index) if keep_apart else 0.0
+    Args:
+      weight: lambda.
+    """
+
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
+        del memory
+        return weight * pl_loss(-step.output.logits, step.batch.label, step.batch.mask)
+
+    return ClientRule("prototype", loss)
+
+
+def pl_loss(
+    distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+) -> Float[Array, ""]:
+    """L_pl (eq. 10): the mean, over the examples in the mask, of the distance to the own prototype."""
+    own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
+    return reduce_rows(own, mask, jnp.sum(mask), "mean")
+
+
+def lora_losses(options: PiloraLoraOptions) -> ClientRule:
+    """gamma L_ort (eq. 7), and the release's L1 penalty.
+
+    A single pair for all tasks has no earlier ones to be orthogonal to.
+    """
+
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""] | float:
+        del memory
+        pair, pairs = step.trainable.adapter, step.context.cached.adapter
+        apart = isinstance(pairs, Lora) and not options.wo_orthogonality
+        overlap = orthogonality(pairs, pair, step.context.task.index) if apart else 0.0
         penalty = options.orthogonality_weight * overlap
-        return penalty + options.l1_weight * l1(part) if options.l1_weight else penalty
+        return penalty + options.l1_weight * l1(pair) if options.l1_weight else penalty
 
-    return Term("lora", loss)
+    return ClientRule("lora", loss)
 
 
-def feature_collect(options: PiloraOptions, run: Run) -> Collect:
-    """Mean features of the client's classes: of all epochs' training views, each before its step (release),
-    or of one clean pass with the trained model."""
-    clean = View(1, run.train.batch_size, augment=False)
+# ---- server: prototypes (eq. 11-14); LoRA pairs are averaged, A and B apart (eq. 4) ------------------------
+
+
+def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
+    """Merges the clients' prototypes by their weights (eq. 11-14)."""
+    clean = View(1, run.training.batch_size, augment=False)
+    # mean features of the training views before each step (release), or of a clean pass after training
     view = clean if options.mean_features == "clean" else None
-    return class_prototypes("features", run.sizes.task_classes, run.network.width, view)
+    features = class_prototypes("features", run.sizes.task_classes, run.network.width, view)
 
-
-# ---- server ------------------------------------------------------------------------------------------------
-
-
-def reweight_step(options: PiloraOptions, run: Run) -> ServerStep:
-    """Prototypes by their weights (eq. 11-14). LoRA is averaged by rows, A and B apart."""
-    distance, mode = options.reweight_distance, options.reweight_mode
-
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        state: tuple,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner, key
-        features: Prototypes = aggregate.gather["features"]
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        mean_features: Prototypes = round.reports["features"]
         merged = prototype_reweight(
-            aggregate.gather["classifier"],
-            features.vector,
-            features.present,
-            aggregate.valid,
-            distance=distance,
+            round.reports["classifier"],
+            mean_features.vector,
+            mean_features.present,
+            round.valid,
+            distance=options.reweight_distance,
             temperature=options.reweight_temperature,
-            temperature_mode=mode,
+            temperature_mode=options.reweight_mode,
         )
-        return (
-            params._replace(classifier=put_current(params.classifier, round_context.task, merged)),
-            state,
-            {},
-        )
+        return ServerUpdate(replace_prototypes(params, round.task, merged), state)
 
-    collects = (feature_collect(options, run),)
-    return ServerStep("reweight", step, collects=collects, takes=("classifier",))
+    return ServerRule("reweight", update, reports=(features, OfEachClient("classifier")))
 
 
-def average_step(run: Run) -> ServerStep:
-    """Ablation: the plain mean of the clients' prototypes, or what the run's rule makes of them."""
+def replace_prototypes(params: Params, task: Task, merged: Float[Array, "Ct width"]) -> Params:
+    """The parameters with these prototypes of the task's classes."""
+    return params._replace(classifier=merge_current(params.classifier, task, merged))
+
+
+def prototype_weights(
+    prototype: Float[Array, "K C D"],
+    feature_mean: Float[Array, "K C D"],
+    present: Bool[Array, "K C"],
+    valid: Bool[Array, " K"],
+    *,
+    distance: str = "l2",
+    temperature: float = 0.2,
+    temperature_mode: str = "divide",
+) -> Float[Array, "K C"]:
+    """PILoRA's weights of the clients' prototypes, per class (PILoRA eq. 11-13).
+
+        d_k = sum_j dist(m_k, mu_j),   a_k = (1/d_k - min 1/d) / (max 1/d - min 1/d),   w = softmax_k(a_k /
+        temperature)
+
+    with k over the valid clients, holders of the class or not, and j over those that hold it. The paper has
+    dist = squared L2 and exp(temperature * a); its release has L2 and exp(a / temperature).
+
+    Args:
+      prototype: m_k, the clients' learned prototypes.
+      feature_mean: mu_j, the clients' mean features; read only where present.
+      present: which client has rows of which class.
+      valid: which clients count.
+      distance: 'l2' or 'l2sq'.
+      temperature: positive.
+      temperature_mode: 'divide' or 'multiply'.
+
+    Returns:
+      Weights that sum to 1 over the valid clients: uniform where all distances are equal (one client
+      included) and for classes that nobody holds. All 0 if nobody is valid.
+
+    Raises:
+      InputError: unknown distance or temperature_mode, or a temperature that is not positive.
+    """
+    choose("distance", distance, ("l2", "l2sq"))
+    choose("temperature_mode", temperature_mode, ("divide", "multiply"))
+    if not temperature > 0:
+        raise InputError(f"temperature: must be positive, got {temperature}; the paper has 0.2")
+    spread = _spread(prototype, feature_mean, present, valid, distance)
+    # a is unchanged when all 1/d are scaled, so d_min/d in [0, 1] replaces 1/d: no overflow, and d = 0 has
+    # its limit, 1
+    valid = valid[:, None]
+    nearest = jnp.min(jnp.where(valid, spread, jnp.inf), axis=0)
+    inverse = jnp.where(spread > 0, nearest / jnp.where(spread > 0, spread, 1), 1)
+    lowest = jnp.min(jnp.where(valid, inverse, 1), axis=0)
+    equal = 1 - lowest < EQUAL_DISTANCES
+    score = jnp.where(equal, 1, (inverse - lowest) / jnp.where(equal, 1, 1 - lowest))
+    scale = 1 / temperature if temperature_mode == "divide" else temperature
+    odds = jnp.where(valid, jnp.exp(scale * (score - 1)), 0)
+    return odds / jnp.maximum(jnp.sum(odds, axis=0), jnp.finfo(odds.dtype).tiny)
+
+
+def prototype_reweight(
+    prototype: Float[Array, "K C D"],
+    feature_mean: Float[Array, "K C D"],
+    present: Bool[Array, "K C"],
+    valid: Bool[Array, " K"],
+    *,
+    distance: str = "l2",
+    temperature: float = 0.2,
+    temperature_mode: str = "divide",
+) -> Float[Array, "C D"]:
+    """Global prototypes m = sum_k w_k m_k with PILoRA's weights; arguments and errors of `prototype_weights`
+    (PILoRA eq. 11-13).
+
+    Returns:
+      [C, D]; the plain mean over valid clients for a class that nobody holds; zeros if nobody is valid.
+    """
+    weight = prototype_weights(
+        prototype,
+        feature_mean,
+        present,
+        valid,
+        distance=distance,
+        temperature=temperature,
+        temperature_mode=temperature_mode,
+    )
+    return cast_like(jnp.sum(weight[..., None] * where_valid(prototype, valid, 0.0), axis=0), prototype)
+
+
+def _spread(prototype: Array, feature_mean: Array, present: Array, valid: Array, distance: str) -> Array:
+    """d [K, C]: every client's prototype to the mean features of all holders; one holder at a time, as [K, K,
+    C, D] may not fit."""
+    holds = present & valid[:, None]
+    prototype = where_valid(prototype, valid, 0.0)
+    feature = jnp.where(holds[..., None], widen(feature_mean), 0)
+
+    def to_holder(one: tuple[Array, Array]) -> Array:
+        squared = jnp.sum(jnp.square(prototype - one[0]), axis=-1)
+        return jnp.where(one[1], squared if distance == "l2sq" else jnp.sqrt(squared), 0)
+
+    return jnp.sum(jax.lax.map(to_holder, (feature, holds)), axis=0)
+
+
+def average_prototypes(run: Run) -> ServerRule:
+    """Ablation: merges the clients' prototypes by their plain mean, or by the run's aggregation rule."""
     rule = run.aggregation.reduce
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        state: tuple,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner
-        sent, weight, valid = aggregate.gather["classifier"], aggregate.weight, aggregate.valid
-        before = round_context.previous.payload.part.classifier
-        merged = rule(sent, before, weight, valid, key) if rule else uniform_mean(sent, weight, valid)
-        return (
-            params._replace(classifier=put_current(params.classifier, round_context.task, merged)),
-            state,
-            {},
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        sent, weights, valid = round.reports["classifier"], round.weights, round.valid
+        before = round.previous.payload.trainable.classifier
+        merged = rule(sent, before, weights, valid, round.key) if rule else uniform_mean(sent, weights, valid)
+        return ServerUpdate(replace_prototypes(params, round.task, merged), state)
+
+    return ServerRule("average", update, reports=(OfEachClient("classifier", follows_rule=True),))
+
+
+def head_tune(run: Run) -> ServerRule:
+    """+HeadTune: before a task's first round clients sum their features by class, and the prototypes start at
+    the means (FedNCM)."""
+    view = View(1, run.training.batch_size, augment=False)
+    report = class_sums(run.sizes.task_classes, run.network.width, view)
+
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        sums: Sums = round.reports["class_sums"]
+        means, present = class_means(sums.feature, sums.examples)
+        kept = current_classes(params.classifier, round.task)
+        return ServerUpdate(
+            replace_prototypes(params, round.task, jnp.where(present[:, None], means, kept)), state
         )
 
-    return ServerStep("average", step, takes=("classifier",), follows_rule=True)
-
-
-def headtune(run: Run) -> Survey:
-    """+HeadTune: before a task's first round clients sum the features of their rows by class, and the server
-    starts the prototypes at the means (FedNCM)."""
-    view = View(1, run.train.batch_size, augment=False)
-    collect = class_sums(run.sizes.task_classes, run.network.width, view)
-
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        state: tuple,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner, key
-        sums: Sums = aggregate.sum["class_sums"]
-        means, present = class_means(sums.feature, sums.rows)
-        kept = current_rows(params.classifier, round_context.task)
-        started = put_current(params.classifier, round_context.task, jnp.where(present[:, None], means, kept))
-        return params._replace(classifier=started), state, {}
-
-    return Survey(ServerStep("headtune", step, collects=(collect,)), "opening", run.train.batch_size)
+    return ServerRule("headtune", update, reports=(report,), when="task_start")

@@ -1,14 +1,18 @@
 """pMAE: prompting of masked autoencoders for federated continual learning (He et al. 2024, arXiv 2411.01916).
 
-A masked autoencoder is frozen. Clients train discriminative prompts and a classifier on whole images, and, by
-rebuilding images of which three quarters are hidden, a reconstructive prompt for the decoder. Besides their
-parameters they upload what the encoder says of the visible patches of a few images of each class. The server
-averages, rebuilds images from that with the prompt of their task, and goes on training prompts and classifier
-on them: on those of the current task, and when a task ends on those of all tasks, which it keeps.
+A masked autoencoder is frozen. One round of task t (Algorithm 1):
+
+    client    trains discriminative prompts and a classifier on whole images, and a reconstructive prompt for
+              the decoder by rebuilding images of which three quarters are hidden                (sec. IV-B)
+              sends them, with what restores u images of each class: the encoder's tokens of their
+              visible patches                                                                    (sec. IV-C)
+    server    averages; restores images from these tokens with the prompt of their task, and trains prompts
+              and classifier on them: on those of the current task, and when a task ends on those of all
+              tasks, which it keeps                                                              (sec. IV-D)
 
 The discriminative side may be any adapter; pMAE's own is `vpt`. What the server keeps of earlier tasks lies
-on the host (`federated/rehearsal.py`), and images are rebuilt a batch at a time and not kept. Where paper
-and release differ, a field of `PmaeOptions` says which one is meant.
+on the host (federated/server_replay.py), and images are restored a batch at a time and not kept. Where the
+paper and the authors' code differ, an option says which one is meant; the presets are the readings.
 """
 
 import dataclasses
@@ -17,35 +21,38 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
-from fcljax.methods.fedavg import averaging
+from fcljax.models.heads import correct, cross_entropy
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option
-from fcljax.parts.federate import Collect, Rehearse, Run, Seen, ServerStep, Slots, Term, Train
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
+from fcljax.parts.federate import Run, ServerState, federate, linear_learner
+from fcljax.parts.learner import Learner, Params, cross_entropy_loss
+from fcljax.parts.replay import pass_over
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
 from fcljax.settings import Preset
 from fcljax.types import (
-    Aggregate,
     Autoencoder,
     Batch,
     ClientContext,
     Frozen,
     Method,
     Network,
+    Reconstruction,
     ReplayBatch,
     ReplayBuffer,
-    Restored,
     RoundContext,
+    ServerReplay,
     Sizes,
     Task,
-    View,
     Weighted,
 )
 
-RECONSTRUCTION, RESTORE = "reconstruction", "restore"  # names of the term and of the server step
+RECONSTRUCTION, RESTORE = "reconstruction", "restore"  # names of the client rule and of the server rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,24 +92,21 @@ PRESETS = {
 
 
 def pmae(options: PmaeOptions, run: Run) -> Method:
-    """pMAE as a method, on any adapter. `options` must be resolved.
+    """pMAE as a method, on any adapter.
 
     Raises:
       InputError: for a network without a decoder.
     """
-    pair = autoencoder_of(run.network)
-    tune = Train(options.tune_epochs, options.tune_batch, options.tune_lr)
-    rehearse = Rehearse(
-        RESTORE, kept_now, functools.partial(plan, options), functools.partial(restored_batch, options), tune
-    )
-    terms = () if options.wo_recon_prompt else (reconstruction(options, pair),)
-    return averaging(
+    pair, learner = autoencoder_of(run.network), linear_learner(run)
+    method = federate(
         run,
-        terms=terms,
-        steps=(restore(options, run, pair),),
-        rehearse=rehearse,
-        restores=functools.partial(give_away, options, run.network),
+        learner,
+        loss=cross_entropy_loss(),
+        client_rules=() if options.wo_recon_prompt else (reconstruction(options, pair),),
+        server_rules=(keep_tokens(options, run, pair),),
+        server_replay=train_on_restored(options, learner),
     )
+    return method._replace(restores=functools.partial(reconstruct, options, run.network))
 
 
 def autoencoder_of(network: Network) -> Autoencoder:
@@ -122,27 +126,29 @@ def autoencoder_of(network: Network) -> Autoencoder:
 # ---- client: reconstruction (section IV-B) -----------------------------------------------------------------
 
 
-def reconstruction(options: PmaeOptions, pair: Autoencoder) -> Term:
+def reconstruction(options: PmaeOptions, pair: Autoencoder) -> ClientRule:
     """lambda times the mean squared error of hidden patches, under the reconstructive prompt, which trains
     and travels. No other parameter has a gradient of it: the encoder sees no prompts."""
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        image = between(learner.network, pair, seen.batch.image)
-        masking = random_mask(row_keys(seen, 0), len(image), pair.patches, options.mask_ratio)
-        patches = rebuilt(pair, seen.context.frozen, image, masking, seen.part.extra[RECONSTRUCTION])
-        return options.recon_weight * reconstruction_loss(patches, image, masking.masked, seen.batch.mask)
+        image = between(step.learner.network, pair, step.batch.image)
+        masking = random_mask(example_keys(step, 0), len(image), pair.patches, options.mask_ratio)
+        prompt = step.trainable.extra[RECONSTRUCTION]
+        patches = rebuilt(pair, step.context.frozen, image, masking, prompt)
+        return options.recon_weight * reconstruction_loss(patches, image, masking.masked, step.batch.mask)
 
-    def init(key: PRNGKeyArray) -> Float[Array, "length width"]:
+    def prompt(key: PRNGKeyArray) -> Float[Array, "length width"]:
         return jax.random.uniform(key, (options.recon_length, pair.width), minval=-1.0, maxval=1.0)
 
-    return Term(RECONSTRUCTION, loss, slots=Slots(init))
+    return ClientRule(RECONSTRUCTION, loss, parameters=prompt)
 
 
-def row_keys(seen: Seen, purpose: int) -> Key[Array, " batch"]:
-    """A key for every row of the batch: what is drawn belongs to the row, not to the client that has it."""
-    assert seen.batch.keys is not None
-    return jax.vmap(jax.random.fold_in, (0, None))(seen.batch.keys, purpose)
+def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
+    """A key for each example of the batch: draws belong to the example, not to the client that holds it."""
+    keys = step.batch.keys
+    assert keys is not None
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
 
 
 def rebuilt(
@@ -158,53 +164,55 @@ def rebuilt(
     return pair.decode(frozen.decoder, latent, masking.restore, prompt)
 
 
-# ---- client: restore information (section IV-C) ------------------------------------------------------------
+# ---- client: tokens that restore images (section IV-C) -----------------------------------------------------
 
 
 class Restore(NamedTuple):
-    """From which images are restored, u of each of the task's classes: the encoder's tokens, where the
-    patches belong, and which places are taken."""
+    """What restores images, u of each of the task's classes."""
 
     latent: Float[Array, "*clients Ct u tokens width"]
+    """The encoder's tokens of the visible patches."""
     order: Int[Array, "*clients Ct u patches"]
+    """Where the patches belong."""
     present: Bool[Array, "*clients Ct u"]
 
 
 class Drawn(NamedTuple):
-    """The choice so far: rows with the highest lots of each class."""
+    """The choice so far: the examples with the highest priorities of each class."""
 
     restore: Restore
-    lot: Float[Array, "Ct u"]  # -1: no row yet
-    row: Int[Array, "Ct u"]
+    priority: Float[Array, "Ct u"]
+    """-1: no example yet."""
+    index: Int[Array, "Ct u"]
+    """Id of the training example."""
 
 
-def restore_information(options: PmaeOptions, run: Run, pair: Autoencoder) -> Collect:
-    """u rows of each class at random, all if there are fewer, encoded without prompts under a random mask, in
-    a pass over the client's rows under the clean view (specification 3.4)."""
-    wanted = options.restore_images
-    view = View(1, run.train.batch_size, shuffle=False, augment=False)
+def restore_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> Report:
+    """u random examples of each class, or all if there are fewer, encoded without prompts under a random
+    mask, in a pass over the client's images without augmentation (specification 3.4)."""
 
     def init(context: ClientContext) -> Drawn:
         del context
         restore = no_restore(options, run.sizes, run.network, pair)
-        return Drawn(
-            restore, jnp.full(restore.present.shape, -1.0), jnp.zeros(restore.present.shape, jnp.int32)
-        )
+        shape = restore.present.shape
+        return Drawn(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
 
-    def look(learner: Learner, seen: Seen, drawn: Drawn) -> Drawn:
-        batch = seen.batch
-        image = between(learner.network, pair, batch.image)
-        masking = random_mask(row_keys(seen, 0), len(image), pair.patches, options.mask_ratio)
-        latent = pair.encode(seen.context.frozen.network, image, masking.keep)
-        lot = jax.vmap(jax.random.uniform)(row_keys(seen, 1))
+    def offer(step: ClientStep, drawn: Drawn) -> Drawn:
+        batch = step.batch
+        image = between(step.learner.network, pair, batch.image)
+        masking = random_mask(example_keys(step, 0), len(image), pair.patches, options.mask_ratio)
+        latent = pair.encode(step.context.frozen.network, image, masking.keep)
+        priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
         more = Restore(latent, masking.restore, batch.mask)
-        return draw_lots(drawn, seen.context.task, more, lot, batch.label, batch.index, wanted)
+        return draw_examples(drawn, step.context.task, more, priority, batch)
 
-    def close(context: ClientContext, drawn: Drawn) -> Restore:
-        del context
+    def finalize(end: ClientEnd, drawn: Drawn) -> Restore:
+        del end
         return in_order(drawn)
 
-    return Collect(RESTORE, init, look, close, view)
+    # the server merges none of it, so that any aggregation rule is followed
+    view = pass_over(run.training.batch_size)
+    return Report(RESTORE, init, offer, finalize, view, follows_rule=True)
 
 
 def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, pair: Autoencoder) -> Restore:
@@ -215,37 +223,40 @@ def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, pair: Autoe
     return Restore(latent, jnp.zeros((*place, pair.patches), jnp.int32), jnp.zeros(place, bool))
 
 
-def draw_lots(
-    drawn: Drawn,
-    task: Task,
-    more: Restore,
-    lot: Float[Array, " batch"],
-    label: Int[Array, " batch"],
-    row: Int[Array, " batch"],
-    wanted: int,
+def draw_examples(
+    drawn: Drawn, task: Task, more: Restore, priority: Float[Array, " batch"], batch: Batch
 ) -> Drawn:
-    """The rows with the highest lots of each class, of those so far and a batch [batch, ...]."""
-    classes, u = drawn.lot.shape
-    mine = (task.classes[:, None] == label) & more.present
-    own = jnp.where(jnp.eye(classes, dtype=bool)[:, :, None], drawn.lot, -1.0).reshape(classes, classes * u)
-    every = jnp.concatenate([own, jnp.where(mine, lot, -1.0)], axis=1)  # [Ct, Ct * u + batch]
-    best, place = jax.lax.top_k(every, wanted)
-    flat = lambda old, new: jnp.concatenate([old.reshape(classes * u, *old.shape[2:]), new])
-    pick = lambda old, new: flat(old, new)[place]
+    """The examples with the highest priorities of each class, of those so far and a batch [batch, ...]."""
+    classes, u = drawn.priority.shape
+    mine = (task.classes[:, None] == batch.label) & more.present
+    diagonal = jnp.eye(classes, dtype=bool)[:, :, None]
+    own = jnp.where(diagonal, drawn.priority, -1.0).reshape(classes, classes * u)
+    every = jnp.concatenate([own, jnp.where(mine, priority, -1.0)], axis=1)  # [Ct, Ct * u + batch]
+    best, chosen = jax.lax.top_k(every, u)
+
+    def pick(old: Array, new: Array) -> Array:
+        return jnp.concatenate([old.reshape(classes * u, *old.shape[2:]), new])[chosen]
+
     restore = Restore(*map(pick, drawn.restore, more))
-    return Drawn(restore._replace(present=best >= 0), best, pick(drawn.row, row))
+    return Drawn(restore._replace(present=best >= 0), best, pick(drawn.index, batch.index))
 
 
 def in_order(drawn: Drawn) -> Restore:
-    """What was drawn; where there are no more rows than wanted, in the order of the data set. Places that are
-    not taken hold zeros."""
+    """What was drawn; where there are no more examples than wanted, in the order of the data set. Places that
+    are not taken hold zeros."""
     present = drawn.restore.present
     full = jnp.all(present, axis=1, keepdims=True)
     last = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(full, 0, jnp.where(present, drawn.row, last)), axis=1, stable=True)
-    sort = lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
+    order = jnp.argsort(jnp.where(full, 0, jnp.where(present, drawn.index, last)), axis=1, stable=True)
+
+    def sort(x: Array) -> Array:
+        return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
+
     taken = sort(present)
-    keep = lambda x: jnp.where(taken.reshape(*taken.shape, *[1] * (x.ndim - 2)), sort(x), 0)
+
+    def keep(x: Array) -> Array:
+        return jnp.where(taken.reshape(*taken.shape, *[1] * (x.ndim - 2)), sort(x), 0)
+
     return Restore(keep(drawn.restore.latent), keep(drawn.restore.order), taken)
 
 
@@ -253,68 +264,105 @@ def in_order(drawn: Drawn) -> Restore:
 
 
 class RestorePool(NamedTuple):
-    """What the clients have uploaded in the current task, each one's newest; that task (-1: none yet); and
-    the reconstructive prompt that each task ended with, None without prompts."""
+    """What the server keeps."""
 
-    restore: Restore  # [K, Ct, u, ...]
+    restore: Restore
+    """[K, Ct, u, ...]: each client's newest tokens of the current task."""
     task: Int[Array, ""]
+    """The current task; -1: none yet."""
     prompt: Float[Array, "T length width"] | None
+    """The reconstructive prompt that each task ended with; None without prompts."""
 
 
-def restore(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerStep:
-    """The server's part of the pool, with the averaged reconstructive prompt as the task's."""
+def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule:
+    """Keeps the clients' tokens, and the averaged reconstructive prompt as the task's."""
     sizes = run.sizes
 
-    def init(params: Model, part: Model) -> RestorePool:
-        del part
+    def init(params: Params, trainable: Params) -> RestorePool:
+        del trainable
         none = no_restore(options, sizes, run.network, pair)
         every = jax.tree.map(lambda x: jnp.zeros((sizes.clients, *x.shape), x.dtype), none)
         prompt = params.extra.get(RECONSTRUCTION)
         prompts = None if prompt is None else jnp.zeros((sizes.tasks, *prompt.shape))
         return RestorePool(every, jnp.int32(-1), prompts)
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        pool: RestorePool,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner, key
-        index, arrived = round_context.task.index, aggregate.gather[RESTORE]
+    def update(round: ServerRound, params: Params, pool: RestorePool) -> ServerUpdate:
+        index, arrived = round.task.index, round.reports[RESTORE]
         kept = pool.restore._replace(present=pool.restore.present & (pool.task == index))
-        place = jnp.where(aggregate.valid, aggregate.id, sizes.clients)
-        kept = jax.tree.map(lambda old, new: old.at[place].set(new, mode="drop"), kept, arrived)
+        client = jnp.where(round.valid, round.ids, sizes.clients)
+        kept = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), kept, arrived)
         own, prompts = params.extra.get(RECONSTRUCTION), pool.prompt
         prompts = None if own is None or prompts is None else prompts.at[index].set(own)
-        sent = jnp.sum(arrived.present & aggregate.valid[:, None, None])
+        pool = RestorePool(kept, jnp.asarray(index, jnp.int32), prompts)
+        sent = jnp.sum(arrived.present & round.valid[:, None, None])
         images = Weighted(sent.astype(jnp.float32), jnp.ones(()))
-        return params, RestorePool(kept, jnp.asarray(index, jnp.int32), prompts), {"images": images}
+        return ServerUpdate(params, pool, {"images": images})
 
-    collect = restore_information(options, run, pair)
-    # it merges nothing that any rule would merge
-    return ServerStep(RESTORE, step, init, collects=(collect,), follows_rule=True)
+    return ServerRule(RESTORE, update, init, reports=(restore_tokens(options, run, pair),))
+
+
+def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
+    """The server's training on restored images, with an Adam that is new in every round: of adapter and
+    classifier, by cross-entropy over the classes of the images."""
+    adam = optax.scale_by_adam()
+
+    def start(round_context: RoundContext, server: ServerState) -> tuple[Params, optax.OptState]:
+        trainable = learner.trainable(server.params, round_context.task)
+        return trainable, adam.init(trainable)
+
+    def step(
+        round_context: RoundContext, server: ServerState, local: tuple, images: ReplayBatch, key: PRNGKeyArray
+    ):
+        del key
+        trainable, optimiser = local
+        batch = restored_batch(options, round_context, learner, pool_of(server), images)
+
+        def loss_of(trainable: Params):  # a server has all parameters, of which clients cache some
+            frozen, task = round_context.frozen, round_context.task
+            logits = learner.forward(frozen, server.params, trainable, batch, task, False).logits
+            return cross_entropy(logits, batch.label, images.classes, batch.mask), logits
+
+        (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        direction, optimiser = adam.update(gradient, optimiser, trainable)
+        trainable = jax.tree.map(lambda x, by: x - options.tune_lr * by, trainable, direction)
+        count = jnp.sum(batch.mask).astype(jnp.float32)
+        right = correct(logits, batch.label, images.classes, batch.mask)
+        metrics = {"loss": Weighted(loss * count, count), "accuracy": Weighted(right, count)}
+        return (trainable, optimiser), metrics
+
+    def finish(round_context: RoundContext, server: ServerState, local: tuple) -> ServerState:
+        return server._replace(params=learner.merge(server.params, round_context.task, local[0]))
+
+    plan = functools.partial(restore_plan, options)
+    return ServerReplay(current_tokens, plan, options.tune_epochs, options.tune_batch, start, step, finish)
+
+
+def pool_of(server: ServerState) -> RestorePool:
+    """The state of `keep_tokens`, which is the method's only server rule."""
+    return server.rules[0]
 
 
 class Stored(NamedTuple):
-    """From which one image is restored, as the pool keeps it: [N, ...]."""
+    """What restores images, as the pool keeps it: [N, ...]."""
 
     latent: Float[Array, "N tokens width"]
     order: Int[Array, "N patches"]
 
 
-def kept_now(round_context: RoundContext, pool: RestorePool) -> ReplayBuffer:
+def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBuffer:
     """The current task's part of the pool, image by image."""
-    flat = lambda x: x.reshape(-1, *x.shape[3:])
-    present = pool.restore.present & (pool.task == round_context.task.index)
-    label = jnp.broadcast_to(round_context.task.classes[None, :, None], present.shape)
-    return ReplayBuffer(
-        Stored(flat(pool.restore.latent), flat(pool.restore.order)), flat(label), flat(present)
-    )
+    pool, task = pool_of(server), round_context.task
+
+    def flat(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[3:])
+
+    present = pool.restore.present & (pool.task == task.index)
+    label = jnp.broadcast_to(task.classes[None, :, None], present.shape)
+    stored = Stored(flat(pool.restore.latent), flat(pool.restore.order))
+    return ReplayBuffer(stored, flat(label), flat(present))
 
 
-def plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
+def restore_plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
     """Whose images the server restores in a round of a task, and with whose prompt: in its last round those
     of all tasks so far, else its own (Algorithm 1).
 
@@ -322,21 +370,27 @@ def plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], 
     with the prompt of task 1 too; `exact_task_match` off does that.
     """
     wanted = range(task + 1) if last and not options.wo_restore_pool else (task,)
-    loose = not options.exact_task_match
-    found = lambda of: (i for i in range(task + 1) if i == of or (loose and str(i).startswith(str(of))))
-    return tuple((source, of) for of in wanted for source in found(of))
+
+    def matches(source: int, of: int) -> bool:
+        return source == of or (not options.exact_task_match and str(source).startswith(str(of)))
+
+    return tuple((source, of) for of in wanted for source in range(task + 1) if matches(source, of))
 
 
 def restored_batch(
-    options: PmaeOptions, round_context: RoundContext, learner: Learner, pool: RestorePool, rows: ReplayBatch
+    options: PmaeOptions,
+    round_context: RoundContext,
+    learner: Learner,
+    pool: RestorePool,
+    images: ReplayBatch,
 ) -> Batch:
-    """Images rebuilt with the prompts of their tasks, as the classifier's input."""
+    """Images restored with the prompts of their tasks, as the classifier's input."""
     pair = autoencoder_of(learner.network)
-    prompt = None if pool.prompt is None else pool.prompt[rows.task]
-    image = restored(pair, round_context.frozen, rows.rows, prompt)
+    prompt = None if pool.prompt is None else pool.prompt[images.task]
+    image = restored(pair, round_context.frozen, images.examples, prompt)
     if options.recon_denorm:
         image = between(pair, learner.network, image)
-    return Batch(image, rows.label, rows.mask, jnp.zeros_like(rows.label) - 1)
+    return Batch(image, images.label, images.mask, jnp.zeros_like(images.label) - 1)
 
 
 def restored(
@@ -346,22 +400,23 @@ def restored(
     return unpatchify(pair.decode(frozen.decoder, stored.latent, stored.order, prompt), pair.patch)
 
 
-def give_away(
+def reconstruct(
     options: PmaeOptions,
     network: Network,
     round_context: RoundContext,
-    params: Model,
+    server: ServerState,
     image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
-) -> Restored:
-    """What the server could rebuild of images, given as the network's input, if a client sent theirs."""
+) -> Reconstruction:
+    """What the server could rebuild of images (as the network reads them) if clients sent their tokens."""
     pair, frozen = autoencoder_of(network), round_context.frozen
     own = between(network, pair, image)
     masking = random_mask(key, len(image), pair.patches, options.mask_ratio)
-    pixels = lambda prompt: to_unit(pair, unpatchify(rebuilt(pair, frozen, own, masking, prompt), pair.patch))
-    plain = pixels(None)
-    prompt = params.extra.get(RECONSTRUCTION)
-    original = to_unit(pair, own)
-    hidden = hidden_pixels(masking.masked, pair.patch)
+
+    def pixels(prompt: Array | None) -> Float[Array, "batch h w 3"]:
+        return to_unit(pair, unpatchify(rebuilt(pair, frozen, own, masking, prompt), pair.patch))
+
+    prompt, plain = server.params.extra.get(RECONSTRUCTION), pixels(None)
+    original, hidden = to_unit(pair, own), hidden_pixels(masking.masked, pair.patch)
     masked = jnp.where(hidden, 0.5, original)
-    return Restored(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)
+    return Reconstruction(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)

@@ -2,7 +2,7 @@
 
 Names and shapes of layers are torchvision's. Batch normalisation keeps running means and variances (0.9 of
 the old ones and 0.1 of a batch's, whose variance is divided by the number of values; torch divides by one
-less), and rows that are padding have no part in them.
+less). Padding does not influence them.
 """
 
 import math
@@ -39,7 +39,7 @@ def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -
 
 
 class Norm(nn.Module):
-    """Batch normalisation in float32 over the rows that count, and ReLU if asked for."""
+    """Batch normalisation in float32 over the examples in the mask, and ReLU if asked for."""
 
     train: bool
     relu: bool = True
@@ -71,10 +71,10 @@ class StemLayers(nn.Module):
 
 
 class Variables(NamedTuple):
-    """Parameters of a convolutional network: weights, which train, and running statistics."""
+    """Parameters of a convolutional network: weights and running statistics."""
 
     weights: PyTree
-    stats: PyTree
+    stats: PyTree  # running means and variances
 
 
 def convnet_shapes(module: nn.Module, image_size: int) -> PyTree:
@@ -101,7 +101,7 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
 
 
 def _first_value(name: str, noise: Array) -> Array:
-    """Of a layer's parameter by its name, from standard normal numbers."""
+    """Of a layer's parameter by its name, from standard normal values."""
     if name == "kernel":
         return noise * math.sqrt(2 / (noise[..., 0, :].size))
     return jnp.ones_like(noise) if name in ("scale", "var") else jnp.zeros_like(noise)
@@ -133,12 +133,16 @@ def convnet_network(
         after = params._replace(stats=moved["batch_stats"]) if train else params
         return Features(feature, None, taps), after
 
+    def init(key: PRNGKeyArray) -> Variables:
+        return init_convnet(key, module(config, False), size)
+
+    def split(params: Variables) -> tuple[PyTree, PyTree]:
+        return params.weights, params.stats
+
     size = config.image_size
-    init = lambda key: init_convnet(key, module(config, False), size)
-    split = lambda params: (params.weights, params.stats)
     return Network(init, apply, config.width, 0, (size, size, 3), mean, std, split=split, join=Variables)
 
 
 def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:
-    """The mean over all places, float32."""
+    """The mean over all positions, float32."""
     return jnp.mean(x.astype(jnp.float32), axis=(1, 2))

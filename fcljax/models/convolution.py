@@ -2,9 +2,8 @@
 
 XLA's CPU backend has a fast convolution for one layout only: images [batch, height, width, channels] and
 kernels [height, width, in, out]. The gradients that jax derives are convolutions in other layouts, which XLA
-rewrites to the fast one where they stand alone, but not inside a loop, and the engine plays its steps in a
-loop: there the kernel's gradient takes 40 times as long (jax issue 12868). Here both gradients are written as
-convolutions of the fast layout.
+rewrites to the fast one, but not inside a loop. The engine runs its steps in a loop, where the kernel's
+gradient takes 40 times as long (jax issue 12868). Here both gradients are convolutions of the fast layout.
 """
 
 import functools
@@ -21,40 +20,26 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
 class Window(NamedTuple):
-    """How a kernel moves over an image; every pair is of height and width.
+    """How a kernel moves over an image; every pair is of height and width."""
 
-    stride: between places of the kernel. pads: rows (columns) of zeros before and after. dilation: between
-    the kernel's own numbers. groups: of channels, each of which reads its own inputs.
-    """
-
-    stride: Pair = (1, 1)
-    pads: tuple[Pair, Pair] = ((0, 0), (0, 0))
-    dilation: Pair = (1, 1)
-    groups: int = 1
+    stride: Pair = (1, 1)  # between positions of the kernel
+    pads: tuple[Pair, Pair] = ((0, 0), (0, 0))  # rows (columns) of zeros before and after
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def conv(
     window: Window,
     x: Float[Array, "batch height width inputs"],
-    kernel: Float[Array, "rows columns inputs_of_group outputs"],
+    kernel: Float[Array, "rows columns inputs outputs"],
 ) -> Float[Array, "batch height_out width_out outputs"]:
     """The convolution of `jax.lax.conv_general_dilated`, with gradients of its own.
 
     Args:
       window: static.
       x: images.
-      kernel: those of all groups, side by side along the outputs.
+      kernel: of all outputs.
     """
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        window.stride,
-        window.pads,
-        rhs_dilation=window.dilation,
-        dimension_numbers=_LAYOUT,
-        feature_group_count=window.groups,
-    )
+    return lax.conv_general_dilated(x, kernel, window.stride, window.pads, dimension_numbers=_LAYOUT)
 
 
 def _forward(window: Window, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -73,87 +58,56 @@ conv.defvjp(_forward, _backward)
 def image_gradient(
     window: Window, size: Pair, kernel: Array, gradient: Array
 ) -> Float[Array, "batch height width inputs"]:
-    """The gradient of the images: the outputs' gradient, `stride` apart, under the kernel turned round."""
-    rows, columns, inputs, outputs = kernel.shape
-    groups = window.groups
-    turned = kernel[::-1, ::-1].reshape(rows, columns, inputs, groups, outputs // groups)
-    turned = turned.transpose(0, 1, 4, 3, 2).reshape(rows, columns, outputs // groups, groups * inputs)
+    """The gradient of the images: the outputs' gradient, `stride` apart, with the reversed kernel."""
     pads = []
     for axis in range(2):
-        reach = window.dilation[axis] * (kernel.shape[axis] - 1)  # from a kernel's first number to its last
+        reach = kernel.shape[axis] - 1
         spread = window.stride[axis] * (gradient.shape[1 + axis] - 1) + 1
         before = reach - window.pads[axis][0]
         pads.append((before, size[axis] + reach - before - spread))
+    reversed_kernel = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
     return lax.conv_general_dilated(
-        gradient,
-        turned,
-        (1, 1),
-        pads,
-        lhs_dilation=window.stride,
-        rhs_dilation=window.dilation,
-        dimension_numbers=_LAYOUT,
-        feature_group_count=groups,
+        gradient, reversed_kernel, (1, 1), pads, lhs_dilation=window.stride, dimension_numbers=_LAYOUT
     )
 
 
 def kernel_gradient(
     window: Window, x: Array, kernel: Array, gradient: Array
-) -> Float[Array, "rows columns inputs_of_group outputs"]:
-    """The gradient of the kernel: the images under the outputs' gradient, with the batch as the channels that
-    are summed over."""
+) -> Float[Array, "rows columns inputs outputs"]:
+    """The gradient of the kernel: the images convolved with the outputs' gradient, summed over the batch."""
     pads = []
     for axis in range(2):
         spread = window.stride[axis] * (gradient.shape[1 + axis] - 1) + 1
-        places = window.dilation[axis] * (kernel.shape[axis] - 1) + 1
         before = window.pads[axis][0]
-        pads.append((before, places + spread - 1 - x.shape[1 + axis] - before))
+        pads.append((before, kernel.shape[axis] + spread - 1 - x.shape[1 + axis] - before))
     out = lax.conv_general_dilated(
         x.transpose(3, 1, 2, 0),
         gradient.transpose(1, 2, 0, 3),
-        window.dilation,
+        (1, 1),
         pads,
         rhs_dilation=window.stride,
         dimension_numbers=_LAYOUT,
-        batch_group_count=window.groups,
     )
     return out.transpose(1, 2, 0, 3)
 
 
 def conv_general_dilated(
-    lhs: Array,
-    rhs: Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[Pair],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    precision: Any = None,
+    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: str | Sequence[Pair], **others: Any
 ) -> Array:
     """`conv` with the arguments of jax's function, for `flax.linen.Conv(conv_general_dilated=...)`.
 
-    What `conv` is not for (other than two spatial axes, dilated images, a precision) jax's function does.
+    jax's function computes the cases that `conv` lacks: other than two spatial axes, dilations, groups, a
+    precision.
     """
-    stretched = any(d != 1 for d in lhs_dilation or ())
-    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, others.get("dimension_numbers"))
     usual = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
-    if stretched or precision is not None or not usual:
-        return lax.conv_general_dilated(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            precision=precision,
-        )
-    down, across = rhs_dilation or (1, 1)
+    dilated = any(d != 1 for side in ("lhs", "rhs") for d in others.get(f"{side}_dilation") or ())
+    special = dilated or others.get("feature_group_count", 1) != 1 or others.get("precision") is not None
+    if special or not usual:
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **others)
     if isinstance(padding, str):
-        reach = (down * (rhs.shape[0] - 1) + 1, across * (rhs.shape[1] - 1) + 1)
-        padding = lax.padtype_to_pads(lhs.shape[1:3], reach, tuple(window_strides), padding)
+        size, reach = lhs.shape[1:3], rhs.shape[:2]
+        padding = lax.padtype_to_pads(size, reach, tuple(window_strides), padding)
     (above, below), (left, right) = padding
-    stride, pads = (window_strides[0], window_strides[1]), ((above, below), (left, right))
-    window = Window(stride, pads, (down, across), feature_group_count)
-    return conv(window, lhs, rhs)
+    stride = window_strides[0], window_strides[1]
+    return conv(Window(stride, ((above, below), (left, right))), lhs, rhs)

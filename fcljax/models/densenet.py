@@ -40,7 +40,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """The whole network: features, the mean over all places, and every block by its name."""
+    """The whole network: features (the mean over all positions) and every block by its name."""
 
     config: DenseNetConfig
     train: bool = False

@@ -1,4 +1,4 @@
-"""Classifier heads and masked losses on them: classes are preallocated, masks say which of them compete."""
+"""Linear classifiers and masked losses: all classes are preallocated, and masks say which compete."""
 
 from typing import Literal, NamedTuple
 
@@ -21,12 +21,14 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
     """Kernel and bias uniform in +-1/sqrt(width), as torch's Linear does."""
     bound = width**-0.5
     kernel, bias = jax.random.split(key)
-    draw = lambda k, shape: jax.random.uniform(k, shape, minval=-bound, maxval=bound)
-    return Head(draw(kernel, (width, classes)), draw(bias, (classes,)))
+    return Head(
+        jax.random.uniform(kernel, (width, classes), minval=-bound, maxval=bound),
+        jax.random.uniform(bias, (classes,), minval=-bound, maxval=bound),
+    )
 
 
 def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
-    """Kernel normal with deviation 0.02, cut off at two deviations, bias 0, as timm's heads."""
+    """Kernel normal with standard deviation 0.02, truncated at two of them, bias 0, as timm's heads."""
     kernel = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, classes))
     return Head(kernel, jnp.zeros(classes))
 
@@ -48,14 +50,14 @@ def mask_logits(
 
 
 def masked_sum(value: Float[Array, " batch"], mask: Bool[Array, " batch"]) -> Float[Array, ""]:
-    """Sum over the rows in the mask; rows outside may hold nan and contribute neither value nor gradient."""
+    """Sum over the examples in the mask; others may be nan, and contribute neither value nor gradient."""
     return jnp.sum(jnp.where(mask, value, 0.0))
 
 
 def reduce_rows(
     value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Num[Array, ""], reduction: Reduction
 ) -> Float[Array, ""]:
-    """The sum over the rows in the mask, divided by `count` (0 if that is 0) when the reduction is "mean"."""
+    """The sum over the examples in the mask, divided by `count` (0 if that is 0) for the reduction "mean"."""
     total = masked_sum(value, mask)
     return total if reduction == "sum" else total / jnp.maximum(count, 1)
 
@@ -67,7 +69,7 @@ def cross_entropy(
     mask: Bool[Array, " batch"],
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Cross-entropy over the allowed classes and the rows in the mask; the other classes get no gradient."""
+    """Cross-entropy over the allowed classes and the examples in the mask; other classes get no gradient."""
     loss = optax.softmax_cross_entropy_with_integer_labels(mask_logits(logits, allowed), label)
     return reduce_rows(loss, mask, jnp.sum(mask), reduction)
 
@@ -78,7 +80,7 @@ def correct(
     allowed: Bool[Array, " classes"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """How many rows in the mask have their label as the highest allowed logit."""
+    """How many examples in the mask have their label as the highest allowed logit."""
     return masked_sum((jnp.argmax(mask_logits(logits, allowed), axis=-1) == label).astype(jnp.float32), mask)
 
 
@@ -91,8 +93,8 @@ def distillation(
 ) -> Float[Array, ""]:
     """Knowledge distillation over the allowed classes.
 
-    The mean over the rows in the mask of the cross-entropy of softmax(student / T) under softmax(teacher /
-    T), without the factor T^2 (the form of LwF in TARGET's release). 0 if no class or no row is left.
+    The mean over the examples in the mask of the cross-entropy of softmax(student / T) under softmax(teacher
+    / T), without the factor T^2 (the form of LwF in TARGET's release). 0 if no class or example is left.
     """
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
     log_odds = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
@@ -127,6 +129,7 @@ def class_sums(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
-    """Sums of features and rows per class, as a matrix product: scatter-add is not deterministic on GPUs."""
+    """Sum of features and number of examples per class, as a matrix product: scatter-add is not
+    deterministic on GPUs."""
     member = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
     return member.T @ jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32), jnp.sum(member, axis=0)

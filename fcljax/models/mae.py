@@ -2,7 +2,7 @@
 
 After He et al. 2022 and pMAE (arXiv 2411.01916). The encoder is `apply_vit(config, params, image,
 Injection(keep=masking.keep), full=True)`, whose tokens are the latent that `decode` takes. The decoder
-predicts all patches; what it says of the visible ones is kept, not replaced by the pixels that are known.
+predicts all patches; its predictions of visible patches are kept, not replaced by the known pixels.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.products import dense
-from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit
+from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit, patchify
 from fcljax.types import Autoencoder
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Static shape of a decoder; the defaults are MAE's for a ViT-B/16. `dtype`: of the matrix products."""
+    """Static shape of a decoder; the defaults are MAE's for a ViT-B/16."""
 
     image_size: int = 224
     patch: int = 16
@@ -34,7 +34,7 @@ class DecoderConfig:
     depth: int = 8
     heads: int = 16
     mlp: int = 2048
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the factors of matrix products
     epsilon: float = 1e-6  # of the LayerNorms
 
     @property
@@ -44,19 +44,15 @@ class DecoderConfig:
 
 
 class Masking(NamedTuple):
-    """Which patches an encoder sees.
+    """Which patches an encoder sees."""
 
-    keep: indices of the visible patches, in their random order. restore: for every patch its place in the
-    sequence [visible, masked]. masked: True for patches that are hidden.
-    """
-
-    keep: Int[Array, "batch kept"]
-    restore: Int[Array, "batch patches"]
-    masked: Bool[Array, "batch patches"]
+    keep: Int[Array, "batch kept"]  # the visible patches, in their random order
+    restore: Int[Array, "batch patches"]  # the position of every patch in the sequence [visible, masked]
+    masked: Bool[Array, "batch patches"]  # whether a patch is hidden
 
 
 def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) -> Masking:
-    """Hide a random share of the patches, anew for every sample (MAE, section 3).
+    """Hide a random share of the patches, a new one for every sample (MAE, section 3).
 
     Args:
       key: one key, from which sample i gets fold_in(key, i), or one key per sample, [batch]: a sample's mask
@@ -199,13 +195,6 @@ def decoder_shapes(config: DecoderConfig) -> PyTree:
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
 
 
-def patchify(
-    image: Float[Array, "batch height width_px 3"], patch: int
-) -> Float[Array, "batch patches pixels"]:
-    """Patches row by row; the pixels of one in order row, column, channel, channel fastest."""
-    return rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=patch, q=patch)
-
-
 def unpatchify(
     patches: Float[Array, "batch patches pixels"], patch: int
 ) -> Float[Array, "batch height width_px 3"]:
@@ -224,7 +213,7 @@ def reconstruction_loss(
     prediction: Float[Array, "batch patches pixels"],
     image: Float[Array, "batch height width_px 3"],
     masked: Bool[Array, "batch patches"],
-    row: Bool[Array, " batch"] | None = None,
+    mask: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
     """Mean squared error over the hidden patches of the whole batch; 0 if none is hidden.
 
@@ -233,11 +222,11 @@ def reconstruction_loss(
 
     Args:
       prediction: from `decode`.
-      image: what should come out, in the same range.
+      image: the target, in the same range.
       masked: from the `Masking`.
-      row: False for rows of padding, which are inert whatever they hold; None takes all.
+      mask: False for padding, which has no influence; None takes all examples.
     """
-    counted = masked if row is None else masked & row[:, None]
+    counted = masked if mask is None else masked & mask[:, None]
     target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
     # Chosen before the square, so that padding that is not finite has no gradient either.
     difference = jnp.where(counted[..., None], prediction - target, 0.0)

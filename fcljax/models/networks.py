@@ -41,12 +41,10 @@ def network_name(config: NetworkConfig) -> str:
 
 
 def _body(config: NetworkConfig) -> dict[str, object]:
-    """What a name tells."""
-    fields = dataclasses.asdict(config).items()
-    return {name: value for name, value in fields if name not in _UNTOLD} | {"kind": type(config)}
-
-
-_UNTOLD = ("image_size", "dtype", "stem", "epsilon", "final_norm")
+    """The shape that a name stands for."""
+    free = ("image_size", "dtype", "stem", "epsilon", "final_norm")
+    fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
+    return fields | {"kind": type(config)}
 
 
 def _in_words(config: NetworkConfig) -> str:

@@ -1,9 +1,8 @@
 """Matrix products of the networks in their compute type.
 
-With bfloat16 both factors are rounded to it, forwards and backwards, and the sum is taken and left in
-float32: what follows a product here (a bias, GELU, softmax, the residual sum) is float32 in any case, and
-XLA's CPU backend uses a processor's bfloat16 instructions for no other kind of product: where the result is
-to be bfloat16 too, it widens both factors first.
+With bfloat16 both factors are rounded to it, forwards and backwards, and the sum is float32. What follows a
+product here (a bias, GELU, softmax, the residual sum) is float32 in any case, and XLA's CPU backend has no
+other fast bfloat16 product: for a bfloat16 result it widens both factors first.
 """
 
 import functools
@@ -50,11 +49,15 @@ _rounded.defvjp(_forward, _backward)
 
 def matmul(x: Float[Array, "*rows k"], kernel: Float[Array, "k m"]) -> Float[Array, "*rows m"]:
     """x @ kernel, as float32."""
-    rows = "abcd"[: x.ndim - 1]
-    return product(f"{rows}k,km->{rows}m", x, kernel)
+    lead = "abcd"[: x.ndim - 1]
+    return product(f"{lead}k,km->{lead}m", x, kernel)
 
 
 def dense(features: int, dtype: str, name: str) -> nn.Dense:
     """A linear layer with bias: kernel and input in the compute type, the result float32."""
-    as_product = lambda x, kernel, dimensions, precision=None: matmul(x, kernel)
-    return nn.Dense(features, dtype=jnp.dtype(dtype), dot_general=as_product, name=name)
+    return nn.Dense(features, dtype=jnp.dtype(dtype), dot_general=_dot_general, name=name)
+
+
+def _dot_general(x: Array, kernel: Array, dimensions: object, precision: object = None) -> Array:
+    del dimensions, precision  # always the last axis of x and the first of the kernel
+    return matmul(x, kernel)

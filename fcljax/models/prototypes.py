@@ -50,7 +50,7 @@ def dce_loss(
 ) -> Float[Array, ""]:
     """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label].
 
-    Over the allowed classes and the rows in the mask; prototypes of other classes get no gradient.
+    Over the allowed classes and the examples in the mask; prototypes of other classes get no gradient.
     """
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
@@ -61,7 +61,7 @@ def pl_loss(
     mask: Bool[Array, " batch"],
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Prototype-learning loss (PILoRA eq. 10): over the rows in the mask, distance to the own prototype."""
+    """Prototype-learning loss (PILoRA eq. 10): distances to the own prototypes, over the mask."""
     own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
     return reduce_rows(own, mask, jnp.sum(mask), reduction)
 
@@ -69,5 +69,5 @@ def pl_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """(mean features, which classes have any) from sums and numbers of rows; without rows the mean is 0."""
+    """(mean features, which classes have any) from sums and counts; the mean of no examples is 0."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

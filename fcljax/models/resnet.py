@@ -19,17 +19,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, mask: Array | None) -> Array:
-        make = lambda size, stride, name: layer(self.features, size, stride, dtype=self.dtype, name=name)
-        y = Norm(self.train, name="norm1")(make(3, self.stride, "conv1")(x), mask)
-        y = Norm(self.train, False, name="norm2")(make(3, 1, "conv2")(y), mask)
+        y = layer(self.features, 3, self.stride, dtype=self.dtype, name="conv1")(x)
+        y = Norm(self.train, name="norm1")(y, mask)
+        y = layer(self.features, 3, dtype=self.dtype, name="conv2")(y)
+        y = Norm(self.train, False, name="norm2")(y, mask)
         if self.stride != 1 or x.shape[-1] != self.features:
-            x = make(1, self.stride, "down")(x)
+            x = layer(self.features, 1, self.stride, dtype=self.dtype, name="down")(x)
             x = Norm(self.train, False, name="down_norm")(x, mask)
         return nn.relu(x + y)
 
 
 class ResNet(nn.Module):
-    """The whole network: features, which are the mean of the last stage, and every stage by its name."""
+    """The whole network: features (the mean of the last stage) and every stage by its name."""
 
     config: ResNetConfig
     train: bool = False

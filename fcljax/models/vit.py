@@ -1,9 +1,9 @@
-"""A pre-norm Vision Transformer in Flax with named intermediates and points where adapters are injected.
+"""A pre-norm Vision Transformer in Flax with named intermediates, into which adapters inject.
 
 The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class
-token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Parameter-efficient adapters never touch
-this code: they hand over an `Injection`. The patch embedding is a reshape and a matrix product because
-convolutions inside loops fall off XLA's fast path.
+token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Adapters change it through an `Injection`
+and never touch this code. The patch embedding is a reshape and a matrix product because convolutions inside
+loops fall off XLA's fast path.
 """
 
 from collections.abc import Mapping
@@ -41,24 +41,18 @@ class Prefix(NamedTuple):
 
 
 class Injection(NamedTuple):
-    """What an adapter puts into the frozen network, by block index.
+    """What an adapter adds to the frozen network; prompts, prefixes and updates by block index."""
 
-    prompt: tokens that join the block's input, [batch, length, width] or [length, width] for all images
-      alike. Their outputs would be dropped after the block, so they enter only as extra keys and values,
-      which gives the same class token at a lower cost (FPPL release; equal to prefix-tuning with K = W_k
-      norm1(p) + b_k and V likewise).
-    prefix: keys and values that are concatenated as they are.
-    lora: low-rank updates of q and v.
-    keep: indices of the patches that stay, in order (masked autoencoding); None keeps all.
-    tokens: stand between the class token and the patches from the first block to the last, [batch, length,
-      width] or [length, width], with the class token's position embedding (L2P); `Features.prompts` is what
-      becomes of them.
-    """
-
+    # Tokens that join the block's input, [batch, length, width], or [length, width] for all images alike.
+    # Their outputs would be dropped after the block, so they enter only as extra keys and values, which gives
+    # the same class token at a lower cost (FPPL release; equal to prefix-tuning with K = W_k norm1(p) + b_k
+    # and V likewise).
     prompt: Mapping[int, Float[Array, "..."]] = {}
-    prefix: Mapping[int, Prefix] = {}
-    lora: Mapping[int, Lora] = {}
-    keep: Int[Array, "batch kept"] | None = None
+    prefix: Mapping[int, Prefix] = {}  # keys and values that are concatenated as they are
+    lora: Mapping[int, Lora] = {}  # low-rank updates of q and v
+    keep: Int[Array, "batch kept"] | None = None  # the patches that stay (masked autoencoding); None: all
+    # Tokens between the class token and the patches, from the first block to the last, [batch, length, width]
+    # or [length, width], with the class token's position embedding (L2P); their outputs: `Features.prompts`.
     tokens: Float[Array, "..."] | None = None
 
 
@@ -88,16 +82,15 @@ class Attention(nn.Module):
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
-            more = lambda x: rearrange(x, "b n (h d) -> b h n d", h=c.heads)
-            k = jnp.concatenate([k, more(prefix.key)], axis=2)
-            v = jnp.concatenate([v, more(prefix.value)], axis=2)
+            key, value = (rearrange(x, "b n (h d) -> b h n d", h=c.heads) for x in prefix)
+            k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
         q, k, v = (part.astype(c.dtype) for part in (q, k, v))
         score = product("bhqd,bhkd->bhqk", q, k) * (c.width // c.heads) ** -0.5
         out = product("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(c.dtype), v)
         return dense(c.width, c.dtype, "proj")(rearrange(out, "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
-        """The fused projection, its kernel in the compute type, to take q, k and v of different tokens."""
+        """The fused projection, its kernel in the compute type: q, k and v are of different tokens."""
         if self.is_initializing():
             dense(x)
         parameters = dense.variables["params"]
@@ -129,6 +122,13 @@ class Block(nn.Module):
         return x + dense(c.width, c.dtype, "fc2")(hidden)
 
 
+def patchify(
+    image: Float[Array, "batch height width_px 3"], patch: int
+) -> Float[Array, "batch patches pixels"]:
+    """Patches row by row; the pixels of one in order row, column, channel, channel fastest."""
+    return rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=patch, q=patch)
+
+
 class ViT(nn.Module):
     """The whole network; see `apply_vit`."""
 
@@ -138,7 +138,7 @@ class ViT(nn.Module):
     def __call__(self, image, injection=None, full=False):
         c = self.config
         injection = Injection() if injection is None else injection
-        patches = rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=c.patch, q=c.patch)
+        patches = patchify(image, c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
         position = self.param("pos", nn.initializers.normal(0.02), (1 + c.grid**2, c.width))
         x = dense(c.width, c.dtype, "patch")(patches) + position[1:]
@@ -152,8 +152,8 @@ class ViT(nn.Module):
         x = jnp.concatenate([*first, x], axis=1)
         taps = {"embed": x}
         for i in range(c.depth):
-            # Of the last block only the class token is read, and injected tokens: query, projection and MLP
-            # are for them alone.
+            # Only the class token and injected tokens are read from the last block: query, projection and
+            # MLP are for them alone.
             queries = read if i == c.depth - 1 and not full else None
             x = Block(c, name=f"block_{i:02d}")(
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
@@ -197,20 +197,22 @@ def vit_network(
 ) -> Network:
     """The ViT as methods see it; `autoencoder` is around the same one, where there is a decoder."""
 
+    def init(key: PRNGKeyArray) -> PyTree:
+        return init_vit(key, config)
+
     def apply(params, image, injection, train, mask=None):
-        del train, mask  # no layer of a ViT behaves otherwise in training, or sees other rows
+        del train, mask  # no layer of a ViT depends on training or on other examples
         return apply_vit(config, params, image, injection), params
 
     image = (config.image_size, config.image_size, 3)
-    init = lambda key: init_vit(key, config)
     return Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)
 
 
 def check_blocks(field: str, blocks: int, network: Network) -> None:
-    """Check that a network has the blocks that an adapter is to change.
+    """Check that a network has the blocks that an adapter changes.
 
     Raises:
-      InputError: if it has not.
+      InputError: if it does not.
     """
     if not 1 <= blocks <= network.blocks:
         nearest = min(max(blocks, 1), network.blocks)

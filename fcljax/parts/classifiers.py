@@ -1,4 +1,4 @@
-"""Classifiers on features as parts of a learner: linear, learned prototypes, class means."""
+"""Classifiers on features: linear, learned prototypes, class means."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,14 +14,22 @@ from fcljax.types import Batch, Task
 
 
 def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> Classifier:
-    """A linear classifier over all classes of the stream, all of which trains and travels. `first` draws its
-    first values, as `init_head` does."""
+    """A linear classifier over all classes of the stream; all of it trains and travels.
 
-    def logits(cached: PyTree, part: PyTree, feature: Array, task: Task) -> Array:
+    Args:
+      width: of the features.
+      classes: C.
+      first: draws the first values, as `init_head` does.
+    """
+
+    def init(key: PRNGKeyArray) -> Head:
+        return first(key, width, classes)
+
+    def logits(cached: PyTree, trainable: Head, feature: Array, task: Task) -> Array:
         del cached, task
-        return apply_head(part, feature)
+        return apply_head(trainable, feature)
 
-    return Classifier(init=lambda key: first(key, width, classes), logits=logits)
+    return Classifier(init, logits)
 
 
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
@@ -40,110 +48,132 @@ def prototypes(
       width: of the features.
       classes: C.
       form: of the distance (`models.prototypes.distances`).
-      deviation: of the normal distribution of the first values.
+      deviation: standard deviation of the first values.
     """
 
     def init(key: PRNGKeyArray) -> Float[Array, "C width"]:
         return deviation * jax.random.normal(key, (classes, width))
 
-    def logits(cached: Array, part: Array, feature: Array, task: Task) -> Array:
-        return -distances(feature, put_current(cached, task, part), form)
+    def logits(cached: Array, trainable: Array, feature: Array, task: Task) -> Array:
+        return -distances(feature, merge_current(cached, task, trainable), form)
 
-    return Classifier(init, logits, part=current_rows, put=put_current, cached=lambda params: params)
-
-
-def current_rows(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
-    """The rows of the task's classes; those of padding classes are 0."""
-    rows = params[jnp.maximum(task.classes, 0)]
-    return jnp.where(task.classes[:, None] >= 0, rows, 0.0)
+    return Classifier(init, logits, current_classes, merge_current, cached=_itself)
 
 
-def put_current(
-    params: Float[Array, "C width"], task: Task, part: Float[Array, "Ct width"]
+def current_classes(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
+    """The vectors of the task's classes; those of padding classes are 0."""
+    vectors = params[jnp.maximum(task.classes, 0)]
+    return jnp.where(task.classes[:, None] >= 0, vectors, 0.0)
+
+
+def merge_current(
+    params: Float[Array, "C width"], task: Task, trainable: Float[Array, "Ct width"]
 ) -> Float[Array, "C width"]:
-    """All rows with those of the task replaced; padding classes are dropped."""
-    row = jnp.where(task.classes >= 0, task.classes, params.shape[0])
-    return params.at[row].set(part, mode="drop")
+    """All vectors with those of the task replaced; padding classes are dropped."""
+    place = jnp.where(task.classes >= 0, task.classes, params.shape[0])
+    return params.at[place].set(trainable, mode="drop")
+
+
+def _itself(params: PyTree) -> PyTree:
+    return params
 
 
 # ---- class means -------------------------------------------------------------------------------------------
 
 
 class Sums(NamedTuple):
-    """Sums of features and numbers of rows per class."""
+    """Sums of features and numbers of examples per class."""
 
     feature: Float[Array, "classes width"]
-    rows: Float[Array, " classes"]
+    examples: Float[Array, " classes"]
 
 
 class MeanParams(NamedTuple):
-    """Sums over all clients for each class, and the parameters of the classifier that trains, if one does."""
+    """The parameters of a classifier of class means."""
 
     inner: PyTree
+    """Of the classifier that trains, if one does."""
     sums: Sums
+    """Over all clients."""
 
 
 def nearest_mean(
     width: int, classes: int, kind: str = "nearest", inner: Classifier | None = None
 ) -> Classifier:
-    """A classifier of class means of features, which nothing trains. With `inner`, that one trains and the
-    means are for evaluation alone (FedCLM).
+    """A classifier of class means of features, which nothing trains.
 
     Args:
       width: of the features.
       classes: C.
       kind: "nearest", the nearest mean; "linear", mean features of length 1 as weights.
-      inner: what trains.
+      inner: trains in its place; the means are for evaluation alone (FedCLM).
     """
 
     def init(key: PRNGKeyArray) -> MeanParams:
         return MeanParams(inner.init(key) if inner else (), empty_sums(classes, width))
 
-    def predict(params: MeanParams, part: PyTree, feature: Array, task: Task) -> Array:
-        del part
+    def predict(params: MeanParams, trainable: PyTree, feature: Array, task: Task) -> Array:
+        del trainable
         return mean_logits(feature, params.sums, task.seen, kind)
 
-    if inner is None:  # nothing trains, so nothing needs the logits of training
-        logits = lambda cached, part, feature, task: jnp.zeros((feature.shape[0], classes))
-        return Classifier(init, logits, part=lambda params, task: (), put=_as_it_is, predict=predict)
-    return Classifier(
-        init,
-        logits=inner.logits,
-        part=lambda params, task: inner.part(params.inner, task),
-        put=lambda params, task, part: params._replace(inner=inner.put(params.inner, task, part)),
-        cached=lambda params: inner.cached(params.inner),
-        predict=predict,
-    )
+    if inner is None:
+        return Classifier(init, _no_logits(classes), _nothing, _unchanged, predict=predict)
+
+    def trainable_of(params: MeanParams, task: Task) -> PyTree:
+        return inner.trainable(params.inner, task)
+
+    def merge(params: MeanParams, task: Task, trainable: PyTree) -> MeanParams:
+        return params._replace(inner=inner.merge(params.inner, task, trainable))
+
+    def cached(params: MeanParams) -> PyTree:
+        return inner.cached(params.inner)
+
+    return Classifier(init, inner.logits, trainable_of, merge, cached, predict)
 
 
-def _as_it_is(params: PyTree, task: Task, part: PyTree) -> PyTree:
-    del task, part
+def _no_logits(classes: int) -> Callable[..., Array]:
+    """Nothing trains, so nothing needs the logits of training."""
+
+    def logits(cached: PyTree, trainable: PyTree, feature: Array, task: Task) -> Array:
+        del cached, trainable, task
+        return jnp.zeros((feature.shape[0], classes))
+
+    return logits
+
+
+def _nothing(params: PyTree, task: Task) -> tuple:
+    del params, task
+    return ()
+
+
+def _unchanged(params: PyTree, task: Task, trainable: PyTree) -> PyTree:
+    del task, trainable
     return params
 
 
 def empty_sums(classes: int, width: int) -> Sums:
-    """Sums of no rows yet."""
+    """Sums of no examples yet."""
     return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
 
 
 def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
-    """A client's sums of the task's classes with the rows of a batch."""
-    more, rows = class_sums(feature, batch.label, task.classes, batch.mask)
-    return Sums(sums.feature + more, sums.rows + rows)
+    """A client's sums of the task's classes with the examples of a batch."""
+    more, examples = class_sums(feature, batch.label, task.classes, batch.mask)
+    return Sums(sums.feature + more, sums.examples + examples)
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
     """The server's sums of all classes with what arrived for the task's; padding classes are dropped."""
-    place = jnp.where(task.classes >= 0, task.classes, total.rows.shape[0])
-    return Sums(*(old.at[place].add(new, mode="drop") for old, new in zip(total, arrived, strict=True)))
+    place = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
+    return jax.tree.map(lambda old, new: old.at[place].add(new, mode="drop"), total, arrived)
 
 
 def mean_logits(
     feature: Float[Array, "batch width"], sums: Sums, seen: Array, kind: str
 ) -> Float[Array, "batch classes"]:
     """Logits of a classifier of class means; classes that are not seen, or that nobody had, never win."""
-    mean, cached = class_means(sums.feature, sums.rows)
+    mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
-        return distance_logits(distances(feature, mean, "squared"), seen & cached)
+        return distance_logits(distances(feature, mean, "squared"), seen & present)
     length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(feature @ (mean / length).T, seen & cached)
+    return mask_logits(feature @ (mean / length).T, seen & present)

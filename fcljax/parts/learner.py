@@ -1,28 +1,81 @@
-"""What learns: a network, an adapter inside it and a classifier on its features, as one.
+"""What learns: a network, an adapter inside it and a classifier on its features, as one `Learner`.
 
-Adapters and classifiers know networks and tasks, nothing of federation. Both keep parameters for the whole
-stream (`params`) of which a `part` trains and travels in the current task; what else of the parameters a
-client's forward pass reads is `held`. `Model` stands for the pair, of parameters, parts or held ones.
+Adapters and classifiers know networks and tasks, nothing of federation. Both keep parameters for all tasks
+(`params`). In each task some of them are trainable and travel; a client caches those that it also reads.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Reduction, correct, cross_entropy
 from fcljax.types import Batch, Features, Frozen, Network, Task
 
+Logits: TypeAlias = Float[Array, "batch classes"]
+Feature: TypeAlias = Float[Array, "batch width"]
 
-def _same(params: PyTree, task: Task) -> PyTree:
+
+@runtime_checkable
+class Select(Protocol):
+    """Selects the parameters that train in a task and travel."""
+
+    def __call__(self, params: Any, task: Task, /) -> Any: ...
+
+
+@runtime_checkable
+class Merge(Protocol):
+    """Returns the parameters of all tasks with those that trained in this task in their place."""
+
+    def __call__(self, params: Any, task: Task, trainable: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class Inject(Protocol):
+    """Returns what enters the frozen network's blocks (a `models.vit.Injection`), pure in the query.
+
+    `cached` are the parameters of all tasks, or the part of them that clients hold. `train` says whether a
+    client trains or the model is evaluated. `mask` marks the examples that count where examples share what is
+    injected: padding never influences a result.
+    """
+
+    def __call__(
+        self,
+        cached: Any,
+        trainable: Any,
+        query: Any,
+        task: Task,
+        train: bool,
+        mask: Bool[Array, " batch"],
+        /,
+    ) -> Any: ...
+
+
+@runtime_checkable
+class Prompt(Protocol):
+    """Returns the prompts that `inject` would insert for a query, [batch, ...]."""
+
+    def __call__(self, cached: Any, trainable: Any, query: Any, task: Task, /) -> Array: ...
+
+
+class Mixture(NamedTuple):
+    """Prompts that are weighted sums: `einsum("bgm,gmn->bgn", weight, basis)`."""
+
+    weight: Float[Array, "batch groups M"]
+    """Depends on the query."""
+    basis: Float[Array, "groups M N"]
+    """M vectors of N parameters in each group; the same for all queries."""
+
+
+def _all(params: PyTree, task: Task) -> PyTree:
     del task
     return params
 
 
-def _new(params: PyTree, task: Task, part: PyTree) -> PyTree:
+def _replaced(params: PyTree, task: Task, trainable: PyTree) -> PyTree:
     del params, task
-    return part
+    return trainable
 
 
 def _nothing(params: PyTree) -> tuple:
@@ -30,187 +83,221 @@ def _nothing(params: PyTree) -> tuple:
     return ()
 
 
-def _class_token(features: Features) -> Float[Array, "batch width"]:
+def class_token(features: Features) -> Feature:
+    """The class token after the final norm."""
     return features.cls
 
 
-class Mixture(NamedTuple):
-    """Prompts that are weighted sums: of M vectors of N numbers in each of some groups, with weights of every
-    query. A prompt is einsum("bgm,gmn->bgn", weight, basis)."""
-
-    weight: Float[Array, "batch groups M"]
-    basis: Float[Array, "groups M N"]
-
-
 class Adapter(NamedTuple):
-    """What is trained inside a frozen network.
-
-    init(key, frozen) -> params, those of all tasks
-    open_task(params, task) -> params, before a task's first round
-    part(params, task) -> what trains and travels now
-    put(params, task, part) -> params with the part in its place
-    held(params) -> what `inject` reads besides the part: params, or the same tuple with what clients do not
-      need as None or ()
-    inject(held or params, part, query, task, train, mask) -> Injection: pure in the query, the frozen
-      network's own class token; None changes nothing in the network. `train`: as in a client's step, or as in
-      evaluation. `mask`: rows that count, where rows share what they get; padding has no say in it
-    network(part) -> weights that stand for the frozen ones; None: the frozen ones
-    feature(Features) -> what the classifier reads
-    prompt(held or params, part, query, task) -> the prompts that inject would insert, for servers that distil
-      them on latents; None: it has none
-    mixture(held or params, part, query, task) -> Mixture, whose weights alone depend on the query, for
-      servers that compare the prompts of many models; None: prompts are no such sums
-    loss(part, query, task, mask) -> scalar that clients add to their loss, whatever the method; None: nothing
-    trained(part, task) -> what of the part trains, for counting
-    truncated: does its source draw the first classifier from a truncated normal, without biases?
-    queries: does `inject` read the query?
-    rate: learning rate of the part; None: the run's
-    """
+    """What trains inside a frozen network."""
 
     init: Callable[[PRNGKeyArray, PyTree], PyTree]
-    open_task: Callable[[PyTree, Task], PyTree] = _same
-    part: Callable[[PyTree, Task], PyTree] = _same
-    put: Callable[[PyTree, Task, PyTree], PyTree] = _new
+    """init(key, frozen) -> params of all tasks."""
+    open_task: Select = _all
+    """open_task(params, task) -> params, called before the first round of a task."""
+    trainable: Select = _all
+    """Selects what trains in the task and travels."""
+    merge: Merge = _replaced
+    """Puts what trained back into the parameters of all tasks."""
     cached: Callable[[PyTree], PyTree] = _nothing
-    inject: Callable[..., PyTree] | None = None
+    """cached(params) -> what `inject` reads besides the trainable parameters; clients hold it."""
+    inject: Inject | None = None
+    """What enters the network; None leaves the network as it is."""
     network: Callable[[PyTree], PyTree] | None = None
-    feature: Callable[[Features], Float[Array, "batch width"]] = _class_token
-    prompt: Callable[..., Array] | None = None
+    """network(trainable) -> weights used in place of the frozen ones; None: the frozen ones."""
+    feature: Callable[[Features], Feature] = class_token
+    """What the classifier reads."""
+    prompt: Prompt | None = None
+    """For servers that distil prompts on latents; None: the adapter has no prompts."""
     mixture: Callable[..., Mixture] | None = None
+    """Arguments as of `prompt`; None: prompts are no weighted sums. Servers compare mixtures faster."""
     loss: Callable[..., Float[Array, ""]] | None = None
-    trained: Callable[[PyTree, Task], PyTree] = _same
+    """loss(trainable, query, task, mask) -> scalar that clients add to their loss under every method."""
+    counted: Select = _all
+    """counted(trainable, task) -> the parameters that are reported as trainable."""
     truncated: bool = False
+    """Whether its source draws the first classifier from a truncated normal, without biases."""
     queries: bool = False
+    """Whether `inject` reads the query, the frozen network's own class token."""
     rate: float | None = None
+    """Learning rate of the adapter; None: that of the run."""
 
     @property
     def plain(self) -> bool:
-        """Does the network stay as it is, so that its features are the query?"""
+        """Whether the network stays as it is, so that its features are the query."""
         return self.inject is None and self.network is None
 
 
-class Classifier(NamedTuple):
-    """From features to logits.
+@runtime_checkable
+class ClassifierLogits(Protocol):
+    """Returns the logits of all classes, [batch, classes]; the caller masks those that do not compete."""
 
-    init(key) -> params, those of all classes
-    part, put, held: as of an Adapter
-    logits(held or params, part, feature, task) -> [batch, C]; who competes is masked by whoever reads them
-    predict(params, part, feature, task) -> logits of evaluation; None: as in training
-    """
+    def __call__(self, cached: Any, trainable: Any, feature: Feature, task: Task, /) -> Logits: ...
+
+
+class Classifier(NamedTuple):
+    """From features to logits."""
 
     init: Callable[[PRNGKeyArray], PyTree]
-    logits: Callable[[PyTree, PyTree, Array, Task], Float[Array, "batch classes"]]
-    part: Callable[[PyTree, Task], PyTree] = _same
-    put: Callable[[PyTree, Task, PyTree], PyTree] = _new
+    """init(key) -> params of all classes."""
+    logits: ClassifierLogits
+    """Logits in training."""
+    trainable: Select = _all
+    """As of an `Adapter`."""
+    merge: Merge = _replaced
+    """As of an `Adapter`."""
     cached: Callable[[PyTree], PyTree] = _nothing
-    predict: Callable[[PyTree, PyTree, Array, Task], Float[Array, "batch classes"]] | None = None
+    """As of an `Adapter`."""
+    predict: ClassifierLogits | None = None
+    """Logits in evaluation; None: as in training."""
 
 
-class Model(NamedTuple):
-    """Parameters of adapter and classifier, and by their names of the terms that train some of their own: all
-    of them, those of a task, or those that are held. stats: running statistics of a network that trains,
-    which every training step moves and no gradient; () where there are none."""
+class Params(NamedTuple):
+    """The parameters of a learner: those of all tasks, the trainable ones of a task, or the cached ones."""
 
     adapter: PyTree
     classifier: PyTree
     extra: dict[str, PyTree] = {}
+    """Parameters of client rules that train some of their own, by the rule's name."""
     stats: PyTree = ()
+    """Running statistics of a network that trains; every step moves them, no gradient does. () for none."""
 
 
 class Output(NamedTuple):
-    """What a learner says of a batch: logits of all classes, unmasked, the features below them, and the query
-    if the adapter reads it; and the running statistics after it."""
+    """What a learner computes for a batch."""
 
-    logits: Float[Array, "batch classes"]
-    feature: Float[Array, "batch width"]
-    query: Float[Array, "batch width"] | None = None
+    logits: Logits
+    """Of all classes, unmasked."""
+    feature: Feature
+    """What the classifier read."""
+    query: Feature | None = None
+    """The frozen network's own class token, if the adapter reads it."""
     stats: PyTree = ()
+    """Running statistics after the batch."""
+
+
+class Sampling(NamedTuple):
+    """How a Bayesian learner draws parameters from its posterior."""
+
+    draw: Callable[[PRNGKeyArray, Params], Params]
+    """draw(key, trainable) -> parameters that the forward pass takes in place of the trainable ones."""
+    training: int = 1
+    """Draws in every training step; the loss is their mean."""
+    evaluation: int = 0
+    """Draws of a second evaluation by mean probabilities; 0: none."""
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """The forward pass; `cached` may be the parameters of all tasks."""
+
+    def __call__(
+        self, frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool, /
+    ) -> Output: ...
 
 
 class Learner(NamedTuple):
-    """Network, adapter and classifier as one; the functions are those of Adapter and Classifier on `Model`s.
-
-    forward(frozen, held or params, part, batch, task, train) -> Output
-    predict(frozen, params, batch, task) -> logits of evaluation, unmasked
-    sample(key, part) -> what a training step computes with in the place of the part; None: the part itself
-    sends(part, task) -> what a client sends in the place of its part, which is merged number by number and
-      which `put` understands; None: the part itself
-    """
+    """Network, adapter and classifier as one; its functions act on `Params` as those of its parts do."""
 
     network: Network
     adapter: Adapter
     classifier: Classifier
-    init: Callable[[PRNGKeyArray, Frozen], Model]
-    open_task: Callable[[Model, Task], Model]
-    part: Callable[[Model, Task], Model]
-    put: Callable[[Model, Task, Model], Model]
-    cached: Callable[[Model], Model]
-    forward: Callable[..., Output]
-    predict: Callable[..., Float[Array, "batch classes"]]
+    init: Callable[[PRNGKeyArray, Frozen], Params]
+    """init(key, frozen) -> params of all tasks."""
+    open_task: Callable[[Params, Task], Params]
+    """Called before the first round of a task."""
+    trainable: Callable[[Params, Task], Params]
+    """Selects what trains in the task and travels."""
+    merge: Callable[[Params, Task, Params], Params]
+    """Puts what trained back into the parameters of all tasks."""
+    cached: Callable[[Params], Params]
+    """What clients hold besides the trainable parameters."""
+    forward: Forward
+    """The forward pass of training; the caller masks its logits."""
+    predict: Callable[[Frozen, Params, Batch, Task], Logits]
+    """predict(frozen, params, batch, task) -> logits of evaluation, unmasked."""
     queries: bool
-    sample: Callable[[PRNGKeyArray, Model], Model] | None = None
-    sends: Callable[[Model, Task], Model] | None = None
+    """Whether a forward pass reads the frozen network's own class token."""
+    sampling: Sampling | None = None
+    """For Bayesian learners; None: parameters are used as they are."""
+    sends: Callable[[Params, Task], Params] | None = None
+    """sends(trainable, task) -> what a client sends in its place, which `merge` understands after it was
+    averaged; None: the trainable parameters themselves."""
 
 
 Keys = Callable[[PRNGKeyArray], tuple[PRNGKeyArray, PRNGKeyArray]]
 
 
 def two_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The keys that draw an adapter's and a classifier's first values."""
+    """The keys of an adapter's and a classifier's first values."""
     adapter, classifier = jax.random.split(key)
     return adapter, classifier
 
 
+def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """FPPL's adapter draws from the first two of three keys, the classifier from the third."""
+    return key, jax.random.split(key, 3)[2]
+
+
+def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """A classifier alone draws from the key itself."""
+    return key, key
+
+
 def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Keys = two_keys) -> Learner:
-    """A network with an adapter and a classifier.
+    """A learner from a network, an adapter and a classifier.
 
     Args:
-      network: the frozen one.
+      network: the frozen network.
       adapter: what trains inside it.
       classifier: what reads its features.
-      keys: from the key of the first values to the adapter's and the classifier's; methods whose own order of
-        draws is older than this function keep it.
+      keys: derives the keys of the adapter's and the classifier's first values.
     """
 
-    def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
+    def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         first, second = keys(key)
         stats = network.split(frozen.network)[1] if network.split and adapter.network else ()
-        return Model(adapter.init(first, frozen), classifier.init(second), stats=stats)
+        return Params(adapter.init(first, frozen), classifier.init(second), stats=stats)
 
-    def put(params: Model, task: Task, part: Model) -> Model:
-        new = adapter.put(params.adapter, task, part.adapter)
-        head = classifier.put(params.classifier, task, part.classifier)
-        return params._replace(adapter=new, classifier=head, stats=part.stats)
+    def open_task(params: Params, task: Task) -> Params:
+        return params._replace(adapter=adapter.open_task(params.adapter, task))
 
-    def features(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool):
-        return _features(network, adapter, frozen, cached.adapter, part, batch, task, train)
+    def trainable_of(params: Params, task: Task) -> Params:
+        own = adapter.trainable(params.adapter, task), classifier.trainable(params.classifier, task)
+        return Params(*own, stats=params.stats)
 
-    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        feature, query, stats = features(frozen, cached, part, batch, task, train)
-        logits = classifier.logits(cached.classifier, part.classifier, feature, task)
+    def merge(params: Params, task: Task, trainable: Params) -> Params:
+        new = adapter.merge(params.adapter, task, trainable.adapter)
+        head = classifier.merge(params.classifier, task, trainable.classifier)
+        return params._replace(adapter=new, classifier=head, stats=trainable.stats)
+
+    def cached_of(params: Params) -> Params:
+        return Params(adapter.cached(params.adapter), classifier.cached(params.classifier))
+
+    def forward(
+        frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+    ) -> Output:
+        feature, query, stats = _features(network, adapter, frozen, cached, trainable, batch, task, train)
+        logits = classifier.logits(cached.classifier, trainable.classifier, feature, task)
         return Output(logits, feature, query, stats)
 
-    def part_of(params: Model, task: Task) -> Model:
-        own = adapter.part(params.adapter, task), classifier.part(params.classifier, task)
-        return Model(*own, stats=params.stats)
-
-    def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
-        part = part_of(params, task)
-        feature = features(frozen, params, part, batch, task, False)[0]
+    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
+        trainable = trainable_of(params, task)
+        feature, _, _ = _features(network, adapter, frozen, params, trainable, batch, task, False)
         rule = classifier.predict or classifier.logits
-        return rule(params.classifier, part.classifier, feature, task)
+        return rule(params.classifier, trainable.classifier, feature, task)
 
     return Learner(
         network,
         adapter,
         classifier,
         init,
-        open_task=lambda params, task: params._replace(adapter=adapter.open_task(params.adapter, task)),
-        part=part_of,
-        put=put,
-        cached=lambda params: Model(adapter.cached(params.adapter), classifier.cached(params.classifier)),
-        forward=forward,
-        predict=predict,
+        open_task,
+        trainable_of,
+        merge,
+        cached_of,
+        forward,
+        predict,
         queries=adapter.queries or adapter.plain,
     )
 
@@ -219,54 +306,77 @@ def _features(
     network: Network,
     adapter: Adapter,
     frozen: Frozen,
-    cached: PyTree,
-    part: Model,
+    cached: Params,
+    trainable: Params,
     batch: Batch,
     task: Task,
     train: bool,
-) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"] | None, PyTree]:
-    """The features that the classifier reads, the query, which is taken from the cache where the batch has
-    it, and the running statistics after it."""
+) -> tuple[Feature, Feature | None, PyTree]:
+    """The features that the classifier reads, the query (cached where the batch has it), and the running
+    statistics after the batch."""
     query = batch.query
     if query is None and (adapter.queries or adapter.plain):
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
         return query, query, ()
-    params, own = frozen.network, part.adapter
+    params, own = frozen.network, trainable.adapter
     if adapter.network:
-        params = network.join(adapter.network(own), part.stats) if network.join else adapter.network(own)
-    injection = adapter.inject(cached, own, query, task, train, batch.mask) if adapter.inject else None
+        weights = adapter.network(own)
+        params = network.join(weights, trainable.stats) if network.join else weights
+    injection = (
+        adapter.inject(cached.adapter, own, query, task, train, batch.mask) if adapter.inject else None
+    )
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
     return adapter.feature(seen), query, stats
 
 
+# ---- the clients' own loss ---------------------------------------------------------------------------------
+
 Classes = Literal["current", "seen", "all"]
 
 
-class Objective(NamedTuple):
-    """A client's own loss: cross-entropy over some classes. classes: those of the task, those seen so far, or
-    all of the stream, which compete. reduction: over the rows of a batch. hardness: factor on the logits.
-    weight: of the loss; 0 where a term stands for it."""
+def competing(classes: Classes, task: Task) -> Bool[Array, " C"]:
+    """The classes that compete: those of the task, those seen so far, or all of the stream."""
+    return {"current": task.current, "seen": task.seen, "all": task.seen | True}[classes]
 
+
+class Loss(NamedTuple):
+    """A client's own loss, to which its client rules add theirs."""
+
+    value: Callable[[Output, Batch, Task], Float[Array, ""]]
+    """value(output, batch, task) -> scalar."""
     classes: Classes = "current"
+    """The classes that compete, also for the training accuracy."""
     reduction: Reduction = "mean"
-    hardness: float = 1.0
-    weight: float = 1.0
-
-    def allowed(self, task: Task) -> Array:
-        """Who competes [C]."""
-        return {"current": task.current, "seen": task.seen, "all": task.seen | True}[self.classes]
+    """How `value` reduces over the examples of a batch."""
 
 
-def objective_loss(objective: Objective, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-    """The cross-entropy of a batch under an objective."""
-    logits = objective.hardness * output.logits
-    loss = cross_entropy(logits, batch.label, objective.allowed(task), batch.mask, objective.reduction)
-    return loss if objective.weight == 1 else objective.weight * loss
+def cross_entropy_loss(
+    classes: Classes = "current", reduction: Reduction = "mean", weight: float = 1.0
+) -> Loss:
+    """Softmax cross-entropy over some classes.
+
+    Args:
+      classes: those that compete.
+      reduction: over the examples of a batch.
+      weight: factor of the loss; 0 where a client rule stands in its place.
+    """
+
+    def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
+        allowed = competing(classes, task)
+        loss = cross_entropy(output.logits, batch.label, allowed, batch.mask, reduction)
+        return loss if weight == 1 else weight * loss
+
+    return Loss(value, classes, reduction)
 
 
-def hits(objective: Objective, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-    """How many rows of a batch get their label, among the task's classes, or those seen if they compete."""
-    allowed = task.seen if objective.classes == "seen" else task.current
+def replaced_loss(classes: Classes = "current") -> Loss:
+    """No loss of its own: a client rule holds the whole loss. `classes` compete for the training accuracy."""
+    return cross_entropy_loss(classes, weight=0.0)
+
+
+def correct_examples(loss: Loss, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
+    """How many examples of a batch get their label, among the task's classes or those seen so far."""
+    allowed = task.seen if loss.classes == "seen" else task.current
     return correct(output.logits, batch.label, allowed, batch.mask)

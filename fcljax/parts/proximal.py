@@ -1,56 +1,58 @@
-"""Terms that any method may add to its clients' work: keeping them near the model that they were sent."""
+"""Client rules that keep clients near the model that they were sent; any method may carry them."""
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from fcljax.parts.federate import Seen, Term
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import ClientRule, ClientStep
+from fcljax.parts.learner import Params
 from fcljax.types import ClientContext
 
 
-def prox(weight: float) -> Term:
-    """FedProx: mu / 2 ||w - w_t||^2, with w_t what was broadcast (Li et al. 2020, eq. 2).
+def prox(weight: float) -> ClientRule:
+    """FedProx: mu / 2 ||w - w_t||^2, where w_t is what was broadcast (Li et al. 2020, eq. 2).
 
     Args:
       weight: mu.
     """
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Array:
-        del learner, memory
-        change = _change(seen.context, seen.part)
-        return weight / 2 * optax.tree.norm(change, squared=True)
+    def loss(step: ClientStep, memory: tuple) -> Array:
+        del memory
+        return weight / 2 * optax.tree.norm(_change(step.context, step.trainable), squared=True)
 
-    return Term("prox", loss)
+    return ClientRule("prox", loss)
 
 
-def norm_bound(radius: float) -> Term:
-    """After every step the client's parameters are projected onto the ball of this L2 radius around what was
-    broadcast, all of them together (projected gradient descent; Sun et al. 2019, section 4)."""
+def norm_bound(radius: float) -> ClientRule:
+    """Projects the client's parameters after every step onto a ball around what was broadcast.
 
-    def limit(context: ClientContext, part: Model) -> Model:
-        change = _change(context, part)
+    The L2 norm is that of all parameters together (projected gradient descent; Sun et al. 2019, section 4).
+
+    Args:
+      radius: of the ball.
+    """
+
+    def project(context: ClientContext, trainable: Params) -> Params:
+        change = _change(context, trainable)
         scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
-        bounded = jax.tree.map(
-            lambda start, by: start + scale * by, _moves(context, context.payload.part), change
-        )
-        head = bounded.classifier if _sends_classifier(context) else part.classifier
-        return bounded._replace(classifier=head, stats=part.stats)
+        start = _sent(context, context.payload.trainable)
+        bounded = jax.tree.map(lambda start, by: start + scale * by, start, change)
+        head = bounded.classifier if _sends_classifier(context) else trainable.classifier
+        return bounded._replace(classifier=head, stats=trainable.stats)
 
-    return Term("norm_bound", limit=limit)
-
-
-def _change(context: ClientContext, part: Model) -> Model:
-    """How far what trains has moved from what was broadcast."""
-    return jax.tree.map(jnp.subtract, _moves(context, part), _moves(context, context.payload.part))
+    return ClientRule("norm_bound", project=project)
 
 
-def _moves(context: ClientContext, model: Model) -> Model:
+def _change(context: ClientContext, trainable: Params) -> Params:
+    """How far the trainable parameters have moved from what was broadcast."""
+    return jax.tree.map(jnp.subtract, _sent(context, trainable), _sent(context, context.payload.trainable))
+
+
+def _sent(context: ClientContext, params: Params) -> Params:
     """What trains and was broadcast: no running statistics, nothing that clients keep to themselves."""
-    return model._replace(stats=(), classifier=model.classifier if _sends_classifier(context) else ())
+    return params._replace(stats=(), classifier=params.classifier if _sends_classifier(context) else ())
 
 
 def _sends_classifier(context: ClientContext) -> bool:
-    """Not where clients keep it to themselves."""
-    return bool(jax.tree.leaves(context.payload.part.classifier))
+    return bool(jax.tree.leaves(context.payload.trainable.classifier))

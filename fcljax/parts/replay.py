@@ -1,8 +1,7 @@
-"""Rows of past tasks that clients remember, and two ways to choose them: uniformly (`replay`), and by herding
-(`herded`; Rebuffi et al. 2017, algorithm 4).
+"""Replay: examples of past tasks that clients keep, chosen uniformly (`replay`) or by herding (`herded`).
 
-What is kept are row numbers; the engine reads the images. Rows are chosen when their task is over, so that
-they take no places while they are still trained on, and join batches of later tasks.
+Clients keep ids of training examples, never images; the engine reads the images. Examples are chosen when
+their task is over, so that they take no space while they still train, and join batches of later tasks.
 """
 
 import functools
@@ -15,77 +14,79 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.heads import unit
-from fcljax.parts.federate import Seen, Term
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Replay
+from fcljax.parts.learner import Params
 from fcljax.types import Batch, ClientContext, Sizes, Task, View
 
 
 class Exemplars(NamedTuple):
-    """Training rows that a client remembers (-1: an empty place), with their labels and priorities: who has
-    the lowest is the first to go."""
+    """The replay buffer of a client: M places for training examples."""
 
     label: Int[Array, " M"]
-    row: Int[Array, " M"]
+    index: Int[Array, " M"]
+    """Id of the training example; -1: an empty place."""
     priority: Float[Array, " M"]
+    """The lowest is the first to go."""
 
 
 def no_exemplars(size: int) -> Exemplars:
-    """So many empty places."""
+    """An empty replay buffer."""
     return Exemplars(jnp.zeros(size, jnp.int32), jnp.full(size, -1, jnp.int32), jnp.full(size, -1.0))
 
 
 def draw(exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray) -> Int[Array, " count"]:
-    """Places of `count` exemplars of old classes, uniformly and with repetition; all -1 if there are none."""
+    """Indices of `count` exemplars of old classes, drawn uniformly with repetition; -1 if there are none."""
     usable = _usable(exemplars, old)
-    place = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
-    return jnp.where(jnp.any(usable), place, -1)
+    chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
+    return jnp.where(jnp.any(usable), chosen, -1)
 
 
 def _usable(exemplars: Exemplars, old: Bool[Array, " C"]) -> Bool[Array, " M"]:
-    return (exemplars.row >= 0) & old[exemplars.label]
+    return (exemplars.index >= 0) & old[exemplars.label]
+
+
+def pass_over(batch_size: int) -> View:
+    """One pass over the client's own images in their order."""
+    return View(1, batch_size, shuffle=False, augment=False)
 
 
 # ---- uniformly ---------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """A client's exemplars, and the key of its priorities."""
+    """A client's exemplars, and the key of their priorities."""
 
     exemplars: Exemplars
     key: Array
 
 
-def replay(size: int, batch_size: int) -> Term:
-    """Rows of earlier tasks join every batch, as many as the batch has itself.
+def replay(size: int, batch_size: int) -> ClientRule:
+    """Examples of earlier tasks join every batch, as many as the batch has itself.
 
     Args:
-      size: rows that a client remembers.
-      batch_size: of training, and of the pass that offers rows to the memory.
+      size: examples that a client keeps.
+      batch_size: of training, and of the pass that fills the buffer.
     """
 
-    def init(key: PRNGKeyArray, part: Model) -> Memory:
-        del part
+    def init(key: PRNGKeyArray, trainable: Params) -> Memory:
+        del trainable
         return Memory(no_exemplars(size), jax.random.key_data(key))
 
-    def look(learner: Learner, seen: Seen, memory: Memory) -> Memory:
-        del learner
-        return memory._replace(exemplars=keep_highest(memory.exemplars, seen.batch, memory.key))
+    def offer(step: ClientStep, memory: Memory) -> Memory:
+        return memory._replace(exemplars=keep_highest(memory.exemplars, step.batch, memory.key))
 
-    def recall(context: ClientContext, memory: Memory, key: PRNGKeyArray) -> Int[Array, " recalls"]:
+    def keep(context: ClientContext, memory: Memory, trainable: Params, state: Memory) -> Memory:
+        del context, trainable, state
+        return memory
+
+    def stored(state: Memory) -> Int[Array, " M"]:
+        return state.exemplars.index
+
+    def choose(context: ClientContext, memory: Memory, key: PRNGKeyArray) -> Int[Array, " count"]:
         return draw(memory.exemplars, context.task.old, batch_size, key)
 
-    return Term(
-        "replay",
-        init=init,
-        open=lambda context, state, key: state,
-        look=look,
-        keep=lambda context, memory, part, state: memory,
-        recall=recall,
-        rows=lambda state: state.exemplars.row,
-        recalls=batch_size,
-        view=View(1, batch_size, shuffle=False, augment=False),
-        at_end=True,
-    )
+    at_end = ClientPass("task_end", pass_over(batch_size), offer, on_end=keep)
+    return ClientRule("replay", init=init, passes=(at_end,), replay=Replay(batch_size, stored, choose))
 
 
 def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exemplars:
@@ -95,10 +96,10 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
     key = jax.random.wrap_key_data(key_data)
     uniform = lambda row: jax.random.uniform(jax.random.fold_in(key, row))
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
-    known = jnp.any(batch.index[:, None] == exemplars.row, axis=1)
+    known = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
     offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~known, priority, -2.0))
     both = _beside(exemplars, offered)
-    best = jnp.argsort(-both.priority, stable=True)[: exemplars.row.shape[0]]
+    best = jnp.argsort(-both.priority, stable=True)[: exemplars.index.shape[0]]
     return jax.tree.map(lambda leaf: leaf[best], both)
 
 
@@ -110,168 +111,175 @@ def _beside(mine: Exemplars, new: Exemplars) -> Exemplars:
 
 
 class Gathered(NamedTuple):
-    """Features of a client's rows, with their labels and numbers, in the order in which they came (row -1: an
-    empty place); and how many came."""
+    """Features of a client's examples in the order in which they came, at most R."""
 
     feature: Float[Array, "R D"]
     label: Int[Array, " R"]
-    row: Int[Array, " R"]
+    index: Int[Array, " R"]
+    """Id of the training example; -1: an empty place."""
     count: Int[Array, ""]
+    """How many came."""
 
 
 class Herded(NamedTuple):
-    """What a client remembers, and the classes that it has chosen from so far. The first exemplar of a class
-    has priority 0, the next -1, and so on."""
+    """What a client keeps."""
 
     exemplars: Exemplars
+    """The first exemplar of a class has priority 0, the next -1, and so on."""
     learned: Bool[Array, " C"]
+    """Classes that the client has chosen from so far."""
 
 
 class Budget(NamedTuple):
-    """How much a client remembers.
+    """How many examples a client keeps."""
 
-    rows: of every class, or in all, of which every learned class gets the same number (the whole part)
-    per: "class" or "client"
-    repeats: may a row be chosen again, as in GLFC's release?
-    """
-
-    rows: int
+    examples: int
+    """Of every class, or in all; then every learned class gets the same number, rounded down."""
     per: Literal["class", "client"] = "class"
     repeats: bool = False
+    """Whether an example may be chosen again, as in GLFC's release."""
 
     def size(self, sizes: Sizes) -> int:
-        """Places of a memory."""
-        return self.rows * (sizes.classes if self.per == "class" else 1)
+        """Places of a buffer."""
+        return self.examples * (sizes.classes if self.per == "class" else 1)
 
     def most(self, sizes: Sizes) -> int:
-        """Rows of one class at the most."""
-        return self.rows if self.repeats else min(self.rows, sizes.examples)
+        """Examples of one class, at most."""
+        return self.examples if self.repeats else min(self.examples, sizes.examples)
 
     def share(self, learned: Bool[Array, " C"]) -> Int[Array, ""]:
-        """Rows of each learned class."""
-        return jnp.int32(self.rows) // (jnp.maximum(jnp.sum(learned), 1) if self.per == "client" else 1)
+        """Examples of each learned class."""
+        classes = jnp.maximum(jnp.sum(learned), 1) if self.per == "client" else 1
+        return jnp.int32(self.examples) // classes
 
 
-def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> Term:
-    """Rows of earlier tasks, chosen by herding under the model that their task ended with, join batches as
-    often as if they and the client's rows were one data set, and at most as many as a batch has itself.
+def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientRule:
+    """Examples of earlier tasks, chosen by herding under the model that their task ended with, join batches.
+
+    They join as often as if they and the client's own examples were one data set, and at most as many as a
+    batch has itself (herding: Rebuffi et al. 2017, algorithm 4).
 
     Args:
-      budget: how much a client remembers.
-      setting: sizes of the run; `rows` must be known.
+      budget: how many a client keeps.
+      sizes: of the run; `examples` must be known.
       width: D, of the features that the classifier reads.
       batch_size: of training, and of the pass that gathers features.
 
     Raises:
-      InputError: for a setting without `rows`.
+      InputError: for sizes without `examples`.
     """
 
-    def keep(context: ClientContext, gathered: Gathered, part: Model, state: Herded) -> Herded:
-        del part
+    def init(key: PRNGKeyArray, trainable: Params) -> Herded:
+        del key, trainable
+        return nothing_herded(budget, sizes)
+
+    def keep(context: ClientContext, gathered: Gathered, trainable: Params, state: Herded) -> Herded:
+        del trainable
         return renew(state, gathered, context.task, budget, sizes)
 
-    def recall(context: ClientContext, memory: Herded, key: PRNGKeyArray) -> Int[Array, " recalls"]:
+    def stored(state: Herded) -> Int[Array, " M"]:
+        return state.exemplars.index
+
+    def choose(context: ClientContext, memory: Herded, key: PRNGKeyArray) -> Int[Array, " count"]:
         return draw_union(memory.exemplars, context.task.old, batch_size, context.client.examples, key)
 
-    init = lambda key, part: no_memory(budget, sizes)
-    view = View(1, batch_size, shuffle=False, augment=False)
-    choosing = Term("herded", open=gathering(sizes, width), look=gather, keep=keep, view=view, at_end=True)
-    return Term(
-        "herded",
-        init=init,
-        open=lambda context, state, key: state,
-        recall=recall,
-        rows=lambda state: state.exemplars.row,
-        recalls=batch_size,
-        closing=choosing,
-    )
+    gathering = ClientPass("task_end", pass_over(batch_size), gather, gather_from(sizes, width), keep)
+    return ClientRule("herded", init=init, passes=(gathering,), replay=Replay(batch_size, stored, choose))
 
 
-def no_memory(budget: Budget, sizes: Sizes) -> Herded:
+def nothing_herded(budget: Budget, sizes: Sizes) -> Herded:
     """Of a client before its first task."""
     return Herded(no_exemplars(budget.size(sizes)), jnp.zeros(sizes.classes, bool))
 
 
-def gathering(sizes: Sizes, width: int) -> Callable[..., Gathered]:
-    """(ctx, state, key) -> an empty place for every row that a client can hold.
+def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
+    """The start of a pass that gathers features: a place for every example that a client can hold.
 
     Raises:
-      InputError: for a setting without `rows`.
+      InputError: for sizes without `examples`.
     """
     if sizes.examples < 1:
-        raise InputError("rows: 0, where herding needs the most rows that a client holds (Setting.rows)")
-    size = sizes.examples
+        raise InputError(
+            "examples: 0, where herding needs the most examples that a client holds (Sizes.examples)"
+        )
 
-    def open_(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> Gathered:
+    def on_start(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> Gathered:
         del context, state, key
-        nothing = jnp.full(size, -1, jnp.int32)
-        return Gathered(jnp.zeros((size, width)), jnp.zeros(size, jnp.int32), nothing, jnp.int32(0))
+        empty = jnp.full(sizes.examples, -1, jnp.int32)
+        feature = jnp.zeros((sizes.examples, width))
+        return Gathered(feature, jnp.zeros(sizes.examples, jnp.int32), empty, jnp.int32(0))
 
-    return open_
+    return on_start
 
 
-def gather(learner: Learner, seen: Seen, gathered: Gathered) -> Gathered:
-    """With the rows of a batch and their features as in evaluation: running statistics of a batch would make
-    them depend on each other."""
-    context, batch = seen.context, seen.batch
-    feature = learner.forward(context.frozen, context.cached, seen.part, batch, context.task, False).feature
+def gather(step: ClientStep, gathered: Gathered) -> Gathered:
+    """Adds the examples of a batch with their features.
+
+    Features are those of evaluation: running statistics of a batch would make them depend on each other.
+    """
+    batch = step.batch
+    feature = step.forward(step.trainable, train=False).feature
     place = gathered.count + jnp.cumsum(batch.mask) - 1
-    place = jnp.where(batch.mask, place, gathered.row.shape[0])
-    write = lambda buffer, new: buffer.at[place].set(new.astype(buffer.dtype), mode="drop")
+    place = jnp.where(batch.mask, place, gathered.index.shape[0])
+
+    def write(buffer: Array, new: Array) -> Array:
+        return buffer.at[place].set(new.astype(buffer.dtype), mode="drop")
+
     return Gathered(
         write(gathered.feature, feature),
         write(gathered.label, batch.label),
-        write(gathered.row, batch.index),
+        write(gathered.index, batch.index),
         gathered.count + jnp.sum(batch.mask),
     )
 
 
 def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, sizes: Sizes) -> Herded:
-    """The memory once a task is over: the task's classes are learned, old lists are cut to their share, and
-    new ones are chosen (GLFC, section B5 of the specification)."""
+    """The buffer after a task: old classes are cut to their share, and examples of the task's classes are
+    chosen (GLFC, section B5 of the specification)."""
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
-    row = jnp.where(chosen >= 0, gathered.row[chosen], -1)
+    index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
     priority = jnp.broadcast_to(-jnp.arange(most, dtype=jnp.float32), chosen.shape)
     label = jnp.broadcast_to(jnp.maximum(task.classes, 0)[:, None], chosen.shape)
-    new = Exemplars(*(leaf.reshape(-1) for leaf in (label, row, priority)))
-    fresh = jnp.zeros_like(memory.learned).at[new.label].max(new.row >= 0)
+    new = Exemplars(*(leaf.reshape(-1) for leaf in (label, index, priority)))
+    fresh = jnp.zeros_like(memory.learned).at[new.label].max(new.index >= 0)
     old = memory.exemplars
-    old = old._replace(row=jnp.where(fresh[old.label], -1, old.row))  # a class that came again: only its new
+    # a class that comes again keeps its new examples only
+    old = old._replace(index=jnp.where(fresh[old.label], -1, old.index))
     learned = memory.learned | fresh
     return Herded(_cut(_beside(old, new), budget.share(learned), budget.size(sizes)), learned)
 
 
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
-    """The first so many of every class, in `size` places."""
-    stays = (exemplars.row >= 0) & (-exemplars.priority < share)
+    """The first `share` exemplars of every class, in `size` places."""
+    stays = (exemplars.index >= 0) & (-exemplars.priority < share)
     first = jnp.argsort(~stays, stable=True)
     kept = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
     return jax.tree.map(functools.partial(jnp.where, stays[first[:size]]), kept, no_exemplars(size))
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
-    """Which of the task's classes each row is of; -1 where there is no row, or it is of none."""
-    same = (gathered.label[:, None] == task.classes) & (gathered.row >= 0)[:, None]
+    """The index of each example's class in the task; -1 for empty places and other classes."""
+    same = (gathered.label[:, None] == task.classes) & (gathered.index >= 0)[:, None]
     return jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), -1)
 
 
 def herd(
     feature: Float[Array, "R D"], group: Int[Array, " R"], groups: int, most: int, repeats: bool = False
 ) -> Int[Array, "groups most"]:
-    """Places of rows whose mean is near the mean of their group, all of them as vectors of length 1: each
-    next row brings the mean of those chosen so far nearest to it (Rebuffi et al. 2017, algorithm 4). Of rows
-    that are equally near, the first.
+    """Herding (Rebuffi et al. 2017, algorithm 4): each next example brings the mean of the chosen ones
+    nearest to the mean of their group. Features count as vectors of length 1; of equally near examples the
+    first is chosen.
 
     Args:
-      feature: of all rows.
-      group: of each row, from 0 on; -1: of none.
-      groups: how many there are.
-      most: rows to choose of each.
-      repeats: may a row be chosen again?
+      feature: of all examples.
+      group: of each example, from 0; -1: none.
+      groups: their number.
+      most: examples to choose of each group.
+      repeats: whether an example may be chosen again.
 
     Returns:
-      For each group its rows in the order in which they were chosen; -1 where it has no more.
+      Indices of the chosen examples of each group in their order; -1 where a group has no more.
     """
     mine = group == jnp.arange(groups)[:, None]
     near = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
@@ -295,11 +303,15 @@ def herd(
 
 
 def draw_union(
-    exemplars: Exemplars, old: Bool[Array, " C"], batch_size: int, rows: Int[Array, ""], key: PRNGKeyArray
+    exemplars: Exemplars,
+    old: Bool[Array, " C"],
+    batch_size: int,
+    examples: Int[Array, ""],
+    key: PRNGKeyArray,
 ) -> Int[Array, " batch_size"]:
-    """Places of exemplars of old classes, drawn as by `draw`: in the mean as many as there are among so many
-    rows beside a batch of the client's `rows`, and at most as many as the batch."""
+    """Indices of exemplars of old classes, as many as a batch of the union of exemplars and the client's own
+    `examples` would have on average, and at most as many as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
-    wanted = jnp.ceil(batch_size * count / jnp.maximum(rows, 1))
-    place = draw(exemplars, old, batch_size, key)
-    return jnp.where(jnp.arange(batch_size) < wanted, place, -1)
+    wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
+    chosen = draw(exemplars, old, batch_size, key)
+    return jnp.where(jnp.arange(batch_size) < wanted, chosen, -1)

@@ -1,45 +1,83 @@
-"""What clients report besides their part, in the two forms that several methods share: sums and means of
-features by class."""
+"""Reports that several methods share: sums and means of features by class."""
 
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
 from fcljax.models.prototypes import class_means
-from fcljax.parts.classifiers import Sums, add_batch, empty_sums
-from fcljax.parts.federate import Collect, Seen
-from fcljax.parts.learner import Learner
+from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
+from fcljax.parts.client import ClientEnd, ClientStep, Report
+from fcljax.parts.federate import Run
+from fcljax.parts.learner import Params
+from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, View
 
 
 class Prototypes(NamedTuple):
-    """Class prototypes, one row per class of some list of classes, and which of them exist."""
+    """A vector for each class of some list of classes."""
 
     vector: Float[Array, "*clients classes width"]
     present: Bool[Array, "*clients classes"]
+    """Which of them exist."""
 
 
-def class_sums(classes: int, width: int, view: View | None = None) -> Collect:
-    """Sums of features and numbers of rows of the task's classes [Ct], to be added up.
+def class_sums(classes: int, width: int, view: View | None = None) -> Report:
+    """Sums of features and numbers of examples of the task's classes [Ct], added up over clients.
 
     Args:
       classes: Ct.
       width: of the features.
-      view: of the pass; None: at every step of training, or a survey's usual pass.
+      view: of the pass; None: every training batch, or the usual pass of a round of reports.
     """
-    return Collect("class_sums", lambda context: empty_sums(classes, width), _look, view=view, channel="sum")
 
-
-def class_prototypes(name: str, classes: int, width: int, view: View | None) -> Collect:
-    """The mean features of each of the task's classes [Ct], one set per client; arguments as `class_sums`."""
-
-    def close(context: ClientContext, total: Sums) -> Prototypes:
+    def init(context: ClientContext) -> Sums:
         del context
-        return Prototypes(*class_means(total.feature, total.rows))
+        return empty_sums(classes, width)
 
-    return Collect(name, lambda context: empty_sums(classes, width), _look, close, view)
+    return Report("class_sums", init, add_features, view=view, merge="sum")
 
 
-def _look(learner: Learner, seen: Seen, total: Sums) -> Sums:
-    del learner
-    return add_batch(total, seen.output.feature, seen.batch, seen.context.task)
+def class_prototypes(
+    name: str, classes: int, width: int, view: View | None, follows_rule: bool = False
+) -> Report:
+    """The mean features of the task's classes [Ct], one set per client.
+
+    Args:
+      name: of the report.
+      classes: Ct.
+      width: of the features.
+      view: of the pass; None: every training batch before its step.
+      follows_rule: as of a `Report`.
+    """
+
+    def init(context: ClientContext) -> Sums:
+        del context
+        return empty_sums(classes, width)
+
+    def finalize(end: ClientEnd, total: Sums) -> Prototypes:
+        del end
+        return Prototypes(*class_means(total.feature, total.examples))
+
+    return Report(name, init, add_features, finalize, view, follows_rule=follows_rule)
+
+
+def add_features(step: ClientStep, total: Sums) -> Sums:
+    """The sums with the features of a batch."""
+    return add_batch(total, step.output.feature, step.batch, step.context.task)
+
+
+def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
+    """Once per task clients send the sums of the task's classes [Ct], which are added to those of a
+    `nearest_mean` classifier; each class belongs to one task.
+
+    Args:
+      run: for the sizes.
+      when: "task_start" or "task_end".
+    """
+
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        sums = add_classes(params.classifier.sums, round.reports["class_sums"], round.task)
+        return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
+
+    report = class_sums(run.sizes.task_classes, run.network.width)
+    return ServerRule("class_means", update, reports=(report,), when=when)

@@ -1,4 +1,5 @@
-"""Server steps that several methods share."""
+"""The model that a task began with, which servers send so that clients need not keep a teacher; and helpers
+of servers that train on the models of each client."""
 
 from typing import NamedTuple
 
@@ -7,82 +8,91 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fcljax.models.heads import distillation
-from fcljax.parts.federate import Seen, ServerStep
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import ClientStep
+from fcljax.parts.learner import Learner, Params
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import from_unit
-from fcljax.types import Aggregate, Batch, ClientContext, RoundContext, Task
+from fcljax.types import Batch, ClientContext, Task
+
+START = "start"
 
 
 class Start(NamedTuple):
-    """The part that a task began with, and that task (-1: none yet)."""
+    """The trainable parameters that a task began with."""
 
-    part: Model
+    trainable: Params
     task: Int[Array, ""]
+    """-1: no task has begun."""
 
 
-def start_of_task() -> ServerStep:
-    """The global model that a task began with goes down in every round of it, besides the newest: clients
-    that keep nothing get their teacher from here (`teacher`). Nothing else changes."""
+def send_start_of_task() -> ServerRule:
+    """Sends in every round the trainable parameters that the task began with, besides the newest ones."""
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        start: Start,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner, aggregate, key
-        return params, began_with(round_context, start), {}
+    def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
+        return ServerUpdate(params, began_with(round, start))
 
-    return ServerStep("start", step, init=no_start, sends=lambda task, start: start)
+    def sends(task: Task, start: Start) -> Start:
+        del task
+        return start
+
+    return ServerRule(START, update, no_start, sends)
 
 
-def no_start(params: Model, part: Model) -> Start:
+def no_start(params: Params, trainable: Params) -> Start:
     """Before the first task."""
     del params
-    return Start(jax.tree.map(jnp.zeros_like, part), jnp.int32(-1))
+    return Start(jax.tree.map(jnp.zeros_like, trainable), jnp.int32(-1))
 
 
-def began_with(round_context: RoundContext, start: Start) -> Start:
-    """What the first round of a task broadcast, kept through its others."""
-    return _of_task(round_context.task, start, round_context.previous.payload.part)
+def began_with(round: ServerRound, start: Start) -> Start:
+    """What the first round of the task broadcast, kept through its other rounds."""
+    return _of_task(round.task, start, round.previous.payload.trainable)
 
 
-def teacher(context: ClientContext) -> Model:
-    """The part that the task began with, as a client sees it; in the first round it is the newest."""
-    return _of_task(context.task, context.payload.sent["start"], context.payload.part).part
+def teacher(context: ClientContext) -> Params:
+    """The trainable parameters that the task began with, at a client; in the first round the newest ones."""
+    return _of_task(context.task, context.payload.sent[START], context.payload.trainable).trainable
 
 
-def _of_task(task: Task, start: Start, newest: Model) -> Start:
-    pick = lambda new, kept: jnp.where(start.task == task.index, kept, new)
-    return Start(jax.tree.map(pick, newest, start.part), jnp.asarray(task.index, jnp.int32))
+def _of_task(task: Task, start: Start, newest: Params) -> Start:
+    def pick(new: Array, kept: Array) -> Array:
+        return jnp.where(start.task == task.index, kept, new)
+
+    trainable = jax.tree.map(pick, newest, start.trainable)
+    return Start(trainable, jnp.asarray(task.index, jnp.int32))
 
 
-def sound_parts(part: Model, aggregate: Aggregate) -> Model:
-    """The clients' parts [P, ...], with the averaged one, `part`, in the place of those that are absent or
-    not valid: they count for nothing, and nothing times NaN would be NaN."""
-    alive = lambda leaf: aggregate.valid.reshape(-1, *[1] * (leaf.ndim - 1))
-    pick = lambda own, theirs: jnp.where(alive(theirs), theirs, own)
-    own, theirs = part._replace(extra={}), aggregate.gather["part"]._replace(extra={})
-    return jax.tree.map(pick, own, theirs)
+def valid_parameters(round: ServerRound, mean: Params) -> Params:
+    """The trainable parameters of each client [P, ...]; `mean` stands in for clients that are absent or not
+    valid, because 0 times NaN would be NaN."""
+
+    def pick(own: Array, theirs: Array) -> Array:
+        return jnp.where(round.valid.reshape(-1, *[1] * (theirs.ndim - 1)), theirs, own)
+
+    return jax.tree.map(pick, mean._replace(extra={}), round.reports["trainable"]._replace(extra={}))
 
 
-def unlabelled(learner: Learner, pixels: Float[Array, "rows *shape"]) -> Batch:
-    """Pixels in [0, 1] of images that are no rows of the run's, as a batch."""
-    rows = jnp.zeros(len(pixels), jnp.int32)
-    return Batch(from_unit(learner.network, pixels), rows, rows == 0, rows - 1)
+def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch:
+    """Pixels in [0, 1] of images that belong to no client, as a batch."""
+    label = jnp.zeros(len(pixels), jnp.int32)
+    return Batch(from_unit(learner.network, pixels), label, label == 0, label - 1)
 
 
 def distil_start(
-    learner: Learner, seen: Seen, pixels: Float[Array, "rows *shape"], temperature: float
+    step: ClientStep, pixels: Float[Array, "images *shape"], temperature: float
 ) -> Float[Array, ""]:
-    """Distillation of old classes from the model that the task began with (`start_of_task`), on images that
-    are no rows of the client's."""
-    context, batch = seen.context, unlabelled(learner, pixels)
-    logits = lambda part: (
-        learner.forward(context.frozen, context.cached, part, batch, context.task, True).logits
-    )
-    return distillation(
-        logits(seen.part), logits(teacher(context)), context.task.old, batch.mask, temperature
-    )
+    """Distillation of old classes from the model that the task began with, on images of nobody.
+
+    Args:
+      step: the client's.
+      pixels: in [0, 1].
+      temperature: of student and teacher.
+    """
+    learner, context = step.learner, step.context
+    batch = unlabelled(learner, pixels)
+
+    def logits(trainable: Params) -> Float[Array, "images C"]:
+        return learner.forward(context.frozen, context.cached, trainable, batch, context.task, True).logits
+
+    old = context.task.old
+    return distillation(logits(step.trainable), logits(teacher(context)), old, batch.mask, temperature)

@@ -19,6 +19,7 @@ from fcljax.results.comparison import (
     groups_of,
     megabytes,
     over_seeds_text,
+    percent,
 )
 from fcljax.results.metrics import without_nan
 from fcljax.results.run_folder import FinishedRun, Number, Summary, read
@@ -120,9 +121,9 @@ def _results(view: View) -> Part:
     columns = {
         "Data set": lambda group: group.runs[0]["dataset"],
         "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
-        "A_avg": lambda group: percent(group, "A_avg"),
-        "A_last": lambda group: percent(group, "A_last"),
-        "A_last, Task-IL": lambda group: percent(group, "task_il.A_last"),
+        "A_avg": lambda group: accuracy(group, "A_avg"),
+        "A_last": lambda group: accuracy(group, "A_last"),
+        "A_last, Task-IL": lambda group: accuracy(group, "task_il.A_last"),
         "Trainable parameters": lambda group: number(group.runs[0]["trainable_params"]),
         "Images/s": lambda group: mean(group, "client_images_per_s", 1),
     }
@@ -195,7 +196,7 @@ def _forgetting(view: View) -> Part:
         "end. In points.",
     )
     keys = {**{kind: f"forgetting.{kind}" for kind in FORGETTING}, "Backward transfer": "backward_transfer"}
-    rows = [[group.name, *(percent(group, key) for key in keys.values())] for group in view.groups]
+    rows = [[group.name, *(accuracy(group, key) for key in keys.values())] for group in view.groups]
     table = _table("Forgetting by its three definitions", ("Run", *keys), rows)
     return Part("forgetting", "Forgetting", text, tables=[table])
 
@@ -224,7 +225,7 @@ def _per_item(view: View, part: Part, key: str, item: str, name: Callable[[Summa
         for run_name, run in having.items()
     }
     dots = {
-        run_name: {f"{item.lower()} {each}": None if x is None else 100 * x for each, x in own.items()}
+        run_name: {f"{item.lower()} {each}": percent(x) for each, x in own.items()}
         for run_name, own in values.items()
     }
     chart = Chart(charts.dots(dots, f"{part.title}: a dot for each, a line at the mean", "Accuracy (%)"))
@@ -289,7 +290,7 @@ def _costs(view: View) -> Part:
     for group in view.groups:
         one = group.runs[0]
         cells = [(number if key.endswith("scalars") else size)(read(one, key)) for key in columns.values()]
-        rows.append([group.name, percent(group, "A_last"), *cells])
+        rows.append([group.name, accuracy(group, "A_last"), *cells])
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
             total = read(one, "communication_total.upload_bytes") or 0
@@ -467,7 +468,7 @@ def fixed(value: Number | None, digits: int) -> Cell:
 
 def share(value: Number | None) -> Cell:
     """A fraction in per cent."""
-    return fixed(None if value is None else 100 * value, 2)
+    return fixed(percent(value), 2)
 
 
 def heat(value: Number | None, most: Number, form: str = ".2f") -> Cell:
@@ -488,10 +489,9 @@ def mean(group: Group, key: str, digits: int) -> Cell:
     return seeds([read(run, key) for run in group.runs], digits)
 
 
-def percent(group: Group, key: str) -> Cell:
-    """As `mean`, of fractions in per cent."""
-    values = [read(run, key) for run in group.runs]
-    return seeds([None if value is None else 100 * value for value in values], 2)
+def accuracy(group: Group, key: str) -> Cell:
+    """As `mean`, of an accuracy or another fraction in per cent."""
+    return seeds([percent(read(run, key)) for run in group.runs], 2)
 
 
 def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -25,7 +25,8 @@ from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
-from fcljax.parts.federate import Run, Train
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
@@ -163,14 +164,14 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     return corrupt(method, settings.attack, settings.malicious)
 
 
-def make_train(cfg: TrainConfig) -> Train:
+def make_train(cfg: TrainConfig) -> Training:
     """How clients train: by Adam or gradient descent, with weight decay added to the gradient."""
     direction = optax.scale_by_adam()
     if cfg.optimiser == "sgd":
         direction = optax.trace(cfg.momentum) if cfg.momentum else optax.identity()
     if cfg.weight_decay:
         direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
-    return Train(cfg.epochs, cfg.batch_size, cfg.lr, direction)
+    return Training(cfg.epochs, cfg.batch_size, cfg.lr, direction)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
@@ -221,7 +222,7 @@ def clients_per_chunk(
     def size(each: Round, made: Shapes) -> int:
         program = each.program
         indices = 4 * examples * sum(phase.view.epochs for phase in program.phases)
-        replayed = jax.eval_shape(program.memory, made.state).size if program.memory else 0
+        replayed = jax.eval_shape(program.replay_buffer, made.state).size if program.replay_buffer else 0
         return slot_bytes(program, made) + indices + replayed * image
 
     largest = max(map(size, method.rounds, shapes))

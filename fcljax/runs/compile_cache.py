@@ -1,10 +1,10 @@
-"""Compiled programs that outlive the process: jax's persistent compilation cache, as the program fcljax sets
-it up. The library leaves jax's settings alone.
+"""jax's persistent compilation cache, as the program `fcljax` sets it up. The library does not change jax's
+settings.
 
-What jax looks a program up by has the program itself, the version of jaxlib, XLA's flags and the accelerator
-in it, but not the type of the CPU, and code for another CPU may end a process (jax issue 38445 tells how XLA
-compares them). So each type of CPU has a folder of its own. Compiled programs are run as they are: only a
-folder that belongs to the user, and that nobody else may write to, is taken.
+jax's cache key contains the program, the version of jaxlib, XLA's flags and the accelerator, but not the type
+of the CPU, and code for another CPU may crash a process (see jax issue 38445). So each type of CPU has a
+folder of its own. Cached programs are executed unchecked: only a folder that belongs to the user, and that no
+other user may write to, is used.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from fcljax.files import in_home
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
 MOST = 4 * 2**30  # bytes of all compiled programs; a run of a small network leaves about 1 MB
-LEAST_SECONDS = 0.05  # to compile a program that is kept; smaller ones are as quickly compiled as read
-# lines of /proc/cpuinfo that tell types of CPU apart, of x86 and of Arm
+LEAST_SECONDS = 0.05  # compile time of a cached program; faster ones are compiled as quickly as they are read
+# lines of /proc/cpuinfo that distinguish types of CPU, for x86 and Arm
 CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
 UNREAD = re.compile(r"Error reading persistent compilation cache entry for '([\w.<>-]+)'")
 UNWRITTEN = "Error writing persistent compilation cache entry"
@@ -38,14 +38,13 @@ class Entry(NamedTuple):
     used: float
 
 
-def keep(option: str | None, tell: Callable[[str], None]) -> None:
-    """Let jax keep what this process compiles, and read what others have compiled.
+def keep(option: str | None, say: Callable[[str], None]) -> None:
+    """Let jax cache what this process compiles, and read what other processes have compiled.
 
     Args:
-      option: a folder, or "off"; None: as jax's own settings say (JAX_COMPILATION_CACHE_DIR), else the
-        environment's FCLJAX_COMPILED, which is one of these too, else the first of `usual_folders` that can
-        be used.
-      tell: says in a line why nothing is kept; a run is not worse for it.
+      option: a folder, or "off"; None: jax's own setting (JAX_COMPILATION_CACHE_DIR), else the environment's
+        FCLJAX_COMPILED, which is a folder or "off", else the first of `usual_folders` that can be used.
+      say: called with a line if nothing is cached; runs work all the same.
     """
     # pyrefly: ignore[missing-attribute]  # attributes of jax.config are made while jax is imported
     if option is None and jax.config.jax_compilation_cache_dir:
@@ -61,12 +60,12 @@ def keep(option: str | None, tell: Callable[[str], None]) -> None:
             _set_up(folder / machine())
             forget(oldest_beyond(entries(folder), MOST))
             return
-    tell(f"compiled programs are not kept: {whys[-1]}; choose a folder with --compile-cache, or off")
+    say(f"compiled programs are not kept: {whys[-1]}; choose a folder with --compile-cache, or off")
 
 
 def asked_folders(option: str | None = None) -> list[Path]:
-    """The folders for compiled programs, of which the first is taken that can be used, by this option or what
-    the environment says; none if nothing is to be kept."""
+    """The folders for compiled programs, by this option or by the environment; the first usable one is taken.
+    Empty if nothing is to be cached."""
     asked = option or os.environ.get(VARIABLE)
     if asked == OFF:
         return []
@@ -74,15 +73,15 @@ def asked_folders(option: str | None = None) -> list[Path]:
 
 
 def usual_folders() -> list[Path]:
-    """Where compiled programs go if nobody says: to the data, else, as where that is shared or may not be
-    written, to the user's own cache."""
+    """The default folders: beside the data or, if that is shared or cannot be written, in the user's own
+    cache."""
     data, cache = os.environ.get("FCLJAX_DATA"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folders = [*([Path(data)] if data else []), Path(cache) / "fcljax"]
     return [in_home(folder / "compiled", "compile_cache") for folder in folders]
 
 
 def why_not(folder: Path) -> str | None:
-    """What keeps a folder, which is made if it is missing, from holding compiled programs; None: nothing."""
+    """Why a folder, which is created if it is missing, cannot be used; None: it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -91,7 +90,7 @@ def why_not(folder: Path) -> str | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"cannot write to {str(folder)!r}"
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        return f"others may write to {str(folder)!r}"
+        return f"other users may write to {str(folder)!r}"
     return None
 
 
@@ -107,7 +106,7 @@ def machine() -> str:
 
 
 def _set_up(folder: Path) -> None:
-    """jax's settings, but for those that the user has made."""
+    """Change jax's settings, except for those that the user has set."""
     settings = {
         "jax_persistent_cache_min_compile_time_secs": LEAST_SECONDS,
         "jax_persistent_cache_enable_xla_caches": "none",  # they put the folder's name into the keys
@@ -120,12 +119,12 @@ def _set_up(folder: Path) -> None:
 
 
 def _forget_what_cannot_be_read(folder: Path) -> None:
-    """jax does not write its files in one piece: what a process leaves that is killed, or whose disk is full,
-    stays for good, and costs all later ones a warning and the time to compile. Here its warning removes the
-    file, so that jax writes it anew. A full disk needs no warning for every program."""
+    """jax does not write its files atomically: a damaged file of a process that was killed, or whose disk was
+    full, stays forever, and costs all later processes a warning and the time to compile. Here jax's warning
+    removes the file, so that jax writes it again. A full disk needs no warning for every program."""
     show = warnings.showwarning
 
-    def heard(message, category, filename, lineno, file=None, line=None) -> None:
+    def show_or_remove(message, category, filename, lineno, file=None, line=None) -> None:
         unread = UNREAD.match(str(message))
         if unread is None:
             show(message, category, filename, lineno, file, line)
@@ -135,7 +134,7 @@ def _forget_what_cannot_be_read(folder: Path) -> None:
 
     warnings.filterwarnings("always", message=UNREAD.pattern)
     warnings.filterwarnings("ignore", message=UNWRITTEN)
-    warnings.showwarning = heard
+    warnings.showwarning = show_or_remove
 
 
 def entries(folder: Path) -> list[Entry]:
@@ -146,15 +145,15 @@ def entries(folder: Path) -> list[Entry]:
             state = path.stat()
         except OSError:  # another process has removed it
             continue
-        # many systems note a day's first use alone, and some none
+        # many systems record only the first access of a day, and some none
         found.append(Entry(path, state.st_size, max(state.st_atime, state.st_mtime)))
     return found
 
 
 def oldest_beyond(entries: Sequence[Entry], most: int) -> list[Entry]:
-    """Those to give up for the others to have `most` bytes at the most: the ones whose use is longest ago.
-    jax has a bound of its own, for which every look-up of every process waits for one lock, and which a
-    process that is killed while it writes breaks for all later ones."""
+    """The least recently used programs, without which the others have at most `most` bytes. jax has a limit
+    of its own, but with it every look-up of every process waits for one lock, and a process that is killed
+    while it writes breaks the limit for all later ones."""
     kept, gone = 0, []
     for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
         kept += entry.size

@@ -117,7 +117,8 @@ def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment
 def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     """Indices of the training images that some client has in task t, and none had before."""
     of_tasks = [
-        np.concatenate([partition.rows for partition in of_task]) for of_task in scenario.partitions[: t + 1]
+        np.concatenate([partition.indices for partition in of_task])
+        for of_task in scenario.partitions[: t + 1]
     ]
     return np.setdiff1d(of_tasks[-1], np.concatenate([of_tasks[-1][:0], *of_tasks[:-1]]))
 
@@ -132,7 +133,7 @@ def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
 def _reads_clean(exp: Experiment) -> bool:
     """Does some phase read training images without augmentation?"""
     phases = [phase for each in exp.method.rounds for phase in each.program.phases]
-    return any(not (phase.view.augment and exp.inputs.augments) or phase.recall for phase in phases)
+    return any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
 
 
 def _with_query(split: Split | Host, query: PyTree) -> Split | Host:

@@ -265,5 +265,5 @@ def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tup
     if exp.method.server_replay is None:
         return ()
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    template = jax.eval_shape(exp.method.server_replay.kept, round_context, state.server)
+    template = jax.eval_shape(exp.method.server_replay.buffer, round_context, state.server)
     return checkpoint.load_tasks(folder, sha256, template)

@@ -16,17 +16,17 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
+from fcljax.federated.keys import RunKey
 from fcljax.runs.build import Experiment
-from fcljax.types import Restored, RoundContext
+from fcljax.types import Reconstruction, RoundContext
 
 MOST_IMAGES, SHOWN, BATCH = 512, 8, 64
-RECONSTRUCT = 8  # purpose of the run's key
 
 
 class Rebuilt(NamedTuple):
     """Images as the server reconstructs them, in numpy, and their labels."""
 
-    images: Restored
+    images: Reconstruction
     label: Int[np.ndarray, " n"]
 
 
@@ -43,12 +43,16 @@ def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] 
 
 
 def _of_split(
-    exp: Experiment, server: PyTree, restores: Callable[..., Restored], split: Split | Host, label: np.ndarray
+    exp: Experiment,
+    server: PyTree,
+    restores: Callable[..., Reconstruction],
+    split: Split | Host,
+    label: np.ndarray,
 ) -> Rebuilt:
     task = exp.scenario.tasks[-1]
     index = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
     round_context = RoundContext.on_host(exp.frozen, task, exp.sizes.rounds - 1, True)
-    key, read, found = jax.random.fold_in(exp.key, RECONSTRUCT), jax.jit(exp.read), []
+    key, read, found = jax.random.fold_in(exp.key, RunKey.RECONSTRUCTION), jax.jit(exp.read), []
     for first in range(0, len(index), BATCH):
         some = np.resize(index[first : first + BATCH], BATCH)
         image = _read(read, split, some, exp.engine.mesh)
@@ -70,7 +74,7 @@ def measure(train: Rebuilt, test: Rebuilt) -> dict[str, Any]:
     return closeness(*train) | {"test": closeness(*test)}
 
 
-def closeness(images: Restored, label: np.ndarray) -> dict[str, Any]:
+def closeness(images: Reconstruction, label: np.ndarray) -> dict[str, Any]:
     """How close reconstructed images come to their originals.
 
     Returns:
@@ -122,7 +126,7 @@ def identification(
     return right / len(label), len(classes) / len(label)  # each of a class's n images is guessed with 1 / n
 
 
-def draw_restored(path: Path, images: Restored, label: np.ndarray) -> None:
+def draw_restored(path: Path, images: Reconstruction, label: np.ndarray) -> None:
     """Draw some images of different classes, a column each."""
     from fcljax.results import figures
 

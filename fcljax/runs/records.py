@@ -75,8 +75,8 @@ class Records:
         self.add(
             rejected=report.rejected,
             refused=report.refused,
-            client_images=report.rows,
-            trained_images=report.training_rows,
+            client_images=report.examples,
+            trained_images=report.training_examples,
             useful_steps=report.useful_steps,
             paid_steps=report.paid_steps,
         )

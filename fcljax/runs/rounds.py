@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fcljax.federated.engine import Clients, RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.engine import Clients, RoundInputs, RoundReport, init_clients, keep_task, run_round
 from fcljax.federated.faults import parse_faults, reached
+from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
@@ -16,19 +17,18 @@ from fcljax.runs.evaluate import make_evaluate
 from fcljax.runs.records import NOT_EVALUATED, Clock, Records
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
-INIT, CLIENTS, ROUNDS, BEGIN, END, OPENING, CLOSING = range(7)  # purposes of the run's key
-_PURPOSE = {"opening": OPENING, "round": ROUNDS, "closing": CLOSING}
+_PURPOSE = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
 
 
 def first_server(exp: Experiment) -> PyTree:
     """The server's state before the first round."""
-    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, INIT), exp.frozen)
+    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
 
 
 def first_state(exp: Experiment) -> State:
     """The state of server and clients before the first round."""
     server = first_server(exp)
-    clients = init_clients(exp.method, server, exp.sizes.clients, jax.random.fold_in(exp.key, CLIENTS))
+    clients = init_clients(exp.method, server, exp.sizes.clients, jax.random.fold_in(exp.key, RunKey.CLIENTS))
     return State(server, clients, jax.random.key_data(exp.key))
 
 
@@ -83,8 +83,8 @@ def _make_play(
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport]]:
     """play(exp, state, past, task, round) -> (state, kept, report): a round, with what comes before the first
     and after the last one of a task."""
-    begin_task, end_task = jax.jit(exp.method.begin_task), jax.jit(exp.method.end_task)
-    settings, shares = exp.settings, parse_faults(exp.settings.faults)
+    begin_task, settings = jax.jit(exp.method.begin_task), exp.settings
+    shares = parse_faults(settings.faults)
 
     def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
         (server, states, key), task, last = state, exp.scenario.tasks[t], r == settings.rounds - 1
@@ -95,39 +95,25 @@ def _make_play(
 
         def stage(when: When) -> RoundReport:
             nonlocal server, states
+            ids, number = (sampled, r) if when == "round" else (everyone, 0)
+            key = jax.random.fold_in(exp.key, _PURPOSE[when])
+            inputs = RoundInputs(exp.frozen, exp.train, partition, ids, task, number, key, when, last, past)
+            guarded = records.counts.get("rejected", 0) > 0
             server, states, report = run_round(
-                exp.engine,
-                exp.frozen,
-                server,
-                states,
-                exp.train,
-                partition,
-                sampled if when == "round" else everyone,
-                task,
-                r if when == "round" else 0,
-                jax.random.fold_in(exp.key, _PURPOSE[when]),
-                clock,
-                when=when,
-                last=last,
-                past=past,
-                clients=clients,
-                guarded=records.counts.get("rejected", 0) > 0,
+                exp.engine, server, states, inputs, section=clock, clients=clients, guarded=guarded
             )
             return report
-
-        def key_of(purpose: int) -> jax.Array:
-            return jax.random.fold_in(jax.random.fold_in(exp.key, purpose), t)
 
         round_context = RoundContext.on_host(exp.frozen, task, r, last)
         kept = None
         if r == 0:
-            server = begin_task(round_context, server, key_of(BEGIN))
-            records.count(stage("opening")._replace(training_rows=0))
+            begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
+            server = begin_task(round_context, server, begin_key)
+            records.count(stage("task_start")._replace(training_examples=0))
         report = stage("round")
         if last:
-            records.count(stage("closing")._replace(training_rows=0))
+            records.count(stage("task_end")._replace(training_examples=0))
             kept = keep_task(exp.engine, exp.frozen, server, task, r)
-            server = end_task(round_context, server, key_of(END))
         return State(server, states, key), kept, report
 
     return play

@@ -176,9 +176,9 @@ def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dic
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.server_replay.kept, round_context, payloads.server)
+    kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
     capacity = len(kept.label)
-    each = communication.num_bytes(kept.rows) // capacity
+    each = communication.num_bytes(kept.examples) // capacity
     count, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {

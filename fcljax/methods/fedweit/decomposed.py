@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.parts.learner import Classifier, Learner, Model, Output
+from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.types import Batch, Frozen, Sizes, Task
 
 
@@ -89,9 +89,9 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     """The learner with a base that travels and everything else of a network with the client.
 
     Args:
-      inner: which does the computing; its adapter has the same part in all tasks and its classifier is
+      inner: does the computing; its adapter trains the same parameters in all tasks and its classifier is
         linear.
-      setting: the stream's sizes.
+      sizes: of the run.
       shape: how networks are composed.
 
     Raises:
@@ -99,38 +99,48 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     """
     arrays, head = arrays_of(inner, sizes), _own_classifier(inner.classifier, shape)
 
-    def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
+    def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         params, tasks = inner.init(key, frozen), sizes.tasks
-        base = arrays.flat(inner.adapter.part(params.adapter, make_tasks(sizes.classes, tasks)[0]))
+        base = arrays.flat(inner.adapter.trainable(params.adapter, make_tasks(sizes.classes, tasks)[0]))
         stats = jax.tree.map(lambda x: jnp.broadcast_to(x, (tasks, *x.shape)), params.stats)
         own = first_own(params.classifier, base, arrays, sizes, shape)
         nothing = jnp.zeros((tasks, shape.received, len(base)))
         received = Received(nothing, jnp.full(nothing.shape[:2], jnp.int32(-1)))
         return params._replace(adapter=Shared(base, received), classifier=own, stats=stats)
 
-    def part(params: Model, task: Task) -> Model:
-        own = head.part(params.classifier, task)
-        return Model(params.adapter.base, own, params.extra, params.stats)
+    def open_task(params: Params, task: Task) -> Params:
+        del task
+        return params
 
-    def put(params: Model, task: Task, part: Model) -> Model:
-        base, own = part.adapter, head.put(params.classifier, task, part.classifier)
+    def trainable_of(params: Params, task: Task) -> Params:
+        own = head.trainable(params.classifier, task)
+        return Params(params.adapter.base, own, params.extra, params.stats)
+
+    def merge(params: Params, task: Task, trainable: Params) -> Params:
+        base, own = trainable.adapter, head.merge(params.classifier, task, trainable.classifier)
         base = filled(arrays, base, params.adapter.base) if isinstance(base, Sparse) else base
         shared = params.adapter._replace(base=base)
-        return params._replace(adapter=shared, classifier=own, stats=part.stats)
+        return params._replace(adapter=shared, classifier=own, stats=trainable.stats)
 
-    def run(frozen: Frozen, theta: Array, own: Own, part: Model, stats: PyTree, *rest) -> Output:
-        model = Model(arrays.tree(theta), own.head, part.extra, stats)
-        return inner.forward(frozen, Model((), ()), model, *rest)
+    def cached_of(params: Params) -> Params:
+        return Params(params.adapter.received, ())
 
-    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        own, now = part.classifier, task.index
+    def composed(frozen: Frozen, theta: Array, own: Own, extra: dict, stats: PyTree, *rest) -> Output:
+        params = Params(arrays.tree(theta), own.head, extra, stats)
+        return inner.forward(frozen, Params((), ()), params, *rest)
+
+    def forward(
+        frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+    ) -> Output:
+        own, now = trainable.classifier, task.index
         own = own._replace(adaptive=own.adaptive[now]) if shape.retroactive else own
-        theta = compose(arrays, part.adapter, own, cached.adapter.values[now])
-        output = run(frozen, theta, own, part, at(part.stats, now), batch, task, train)
-        stats = jax.tree.map(lambda all_, new: all_.at[now].set(new), part.stats, output.stats)
-        return output._replace(stats=stats)
+        theta = compose(arrays, trainable.adapter, own, cached.adapter.values[now])
+        stats = at(trainable.stats, now)
+        output = composed(frozen, theta, own, trainable.extra, stats, batch, task, train)
+        moved = jax.tree.map(lambda every, new: every.at[now].set(new), trainable.stats, output.stats)
+        return output._replace(stats=moved)
 
-    def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
+    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         """Classes of no task yet count as the current one's."""
         classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
 
@@ -138,23 +148,24 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
             own = of_task(params.classifier, index)
             own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
             theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
-            output = run(frozen, theta, own, params, at(params.stats, index), batch, task, False)
+            output = composed(frozen, theta, own, params.extra, at(params.stats, index), batch, task, False)
             return jnp.where(classes == index, output.logits, found)
 
         lowest = jnp.full((len(batch.image), sizes.classes), jnp.finfo(jnp.float32).min)
         return jax.lax.fori_loop(0, task.index + 1, add, lowest)
 
-    def sends(part: Model, task: Task) -> Model:
+    def sends(trainable: Params, task: Task) -> Params:
         del task
-        return part._replace(adapter=sparse(arrays, part.adapter, part.classifier.mask, shape.unsent))
+        base = sparse(arrays, trainable.adapter, trainable.classifier.mask, shape.unsent)
+        return trainable._replace(adapter=base)
 
     return inner._replace(
         classifier=head,
         init=init,
-        open_task=lambda params, task: params,
-        part=part,
-        put=put,
-        cached=lambda params: Model(params.adapter.received, ()),
+        open_task=open_task,
+        trainable=trainable_of,
+        merge=merge,
+        cached=cached_of,
         forward=forward,
         predict=predict,
         sends=sends if shape.unsent else None,
@@ -162,25 +173,32 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
 
 
 def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
-    """The part and its place of what is the client's own; the learner does the rest."""
+    """What of a client's own parameters trains in a task, and how it is put back; the learner does the
+    rest."""
 
-    def part(params: Own, task: Task) -> Own:
+    def trainable_of(params: Own, task: Task) -> Own:
         now = of_task(params, task.index)
         adaptive = params.adaptive if shape.retroactive else now.adaptive
-        return now._replace(head=inner.part(params.head, task), adaptive=adaptive)
+        return now._replace(head=inner.trainable(params.head, task), adaptive=adaptive)
 
-    def put(params: Own, task: Task, part: Own) -> Own:
-        there = lambda all_, new: all_.at[task.index].set(new)
-        adaptive = part.adaptive if shape.retroactive else there(params.adaptive, part.adaptive)
+    def merge(params: Own, task: Task, trainable: Own) -> Own:
+        def put(every: Array, new: Array) -> Array:
+            return every.at[task.index].set(new)
+
+        adaptive = trainable.adaptive if shape.retroactive else put(params.adaptive, trainable.adaptive)
         return Own(
-            inner.put(params.head, task, part.head),
-            there(params.mask, part.mask),
+            inner.merge(params.head, task, trainable.head),
+            put(params.mask, trainable.mask),
             adaptive,
-            there(params.attention, part.attention),
+            put(params.attention, trainable.attention),
             jnp.where(task.current, task.index, params.task),
         )
 
-    return inner._replace(part=part, put=put, cached=lambda params: ())
+    def cached_of(params: Own) -> tuple:
+        del params
+        return ()
+
+    return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of)
 
 
 # ---- one network -------------------------------------------------------------------------------------------
@@ -233,12 +251,12 @@ def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
 
     def adapter(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
         params = inner.init(key, Frozen(inner.network.init(key))).adapter
-        return inner.adapter.part(params, first), inner.adapter.cached(params)
+        return inner.adapter.trainable(params, first), inner.adapter.cached(params)
 
-    part, cached = jax.eval_shape(adapter, jax.random.key(0))
+    trainable, cached = jax.eval_shape(adapter, jax.random.key(0))
     if jax.tree.leaves(cached):
         raise InputError("adapter: it has parameters for each task already; nearest: --lora-pairs one")
-    leaves, structure = jax.tree.flatten(part)
+    leaves, structure = jax.tree.flatten(trainable)
     return Arrays(structure, tuple(leaf.shape for leaf in leaves))
 
 

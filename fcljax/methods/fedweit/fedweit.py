@@ -1,15 +1,20 @@
 """FedWeIT: weighted inter-client transfer (Yoon et al., ICML 2021).
 
-A client's network for task t is composed of a base that all clients share and average, and of what is its
-own (`decomposed.py`): a mask of the base, sparse parameters A_t, and attention to what other clients have
-learned. A_t goes up when its task is over, to the server's knowledge base, of which every new task is handed
-some. The clients' loss is cross-entropy over the task's classes, and (equation 2)
+A client's network for task t is composed (decomposed.py) of a base B that all clients share, a mask m_t of
+it, sparse parameters A_t of its own, and attention to what other clients have learned:    (eq. 1)
 
-    lambda_1 (sum_{i<=t} |A_i| + |m_t|) + lambda_2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2
+    theta_t = B * m_t + A_t + sum_r alpha_r A^r
 
-with B' and A' those at the end of the task before. Clients are evaluated as themselves, with the newest base.
+    client     trains all of it on L_ce over the task's classes, and                           (eq. 2)
+               lambda_1 (sum_{i<=t} |A_i| + |m_t|)
+               + lambda_2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2
+               with B' and A' those at the end of the task before; sends its base
+    server     averages the bases
+    task end   clients send their pruned A_t to the server's knowledge base, from which every client is handed
+               some for the next task
 
-Departures from the release, and what it does otherwise than the paper, are in docs/fidelity.md.
+Clients are evaluated as themselves, with the newest base. Departures from the release, and what it does
+otherwise than the paper, are in docs/fidelity.md.
 """
 
 import dataclasses
@@ -27,11 +32,12 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
 from fcljax.methods.fedweit.decomposed import Arrays, Own, Received, Shape, arrays_of, decomposed, pruned
 from fcljax.options import option
-from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Collect, Run, Seen, ServerState, ServerStep, Survey, Term, Train, federate
-from fcljax.parts.learner import Learner, Model, learner
+from fcljax.parts.client import ClientRule, ClientStep, Report
+from fcljax.parts.federate import Run, ServerState, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import Aggregate, ClientContext, Method, RoundContext, Sizes, Weighted
+from fcljax.types import ClientContext, Method, RoundContext, Sizes, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +84,25 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
         parameters for each task.
     """
     _check_rule(options, run.aggregation)
+    plain, retroactive = linear_learner(run), options.retroactive
     shape = Shape(
         options.received,
         options.mask_start,
         options.adaptive_start,
-        options.retroactive,
+        retroactive,
         options.prune,
         options.unsent,
     )
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    plain = learner(run.network, run.adapter, head)
-    terms = (
-        sparsity(options.sparse_weight, options.mask_weight, shape.retroactive),
-        preservation(options.keep_weight, arrays_of(plain, run.sizes), run.sizes, shape.retroactive),
-        others_only(),
-    )
-    survey = Survey(knowledge_base(options, run.sizes), "closing", run.train.batch_size)
     method = federate(
+        run._replace(training=run.training._replace(optimiser=adapters_learning_rate(run))),
         decomposed(plain, run.sizes, shape),
-        run.sizes,
-        _at_the_networks_rate(run),
-        (*terms, *run.terms),
-        surveys=(survey,),
-        aggregation=run.aggregation,
+        loss=cross_entropy_loss(),
+        client_rules=(
+            sparsity(options.sparse_weight, options.mask_weight, retroactive),
+            preservation(options.keep_weight, arrays_of(plain, run.sizes), run.sizes, retroactive),
+            others_only(),
+        ),
+        server_rules=(knowledge_base(options, run.sizes),),
         personal=("classifier", "stats"),
     )
     return method._replace(handover=handover)
@@ -114,40 +116,42 @@ def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
         )
 
 
-def _at_the_networks_rate(run: Run) -> Train:
-    """A trains at the rate of the adapter, whose numbers it is added to; masks and attention at the run's."""
-    ratio = 1.0 if run.adapter.rate is None else run.adapter.rate / run.train.lr
+def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
+    """A trains at the learning rate of the adapter, to whose parameters it is added; masks and attention at
+    the run's."""
+    own_rate = run.adapter.rate
+    ratio = 1.0 if own_rate is None else own_rate / run.training.lr
 
-    def scale(direction: Any, part: Any) -> Any:
-        del part
+    def scale(direction: Any, trainable: Any) -> Any:
+        del trainable
         own: Own = direction.classifier
         return direction._replace(classifier=own._replace(adaptive=ratio * own.adaptive))
 
-    return run.train._replace(optimiser=optax.chain(run.train.optimiser, optax.stateless(scale)))
+    return optax.chain(run.training.optimiser, optax.stateless(scale))
 
 
-# ---- the clients' loss -------------------------------------------------------------------------------------
+# ---- client (eq. 2) ----------------------------------------------------------------------------------------
 
 
-def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> Term:
-    """lambda_1 (sum_{i<=t} |A_i| + |m_t|) (equation 2). The release takes masks before their sigmoid here,
-    which would pull them to 1/2, and gives that a weight of 0.
+def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> ClientRule:
+    """lambda_1 (sum_{i<=t} |A_i| + |m_t|) (eq. 2). The release takes masks before their sigmoid here, which
+    would pull them to 1/2, and gives that a weight of 0.
 
     Args:
       adaptive_weight: lambda_1 of A.
       mask_weight: lambda_1 of the mask.
-      retroactive: do the A of earlier tasks train, and count?
+      retroactive: whether the A of earlier tasks train, and count.
     """
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
-        del learner, memory
-        own: Own = seen.part.classifier
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
+        del memory
+        own: Own = step.trainable.classifier
         sizes = jnp.abs(own.adaptive)
         if retroactive:
-            sizes = jnp.where(_first(sizes, seen.context.task.index + 1), sizes, 0.0)
+            sizes = jnp.where(_first(sizes, step.context.task.index + 1), sizes, 0.0)
         return adaptive_weight * jnp.sum(sizes) + mask_weight * jnp.sum(jax.nn.sigmoid(own.mask))
 
-    return Term("sparsity", loss)
+    return ClientRule("sparsity", loss)
 
 
 def _first(values: Float[Array, "T _"], count: ArrayLike) -> Bool[Array, "T 1"]:
@@ -156,119 +160,119 @@ def _first(values: Float[Array, "T _"], count: ArrayLike) -> Bool[Array, "T 1"]:
 
 
 class Before(NamedTuple):
-    """What a client knows of finished tasks: base and A (() where those of earlier tasks are fixed) as they
-    were when the last of them was over, and the masks, after the sigmoid, of those that it has trained in; 0
-    elsewhere."""
+    """What a client knows of finished tasks."""
 
     base: Float[Array, " N"]
+    """B', at the end of the last of them."""
     adaptive: PyTree
+    """A', likewise; () where those of earlier tasks are fixed."""
     mask: Float[Array, "T M"]
+    """After the sigmoid, of the tasks that the client has trained in; 0 elsewhere."""
 
 
-def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> Term:
-    """lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (equation 2, halved as in the release): the
+def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> ClientRule:
+    """lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved as in the release): the
     networks of earlier tasks stay where they were, whatever the base does.
 
     Args:
       weight: lambda_2.
       arrays: of the network.
-      setting: the stream's sizes.
-      retroactive: do the A of earlier tasks train?
+      sizes: of the run.
+      retroactive: whether the A of earlier tasks train.
     """
 
-    def init(key: PRNGKeyArray, part: Model) -> Before:
+    def init(key: PRNGKeyArray, trainable: Params) -> Before:
         del key
-        own: Own = part.classifier
+        own: Own = trainable.classifier
         masks = jnp.zeros((sizes.tasks, *own.mask.shape))
-        return Before(part.adapter, own.adaptive if retroactive else (), masks)
+        return Before(trainable.adapter, own.adaptive if retroactive else (), masks)
 
-    def loss(learner: Learner, seen: Seen, before: Before) -> Float[Array, ""]:
-        del learner
-        task, moved = seen.context.task.index, seen.part.adapter - before.base
+    def loss(step: ClientStep, before: Before) -> Float[Array, ""]:
+        task, moved = step.context.task.index, step.trainable.adapter - before.base
         old = jnp.where(_first(before.mask, task), before.mask, 0.0)
         if not retroactive:  # the masks of all tasks at once: nothing has an axis T and N
             return weight / 2 * jnp.sum(moved**2 * arrays.of_outputs(jnp.sum(old**2, axis=0)))
-        drift = moved * arrays.of_outputs(old) + seen.part.classifier.adaptive - before.adaptive
+        drift = moved * arrays.of_outputs(old) + step.trainable.classifier.adaptive - before.adaptive
         return weight / 2 * jnp.sum(jnp.where(_first(drift, task), drift, 0.0) ** 2)
 
-    def keep(context: ClientContext, memory: Before, part: Model, state: Before) -> Before:
-        """The mask now; base and A of a task's last round, and before it those of the task before."""
+    def keep(context: ClientContext, memory: Before, trainable: Params, state: Before) -> Before:
+        """The mask now; base and A of a task's last round, and until then those of the task before."""
         del memory
-        own: Own = part.classifier
+        own: Own = trainable.classifier
         mask = state.mask.at[context.task.index].set(jax.nn.sigmoid(own.mask))
-        now = Before(part.adapter, own.adaptive if retroactive else (), mask)
+        now = Before(trainable.adapter, own.adaptive if retroactive else (), mask)
         last = context.client.round == sizes.rounds - 1
-        pick = lambda new, old: jnp.where(last, new, old)
-        return jax.tree.map(pick, now, state)._replace(mask=mask)
+        kept = jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
+        return kept._replace(mask=mask)
 
-    return Term("preservation", loss, init=init, open=lambda context, state, key: state, keep=keep)
+    return ClientRule("preservation", loss, init, on_end=keep)
 
 
-def others_only() -> Term:
-    """A client pays no attention to parameters of its own that the server hands out to everybody (equation 1
-    sums over the others; the release has no such exception)."""
+def others_only() -> ClientRule:
+    """A client pays no attention to its own parameters when the server hands them out (eq. 1 sums over the
+    others; the release has no such exception)."""
 
-    def limit(context: ClientContext, part: Model) -> Model:
-        own: Own = part.classifier
+    def project(context: ClientContext, trainable: Params) -> Params:
+        own: Own = trainable.classifier
         theirs = context.cached.adapter.client[context.task.index] != context.client.id
         attention = jnp.where(theirs[:, None], own.attention, 0.0)
-        return part._replace(classifier=own._replace(attention=attention))
+        return trainable._replace(classifier=own._replace(attention=attention))
 
-    return Term("others_only", limit=limit)
+    return ClientRule("others_only", project=project)
 
 
-# ---- the server's knowledge base ---------------------------------------------------------------------------
+# ---- server: the knowledge base ----------------------------------------------------------------------------
 
 
 class Knowledge(NamedTuple):
-    """A of the last S finished tasks of all K clients, and which there are."""
+    """A of the last S finished tasks of all K clients."""
 
     adaptive: Float[Array, "S K N"]
     known: Bool[Array, "S K"]
+    """Which there are."""
 
 
-def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerStep:
-    """When a task is over everybody who had rows of it sends its pruned A, and the server draws which of all
-    that it holds it hands out for the next task: R at random, without repetition.
+def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
+    """When a task is over every client with examples of it sends its pruned A, and the server draws which of
+    all that it holds it hands out for the next task: R at random, without repetition.
 
-    Metric: the share of the numbers of the A that are not 0, which is what a sparse format would send.
+    Metric: the share of nonzero parameters of A, which is what a sparse format would send.
     """
 
-    def init(params: Model, part: Model) -> Knowledge:
+    def init(params: Params, trainable: Params) -> Knowledge:
         del params
         shape = (options.remembered, sizes.clients)
-        return Knowledge(jnp.zeros((*shape, len(part.adapter))), jnp.zeros(shape, bool))
+        return Knowledge(jnp.zeros((*shape, len(trainable.adapter))), jnp.zeros(shape, bool))
 
-    def look(learner: Learner, seen: Seen, total: Array) -> Float[Array, " N"]:
-        del learner, total
-        own: Own = seen.part.classifier
-        adaptive = own.adaptive[seen.context.task.index] if options.retroactive else own.adaptive
+    def nothing_sent(context: ClientContext) -> Float[Array, " N"]:
+        return jnp.zeros_like(context.payload.trainable.adapter)
+
+    def sparse_adaptive(step: ClientStep, total: Array) -> Float[Array, " N"]:
+        del total
+        own: Own = step.trainable.classifier
+        adaptive = own.adaptive[step.context.task.index] if options.retroactive else own.adaptive
         return pruned(adaptive, options.prune)
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        state: Knowledge,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del learner
-        state = remember(state, round_context.task.index % options.remembered, aggregate)
-        received = hand_out(state, params.adapter.received, round_context.task.index + 1, key)
+    def update(round: ServerRound, params: Params, state: Knowledge) -> ServerUpdate:
+        task = round.task.index
+        state = remember(state, task % options.remembered, round)
+        received = hand_out(state, params.adapter.received, task + 1, round.key)
         params = params._replace(adapter=params.adapter._replace(received=received))
-        return params, state, {"nonzero": _nonzero(aggregate)}
+        return ServerUpdate(params, state, {"nonzero": _nonzero(round)})
 
-    collect = Collect("adaptive", lambda context: jnp.zeros_like(context.payload.part.adapter), look)
-    # nothing is merged, so that there is no aggregation rule that it does not follow
-    return ServerStep("knowledge", step, init, collects=(collect,), follows_rule=True)
+    # nothing is merged, so that any aggregation rule is followed
+    report = Report("adaptive", nothing_sent, sparse_adaptive, follows_rule=True)
+    return ServerRule("knowledge", update, init, reports=(report,), when="task_end")
 
 
-def remember(state: Knowledge, slot: ArrayLike, aggregate: Aggregate) -> Knowledge:
-    """With what arrived in the place of what each of these clients sent S tasks ago."""
-    client = jnp.where(aggregate.valid, aggregate.id, state.known.shape[1])
-    put = lambda all_, new: all_.at[slot, client].set(new, mode="drop")
-    return Knowledge(put(state.adaptive, aggregate.gather["adaptive"]), put(state.known, aggregate.valid))
+def remember(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Knowledge:
+    """The knowledge base with what arrived in place of what these clients sent S tasks ago."""
+    client = jnp.where(round.valid, round.ids, state.known.shape[1])
+
+    def put(every: Array, new: Array) -> Array:
+        return every.at[slot, client].set(new, mode="drop")
+
+    return Knowledge(put(state.adaptive, round.reports["adaptive"]), put(state.known, round.valid))
 
 
 def hand_out(state: Knowledge, received: Received, task: ArrayLike, key: PRNGKeyArray) -> Received:
@@ -284,10 +288,10 @@ def hand_out(state: Knowledge, received: Received, task: ArrayLike, key: PRNGKey
     return Received(values, received.client.at[task].set(client, mode="drop"))
 
 
-def _nonzero(aggregate: Aggregate) -> Weighted:
-    sent = jnp.where(aggregate.valid[:, None], aggregate.gather["adaptive"], 0.0)
-    numbers = jnp.sum(aggregate.valid) * sent.shape[1]
-    return Weighted(jnp.sum(sent != 0).astype(jnp.float32), numbers.astype(jnp.float32))
+def _nonzero(round: ServerRound) -> Weighted:
+    sent = jnp.where(round.valid[:, None], round.reports["adaptive"], 0.0)
+    count = jnp.sum(round.valid) * sent.shape[1]
+    return Weighted(jnp.sum(sent != 0).astype(jnp.float32), count.astype(jnp.float32))
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Float[Array, "R N"]:

@@ -1,20 +1,21 @@
 """GLFC: federated class-incremental learning (Dong et al., CVPR 2022), as its release has it (specification
 B4 to B10).
 
-A client finds out by itself that its task has changed: the entropy of what the newest global model says of
-its rows rises. Then it adopts the exemplars of its last task, distils the best model of that task, and sends
-gradients of prototype images, from which a proxy server rebuilds images that choose the best model
-(`proxy.py`). Its loss weighs each row by how far it is from its label, relative to the other old or
-new rows of the batch, so that neither outweighs the other.
+    client    measures the entropy of the newest global model on its examples; where it has risen, the task
+              has changed, and the client adopts the exemplars of its last task                       (B4, B5)
+              trains on binary cross-entropy of the labels and of an old model's answers, each example
+              weighted by how far it is from its label relative to the other old or new ones          (B6, B7)
+              where its task has changed, sends gradients of perturbed prototype images                (B9)
+    server    averages; the proxy server (proxy.py) rebuilds the images, judges the merged model on them, and
+              sends the best models of this task and of the one before                                 (B10)
 
-In the release a client chooses exemplars when it meets the next task, from rows of the one that is over.
-Here it chooses when a task is over, from the same rows under the same model, and adopts them later.
+In the release a client chooses exemplars when it meets the next task, from examples of the one that is over.
+Here it chooses when a task is over, from the same examples under the same model, and adopts them later.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +33,36 @@ from fcljax.methods.glfc.proxy import (
     Sent,
     encode,
     proxy_server,
-    share_right,
+    share_correct,
 )
 from fcljax.models.heads import class_sums, mask_logits, reduce_rows, unit
-from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Run, Seen, Term, federate
-from fcljax.parts.learner import Learner, Model, Objective, learner
-from fcljax.parts.replay import Budget, Gathered, Herded, draw_union, gather, gathering, no_memory, renew
+from fcljax.parts.client import (
+    ClientEnd,
+    ClientPass,
+    ClientRule,
+    ClientStep,
+    LearningRateFactor,
+    Replay,
+    Report,
+    StepMemory,
+)
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Learner, Params, replaced_loss
+from fcljax.parts.replay import (
+    Budget,
+    Gathered,
+    Herded,
+    draw_union,
+    gather,
+    gather_from,
+    nothing_herded,
+    pass_over,
+    renew,
+)
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import Batch, ClientContext, Method, Task, View
+from fcljax.types import Batch, ClientContext, Method, Task
 
 Schedule = Literal["constant", "steps", "released"]
 
@@ -63,7 +83,7 @@ class GLFCOptions(ProxyOptions):
     """Rise of the mean entropy of a client's examples at which it takes its task as new."""
     entropy_unit: Literal["share", "nats"] = "share"
     """Unit of that rise: nats, or the entropy of a uniform guess among the seen classes."""
-    rate_schedule: Schedule = "constant"
+    lr_schedule: Schedule = "constant"
     """Learning-rate schedule over a task: constant, divided by 5 after 1/2, 3/4 and 9/10 of its epochs
     (steps), or the same but for the round of each step alone (released)."""
 
@@ -76,13 +96,13 @@ _RELEASED = GLFCOptions(
     memory_repeats=True,
     entropy_rise=1.2,
     entropy_unit="nats",
-    rate_schedule="released",
+    lr_schedule="released",
     match_steps=5000,
     match_start="normal",
     monitor_images=20,
     reset_best="never",
 )
-_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, rate_schedule="steps", reset_best="arrival")
+_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, lr_schedule="steps", reset_best="arrival")
 PRESETS = {
     "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
     "paper": Preset(_PAPER, _RUN, _ADAPTERS),
@@ -90,49 +110,59 @@ PRESETS = {
 }
 
 
-class Rule(NamedTuple):
-    """How a client's loss is put together.
+@runtime_checkable
+class Weigh(Protocol):
+    """Returns the weight of each example; `gap` is how far it is from its label."""
 
-    weigh(gap, batch, memory, task) -> weight of each row: `gap` is how far it is from its label
-    current: factor of the loss of labels, where there is an old model
-    old: factor of the distillation
-    alone: factor of the loss of labels, where there is none
-    weighs_old: does the weight act on the distillation too?
-    """
+    def __call__(
+        self, gap: Float[Array, " B"], batch: Batch, known: "Known", task: Task, /
+    ) -> Float[Array, " B"]: ...
 
-    weigh: Callable[[Array, Batch, "Known", Task], Float[Array, " B"]]
+
+class LossWeights(NamedTuple):
+    """How a client's loss is put together."""
+
+    weigh: Weigh
     current: float = 0.5
+    """Factor of the loss of labels, where there is an old model."""
     old: float = 0.5
+    """Factor of the distillation."""
     alone: float = 1.0
+    """Factor of the loss of labels, where there is no old model."""
     weighs_old: bool = False
+    """Whether `weigh` acts on the distillation too."""
 
 
 def glfc(options: GLFCOptions, run: Run) -> Method:
-    """GLFC as a method. `options` must be resolved."""
-    return compensated(options, run, Rule(by_group), functools.partial(share_right, options))
+    """GLFC as a method."""
+    return compensated(options, run, LossWeights(by_group), functools.partial(share_correct, options))
 
 
-def compensated(options: GLFCOptions, run: Run, rule: Rule, judge: Judge) -> Method:
-    """GLFC with its clients' weights and its proxy's judge to choose.
+def compensated(options: GLFCOptions, run: Run, weights: LossWeights, judge: Judge) -> Method:
+    """GLFC with its clients' loss weights and its proxy's judge to choose.
 
     Raises:
-      InputError: for a setting without `rows`.
+      InputError: for sizes without `examples`.
     """
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    model = learner(run.network, run.adapter, head)
-    schedule, epochs = options.rate_schedule, run.train.epochs
-    factor = lambda round_, rounds, epoch: rate_factor(schedule, epochs, round_, rounds, epoch)
-    terms = (client(options, run, model, rule), *run.terms)
-    steps = (proxy_server(options, run.sizes, run.network, judge),)
+    learner = linear_learner(run)
+    proxy = proxy_server(options, run, judge, prototype_gradients(options, learner))
     return federate(
-        model,
-        run.sizes,
-        run.train._replace(factor=factor),
-        terms,
-        steps,
-        objective=Objective("seen", weight=0.0),
-        aggregation=run.aggregation,
+        run,
+        learner,
+        loss=replaced_loss("seen"),
+        client_rules=(compensate(options, run, weights),),
+        server_rules=(proxy,),
+        learning_rate=task_schedule(options, run),
     )
+
+
+def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
+    """The learning rate over the epochs of a task (B8)."""
+
+    def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
+        return rate_factor(options.lr_schedule, run.training.epochs, round, rounds, epoch)
+
+    return factor
 
 
 def rate_factor(
@@ -151,143 +181,135 @@ def rate_factor(
     return DIVISOR ** -power.astype(jnp.float32)
 
 
-# ---- what a client remembers -------------------------------------------------------------------------------
+# ---- client ------------------------------------------------------------------------------------------------
+
+NAME = "glfc"
 
 
 class Known(NamedTuple):
-    """What a client keeps: the last entropy of its rows, the exemplars that it uses, those that it will use
-    once it finds its task changed, and the task in which it had each class (-1: in none yet)."""
+    """What a client keeps."""
 
     entropy: Float[Array, ""]
+    """Of its examples in its last round."""
     now: Herded
+    """The exemplars that it uses."""
     later: Herded
+    """Those that it will use once it finds its task changed."""
     block: Int[Array, " C"]
+    """The task in which it had each class; -1: none yet."""
 
 
 class Sums(NamedTuple):
-    """Of the features of a client's rows by class: sums, of vectors of length 1 and as they are, sums of
-    squares, and numbers of rows."""
+    """Of the features of a client's examples, by class."""
 
     near: Float[Array, "Ct D"]
+    """Sums of features as vectors of length 1."""
     feature: Float[Array, "Ct D"]
     square: Float[Array, " Ct"]
-    rows: Float[Array, " Ct"]
+    """Sums of squared lengths."""
+    examples: Float[Array, " Ct"]
 
 
 class Work(NamedTuple):
-    """A client at work: what it keeps, the entropy of its rows as a sum over so many rows, its features, and
-    of each class the image nearest to the mean so far."""
+    """A client at work."""
 
     known: Known
     entropy: Float[Array, ""]
-    rows: Float[Array, ""]
+    """The sum over `examples` examples."""
+    examples: Float[Array, ""]
     sums: Sums
     image: Float[Array, "Ct h w 3"]
+    """Of each class the image nearest to the class mean so far."""
     distance: Float[Array, " Ct"]
 
 
-def client(options: GLFCOptions, run: Run, model: Learner, rule: Rule) -> Term:
-    """All that clients do besides the step of the optimiser.
+def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRule:
+    """All that clients do besides the steps of the optimiser.
 
     Args:
-      options: resolved.
-      kit: the run's.
-      model: what learns.
-      rule: how the loss is put together.
+      options: of the method.
+      run: the run's.
+      weights: how the loss is put together.
     """
-    sizes, size = run.sizes, run.train.batch_size
-    budget = Budget(options.memory_size, "client", options.memory_repeats)
-    view, room = View(1, size, shuffle=False, augment=False), gathering(sizes, run.network.width)
-    fires = functools.partial(task_changed, options)
+    sizes, batch_size = run.sizes, run.training.batch_size
+    budget, view = Budget(options.memory_size, "client", options.memory_repeats), pass_over(batch_size)
 
-    def init(key: PRNGKeyArray, part: Model) -> Known:
-        del key, part
-        nothing = no_memory(budget, sizes)
+    def init(key: PRNGKeyArray, trainable: Params) -> Known:
+        del key, trainable
+        nothing = nothing_herded(budget, sizes)
         return Known(jnp.zeros(()), nothing, nothing, jnp.full(sizes.classes, -1, jnp.int32))
 
-    def open_(context: ClientContext, known: Known, key: PRNGKeyArray) -> Work:
+    def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> Work:
         del context, key
         count, width, zero = sizes.task_classes, run.network.width, jnp.zeros(())
         sums = Sums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
         image = jnp.zeros((count, *run.network.image))
         return Work(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
 
-    def memory_of(context: ClientContext, work: Work) -> Known:
-        return adopted(work.known, fires(work, context.task))
+    def loss(step: ClientStep, work: Work) -> Float[Array, ""]:
+        changed = task_changed(options, work, step.context.task)
+        return weighted_loss(weights, step, adopted(work.known, changed), old_model(step.context, changed))
 
-    def recall(context: ClientContext, work: Work, key: PRNGKeyArray) -> Int[Array, " recalls"]:
-        now = memory_of(context, work).now
-        place = draw_union(now.exemplars, context.task.old, size, context.client.examples, key)
-        behind = jnp.where(fires(work, context.task), budget.size(sizes), 0)  # in `rows`, both lie end to end
-        return jnp.where(place >= 0, place + behind, -1)
+    def stored(known: Known) -> Int[Array, " M"]:
+        return jnp.concatenate([known.now.exemplars.index, known.later.exemplars.index])
 
-    def loss(learner: Learner, seen: Seen, work: Work) -> Float[Array, ""]:
-        old = old_model(seen.context, fires(work, seen.context.task))
-        return rule_loss(rule, learner, seen, memory_of(seen.context, work), old)
+    def choose(context: ClientContext, work: Work, key: PRNGKeyArray) -> Int[Array, " count"]:
+        changed = task_changed(options, work, context.task)
+        now = adopted(work.known, changed).now
+        chosen = draw_union(now.exemplars, context.task.old, batch_size, context.client.examples, key)
+        behind = jnp.where(changed, budget.size(sizes), 0)  # `stored` has both buffers end to end
+        return jnp.where(chosen >= 0, chosen + behind, -1)
 
-    def if_changed(then: Callable[[Learner, Seen, Work], Work]) -> Callable[[Learner, Seen, Work], Work]:
-        def look(learner: Learner, seen: Seen, work: Work) -> Work:
-            act = functools.partial(then, learner, seen)
-            return jax.lax.cond(fires(work, seen.context.task), act, lambda work: work, work)
+    def on_end(context: ClientContext, work: Work, trainable: Params, known: Known) -> Known:
+        del trainable, known
+        kept = adopted(work.known, task_changed(options, work, context.task))
+        return kept._replace(entropy=mean_entropy(options, work, context.task))
 
-        return look
-
-    def report(context: ClientContext, work: Work, part: Model) -> Sent:
-        changed, encoded = (
-            fires(work, context.task),
-            functools.partial(prototypes, options, model, context, part),
-        )
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded, work))
-        gradient = jax.lax.cond(changed, encoded, lambda work: none, work)
-        return Sent(gradient, changed & (work.sums.rows > 0), spread_of(work.sums))
-
-    def keep(context: ClientContext, work: Work, part: Model, known: Known) -> Known:
-        del part, known
-        return memory_of(context, work)._replace(entropy=mean_entropy(options, work, context.task))
-
-    def choose(context: ClientContext, gathered: Gathered, part: Model, known: Known) -> Known:
-        del part
+    def choose_exemplars(
+        context: ClientContext, gathered: Gathered, trainable: Params, known: Known
+    ) -> Known:
+        del trainable
         later = renew(known.now, gathered, context.task, budget, sizes)
-        mine = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.row >= 0)
+        mine = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
         return known._replace(later=later, block=jnp.where(mine, context.task.index, known.block))
 
-    return Term(
-        REPORT,
-        loss,
-        init,
-        open_,
-        if_changed(add_features),
-        keep,
-        recall=recall,
-        rows=lambda known: jnp.concatenate([known.now.exemplars.row, known.later.exemplars.row]),
-        recalls=size,
-        view=view,
-        reads=("proxy",),
-        first=measure,
-        again=if_changed(find_nearest),
-        report=report,
-        closing=Term(REPORT, open=room, look=gather, keep=choose, view=view, at_end=True),
+    passes = (
+        ClientPass("before_training", view, measure_entropy),
+        ClientPass("after_training", view, if_changed(options, add_features)),
+        ClientPass("after_training", view, if_changed(options, find_nearest)),
+        ClientPass("task_end", view, gather, gather_from(sizes, run.network.width), choose_exemplars),
     )
+    replay = Replay(batch_size, stored, choose)
+    return ClientRule(NAME, loss, init, on_start, passes, on_end, replay=replay)
 
 
 def adopted(known: Known, changed: Bool[Array, ""]) -> Known:
     """What a client keeps, once it knows whether its task has changed (B5)."""
-    pick = lambda new, old: jnp.where(changed, new, old)
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(changed, new, old)
+
     return known._replace(now=jax.tree.map(pick, known.later, known.now))
+
+
+def if_changed(options: GLFCOptions, then: StepMemory) -> StepMemory:
+    """The step of a pass that only clients whose task has changed make."""
+
+    def step_if(step: ClientStep, work: Work) -> Work:
+        changed = task_changed(options, work, step.context.task)
+        return jax.lax.cond(changed, functools.partial(then, step), lambda work: work, work)
+
+    return step_if
 
 
 # ---- has the task changed? (B4) ----------------------------------------------------------------------------
 
 
-def measure(learner: Learner, seen: Seen, work: Work) -> Work:
+def measure_entropy(step: ClientStep, work: Work) -> Work:
     """Before training: the entropy of a batch under the model that was sent."""
-    context, batch = seen.context, seen.batch
-    logits = learner.forward(context.frozen, context.cached, seen.part, batch, context.task, False).logits
-    entropy = entropy_of(logits, context.task.seen)
-    mask = batch.mask
-    return work._replace(
-        entropy=work.entropy + jnp.sum(jnp.where(mask, entropy, 0.0)), rows=work.rows + jnp.sum(mask)
-    )
+    logits, mask = step.forward(step.trainable, train=False).logits, step.batch.mask
+    entropy = jnp.where(mask, entropy_of(logits, step.context.task.seen), 0.0)
+    return work._replace(entropy=work.entropy + jnp.sum(entropy), examples=work.examples + jnp.sum(mask))
 
 
 def entropy_of(logits: Float[Array, "B C"], seen: Bool[Array, " C"]) -> Float[Array, " B"]:
@@ -297,17 +319,16 @@ def entropy_of(logits: Float[Array, "B C"], seen: Bool[Array, " C"]) -> Float[Ar
 
 
 def mean_entropy(options: GLFCOptions, work: Work, task: Task) -> Float[Array, ""]:
-    """Of a client's rows, in nats or as a share of a uniform guess's."""
-    mean = work.entropy / jnp.maximum(work.rows, 1)
+    """Of a client's examples, in nats or as a share of a uniform guess's."""
+    mean = work.entropy / jnp.maximum(work.examples, 1)
     if options.entropy_unit == "nats":
         return mean
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
 
 def task_changed(options: GLFCOptions, work: Work, task: Task) -> Bool[Array, ""]:
-    """The signal: the entropy is higher than in the client's last round by more than the threshold."""
-    rise = mean_entropy(options, work, task) - work.known.entropy
-    return rise > options.entropy_rise
+    """Whether the entropy is higher than in the client's last round by more than the threshold."""
+    return mean_entropy(options, work, task) - work.known.entropy > options.entropy_rise
 
 
 # ---- the loss (B6, B7) -------------------------------------------------------------------------------------
@@ -320,25 +341,26 @@ def old_model(context: ClientContext, changed: Bool[Array, ""]) -> Old:
     return jax.tree.map(lambda a, b: jnp.where(changed, a, b), choice.current, choice.previous)
 
 
-def rule_loss(rule: Rule, learner: Learner, seen: Seen, known: Known, old: Old) -> Float[Array, ""]:
-    """The whole loss: binary cross-entropy of the labels, and of an old model's answers where there is one,
-    of which the classes that it does not know are the labels."""
-    context, batch, logits = seen.context, seen.batch, seen.output.logits
+def weighted_loss(weights: LossWeights, step: ClientStep, known: Known, old: Old) -> Float[Array, ""]:
+    """The whole loss: binary cross-entropy of the labels, and of an old model's answers where there is one;
+    for classes that it does not know, its answers are the labels."""
+    context, batch, logits = step.context, step.batch, step.output.logits
     label = jax.nn.one_hot(batch.label, logits.shape[-1])
-    weight = rule.weigh(gap_of(logits, batch.label), batch, known, context.task)
+    weight = weights.weigh(gap_of(logits, batch.label), batch, known, context.task)
     binary = functools.partial(binary_loss, logits, seen=context.task.seen, mask=batch.mask)
 
     def both() -> Float[Array, ""]:
-        answers = learner.forward(context.frozen, context.cached, old.part, batch, old.task, False).logits
+        forward = step.learner.forward
+        answers = forward(context.frozen, context.cached, old.trainable, batch, old.task, False).logits
         target = jnp.where(old.task.seen, jax.nn.sigmoid(jax.lax.stop_gradient(answers)), label)
-        own = weight if rule.weighs_old else jnp.ones_like(weight)
-        return rule.current * binary(label, weight) + rule.old * binary(target, own)
+        own = weight if weights.weighs_old else jnp.ones_like(weight)
+        return weights.current * binary(label, weight) + weights.old * binary(target, own)
 
-    return jax.lax.cond(old.task.index >= 0, both, lambda: rule.alone * binary(label, weight))
+    return jax.lax.cond(old.task.index >= 0, both, lambda: weights.alone * binary(label, weight))
 
 
 def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array, " B"]:
-    """How far each row is from its label: |sigmoid(z_y) - 1|, without a gradient."""
+    """How far each example is from its label: |sigmoid(z_y) - 1|, without a gradient."""
     own = jnp.take_along_axis(jax.lax.stop_gradient(logits), label[:, None], axis=-1)[:, 0]
     return jnp.abs(jax.nn.sigmoid(own) - 1)
 
@@ -350,14 +372,14 @@ def binary_loss(
     seen: Bool[Array, " C"],
     mask: Bool[Array, " B"],
 ) -> Float[Array, ""]:
-    """The mean, over the rows in the mask and the seen classes, of the weighted binary cross-entropy."""
+    """The mean, over the examples in the mask and the seen classes, of the weighted binary cross-entropy."""
     each = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
     return reduce_rows(weight * jnp.sum(each, axis=-1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")
 
 
 def by_group(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
-    """Gradient compensation: a row's gap over the mean gap of the old or of the new rows, whichever it is;
-    1 for clients that have learned nothing."""
+    """Gradient compensation: an example's gap over the mean gap of the old or of the new
+    examples, whichever it is; 1 for clients that have learned nothing."""
     del task
     learned = known.now.learned
     old = learned[batch.label]
@@ -374,28 +396,26 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
 # ---- prototypes (B9) ---------------------------------------------------------------------------------------
 
 
-def add_features(learner: Learner, seen: Seen, work: Work) -> Work:
-    """After training: the features of a batch by class, under the client's own model."""
-    context, batch, own = seen.context, seen.batch, work.sums
-    feature = feature_of(learner, seen)
-    add = lambda rows: class_sums(rows, batch.label, context.task.classes, batch.mask)
-    (near, rows), (plain, _) = add(unit(feature)), add(feature)
+def add_features(step: ClientStep, work: Work) -> Work:
+    """After training: adds the features of a batch by class, under the client's own model."""
+    batch, classes, own = step.batch, step.context.task.classes, work.sums
+    feature = step.forward(step.trainable, train=False).feature
+
+    def add(values: Array) -> tuple[Array, Array]:
+        return class_sums(values, batch.label, classes, batch.mask)
+
+    (near, examples), (plain, _) = add(unit(feature)), add(feature)
     (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
-    new = Sums(own.near + near, own.feature + plain, own.square + square[:, 0], own.rows + rows)
+    new = Sums(own.near + near, own.feature + plain, own.square + square[:, 0], own.examples + examples)
     return work._replace(sums=new)
 
 
-def feature_of(learner: Learner, seen: Seen) -> Float[Array, "B D"]:
-    """Features as in evaluation."""
-    context = seen.context
-    return learner.forward(context.frozen, context.cached, seen.part, seen.batch, context.task, False).feature
-
-
-def find_nearest(learner: Learner, seen: Seen, work: Work) -> Work:
+def find_nearest(step: ClientStep, work: Work) -> Work:
     """In a second pass: of each class the image whose features are nearest to the class mean so far."""
-    batch, mean = seen.batch, work.sums.near / jnp.maximum(work.sums.rows, 1)[:, None]
-    gap = jnp.sum((unit(feature_of(learner, seen)) - mean[:, None]) ** 2, axis=-1)
-    mine = (batch.label == seen.context.task.classes[:, None]) & batch.mask
+    batch, mean = step.batch, work.sums.near / jnp.maximum(work.sums.examples, 1)[:, None]
+    feature = step.forward(step.trainable, train=False).feature
+    gap = jnp.sum((unit(feature) - mean[:, None]) ** 2, axis=-1)
+    mine = (batch.label == step.context.task.classes[:, None]) & batch.mask
     gap = jnp.where(mine, gap, jnp.inf)
     best = jnp.argmin(gap, axis=1)
     least = jnp.min(gap, axis=1)
@@ -404,31 +424,48 @@ def find_nearest(learner: Learner, seen: Seen, work: Work) -> Work:
     return work._replace(image=image, distance=jnp.minimum(least, work.distance))
 
 
-def prototypes(
-    options: GLFCOptions, model: Learner, context: ClientContext, part: Model, work: Work
+def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
+    """What clients send of their prototypes when their task has changed."""
+
+    def finalize(end: ClientEnd, total: tuple) -> Sent:
+        del total
+        context, work = end.context, end.memories[NAME]
+        changed = task_changed(options, work, context.task)
+        encoded = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded, work))
+        gradient = jax.lax.cond(changed, encoded, lambda work: none, work)
+        return Sent(gradient, changed & (work.sums.examples > 0), spread_of(work.sums))
+
+    # the proxy merges nothing, so that any aggregation rule is followed
+    return Report(REPORT, finalize=finalize, follows_rule=True)
+
+
+def encoded_prototypes(
+    options: GLFCOptions, learner: Learner, context: ClientContext, trainable: Params, work: Work
 ) -> LeNet:
     """The gradients of the task's prototypes, once they are perturbed."""
     label = jnp.maximum(context.task.classes, 0)
-    pixels = perturb(options, model, context, part, to_unit(model.network, work.image), label)
-    return encode(options, model.network, len(context.task.seen), pixels, label)
+    pixels = perturb(options, learner, context, trainable, to_unit(learner.network, work.image), label)
+    return encode(options, learner.network, len(context.task.seen), pixels, label)
 
 
 def perturb(
     options: GLFCOptions,
-    model: Learner,
+    learner: Learner,
     context: ClientContext,
-    part: Model,
+    trainable: Params,
     pixels: Float[Array, "Ct h w 3"],
     label: Int[Array, " Ct"],
 ) -> Float[Array, "Ct h w 3"]:
     """Images after some steps of gradient descent on the client's own loss of them: each by itself."""
-    target = jax.nn.one_hot(label, len(context.task.seen))
+    task = context.task
+    target = jax.nn.one_hot(label, len(task.seen))
 
     def loss(pixels: Array) -> Float[Array, ""]:
-        batch = unlabelled(model, pixels)
-        logits = model.forward(context.frozen, context.cached, part, batch, context.task, False).logits
+        batch = unlabelled(learner, pixels)
+        output = learner.forward(context.frozen, context.cached, trainable, batch, task, False)
         one = jnp.ones(len(pixels))
-        return len(pixels) * binary_loss(logits, target, one, context.task.seen, batch.mask)
+        return len(pixels) * binary_loss(output.logits, target, one, task.seen, batch.mask)
 
     def step(i: Array, pixels: Array) -> Array:
         del i
@@ -439,8 +476,8 @@ def perturb(
 
 
 def spread_of(sums: Sums) -> Float[Array, ""]:
-    """The mean variance of a number of the features within a class, over the classes there are."""
-    rows, there = jnp.maximum(sums.rows, 1), sums.rows > 0
-    trace = sums.square / rows - jnp.sum((sums.feature / rows[:, None]) ** 2, axis=-1)
+    """The mean variance of a feature's entries within a class, over the classes there are."""
+    examples, there = jnp.maximum(sums.examples, 1), sums.examples > 0
+    trace = sums.square / examples - jnp.sum((sums.feature / examples[:, None]) ** 2, axis=-1)
     mean = jnp.sum(jnp.where(there, trace, 0.0)) / jnp.maximum(jnp.sum(there), 1)
     return jnp.maximum(mean, 0.0) / sums.feature.shape[-1]

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.methods.glfc import glfc
-from fcljax.methods.glfc.glfc import GLFCOptions, Known, Rule, compensated, over_mean
+from fcljax.methods.glfc.glfc import GLFCOptions, Known, LossWeights, compensated, over_mean
 from fcljax.methods.glfc.proxy import Proxy, over_used, shown
 from fcljax.options import option
 from fcljax.parts.federate import Run
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.learner import Params
+from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import unlabelled
-from fcljax.types import Batch, Method, RoundContext, Task
+from fcljax.types import Batch, Method, Task
 
 LEAST, MOST = 0.5, 5.0  # of a row's weight
 NEAR = 0.1  # the squared length of a perturbation over that of its feature, at the most
@@ -45,10 +46,10 @@ PRESETS["released"] = PRESETS["released"]._replace(
 
 
 def lga(options: LGAOptions, run: Run) -> Method:
-    """LGA as a method. `options` must be resolved."""
+    """LGA as a method."""
     factor = options.loss_weight
-    rule = Rule(by_tasks, factor, factor, factor, weighs_old=True)
-    return compensated(options, run, rule, functools.partial(around, options, run.sizes.rounds))
+    weights = LossWeights(by_tasks, factor, factor, factor, weighs_old=True)
+    return compensated(options, run, weights, functools.partial(around, options, run.sizes.rounds))
 
 
 def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
@@ -68,49 +69,42 @@ def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) ->
 
 
 def around(
-    options: LGAOptions,
-    rounds: int,
-    round_context: RoundContext,
-    learner: Learner,
-    params: Model,
-    proxy: Proxy,
-    key: PRNGKeyArray,
+    options: LGAOptions, rounds: int, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
 ) -> Float[Array, ""]:
     """LGA's judge: the accuracy on features around those of the images; 0 in a task's first rounds."""
-    look, draw = jax.random.split(key)
-    judge = functools.partial(_accuracy, options, round_context, learner, params, proxy, look, draw)
-    return jax.lax.cond(round_context.round < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
+    view, draw = jax.random.split(key)
+    judge = functools.partial(_accuracy, options, round, params, proxy, view, draw)
+    return jax.lax.cond(round.index < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
 
 
 def _accuracy(
     options: LGAOptions,
-    round_context: RoundContext,
-    learner: Learner,
-    params: Model,
+    round: ServerRound,
+    params: Params,
     proxy: Proxy,
-    look: PRNGKeyArray,
+    view: PRNGKeyArray,
     draw: PRNGKeyArray,
 ) -> Float[Array, ""]:
-    monitor, task, part = proxy.monitor, round_context.task, learner.part(params, round_context.task)
+    learner, monitor, task = round.learner, proxy.monitor, round.task
+    trainable = learner.trainable(params, task)
 
     def features(pixels: Array) -> Float[Array, "states D"]:
-        return learner.forward(
-            round_context.frozen, params, part, unlabelled(learner, pixels), task, False
-        ).feature
+        batch = unlabelled(learner, pixels)
+        return learner.forward(round.frozen, params, trainable, batch, task, False).feature
 
-    image = shown(options, learner, monitor, look)
+    image = shown(options, learner, monitor, view)
     feature = jax.lax.map(features, image.reshape(-1, *image.shape[2:]))
     scale = class_variance(feature, monitor.label.reshape(-1), monitor.used.reshape(-1), len(task.seen)) ** 2
 
-    def right(args: tuple) -> Array:
+    def share(args: tuple) -> Array:
         (mine, key), label = args
         some, accepted = perturbed(mine, proxy.radius * scale[label], jax.random.wrap_key_data(key))
-        logits = learner.classifier.logits(params.classifier, part.classifier, some, task)
+        logits = learner.classifier.logits(params.classifier, trainable.classifier, some, task)
         found = jnp.argmax(jnp.where(task.seen, logits, -jnp.inf), axis=-1)
         return jnp.sum((found == label) & accepted) / jnp.maximum(jnp.sum(accepted), 1)
 
     keys = jax.random.key_data(jax.random.split(draw, len(feature)))
-    return over_used(right, (feature, keys), monitor)
+    return over_used(share, (feature, keys), monitor)
 
 
 def class_variance(

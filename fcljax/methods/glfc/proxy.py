@@ -8,7 +8,7 @@ goes down with the newest, and so does the best one from before the gradients ca
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.methods.glfc.lenet import LeNet, gradient_of, init_lenet, label_of
 from fcljax.options import option
-from fcljax.parts.federate import ServerStep
-from fcljax.parts.learner import Learner, Model
+from fcljax.parts.client import Report
+from fcljax.parts.federate import Run
+from fcljax.parts.learner import Learner, Params
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import jitter
-from fcljax.types import Aggregate, Network, RoundContext, Sizes, Task, Weighted
+from fcljax.types import Network, Task, Weighted
 
 REPORT = "gradients"  # the name of the clients' term, under which their gradients arrive
 LINE_SEARCH = 10  # evaluations of a step of L-BFGS at the most
@@ -61,10 +63,11 @@ class Sent(NamedTuple):
 
 
 class Old(NamedTuple):
-    """A model that can be distilled, and the task that it was merged in (index -1: there is none)."""
+    """A model that can be distilled."""
 
-    part: Model
+    trainable: Params
     task: Task
+    """In which it was merged; index -1: there is none."""
 
 
 class Choice(NamedTuple):
@@ -83,17 +86,23 @@ class Monitor(NamedTuple):
 
 
 class Proxy(NamedTuple):
-    """What the proxy keeps: the models, the images, the best score since its last reset, and the spread of
-    features in the first task."""
+    """What the proxy keeps."""
 
     choice: Choice
     monitor: Monitor
     best: Float[Array, ""]
+    """The best score since its last reset."""
     radius: Float[Array, ""]
+    """The spread of features in the first task."""
 
 
-# (turn, learner, params, proxy, key) -> the share of the images that a model predicts, as the proxy sees it
-Judge = Callable[[RoundContext, Learner, Model, Proxy, PRNGKeyArray], Float[Array, ""]]
+@runtime_checkable
+class Judge(Protocol):
+    """Returns the share of the proxy's images that a model predicts."""
+
+    def __call__(
+        self, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray, /
+    ) -> Float[Array, ""]: ...
 
 
 # ---- what clients send -------------------------------------------------------------------------------------
@@ -130,69 +139,63 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
     return jax.image.resize(pixels, (len(pixels), height, width, 3), "bilinear")
 
 
-# ---- the server step ---------------------------------------------------------------------------------------
+# ---- the server rule ---------------------------------------------------------------------------------------
 
 
-def proxy_server(options: ProxyOptions, sizes: Sizes, network: Network, judge: Judge) -> ServerStep:
+def proxy_server(options: ProxyOptions, run: Run, judge: Judge, gradients: Report) -> ServerRule:
     """After every merge: rebuild the images of gradients that came, judge the merged model, send the choice.
 
     Args:
-      options: resolved.
-      setting: sizes of the run.
-      network: whose image sizes and pixel range count.
+      options: of the method.
+      run: for sizes and the network.
       judge: how a model is judged.
+      gradients: what clients report.
     """
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        proxy: Proxy,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        sent, (build, score_key) = aggregate.gather[REPORT], jax.random.split(key)
-        there = sent.there & aggregate.valid[:, None]
-        arrive = functools.partial(_arrive, options, network, sizes, round_context, sent, there, build)
+    def init(params: Params, trainable: Params) -> Proxy:
+        del params
+        return _new(options, run, trainable)
+
+    def update(round: ServerRound, params: Params, proxy: Proxy) -> ServerUpdate:
+        sent, (build, score_key) = round.reports[REPORT], jax.random.split(round.key)
+        there = sent.there & round.valid[:, None]
+        arrive = functools.partial(_arrive, options, run, round, sent, there, build)
         arrived = jnp.any(there)
         proxy = jax.lax.cond(arrived, arrive, lambda proxy: proxy, proxy)
-        second = (round_context.task.index == 1) & (round_context.round == 0)
+        second = (round.task.index == 1) & (round.index == 0)
         reset = {"arrival": arrived, "second": second, "never": jnp.bool_(False)}
         best = jnp.where(reset[options.reset_best], 0.0, proxy.best)
-        score = judge(round_context, learner, params, proxy, score_key)
-        choice = proxy.choice._replace(
-            current=_pick(score >= best, _now(round_context, learner, params), proxy.choice.current)
-        )
-        proxy = proxy._replace(choice=choice, best=jnp.maximum(score, best))
-        senders = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32)
-        one = jnp.ones(())
-        return params, proxy, {"score": Weighted(score, one), "senders": Weighted(senders, one)}
+        score = judge(round, params, proxy, score_key)
+        current = _pick(score >= best, _now(round, params), proxy.choice.current)
+        proxy = proxy._replace(choice=proxy.choice._replace(current=current), best=jnp.maximum(score, best))
+        senders, one = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32), jnp.ones(())
+        metrics = {"score": Weighted(score, one), "senders": Weighted(senders, one)}
+        return ServerUpdate(params, proxy, metrics)
 
-    return ServerStep(
-        "proxy",
-        step,
-        init=lambda params, part: _new(options, sizes, network, part),
-        sends=lambda task, proxy: proxy.choice,
-        hears=(REPORT,),
-        follows_rule=True,
-    )
+    def sends(task: Task, proxy: Proxy) -> Choice:
+        del task
+        return proxy.choice
+
+    return ServerRule("proxy", update, init, sends, reports=(gradients,))
 
 
-def _new(options: ProxyOptions, sizes: Sizes, network: Network, part: Model) -> Proxy:
+def _new(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
     """Before the first task. The radius is what LGA's release begins with."""
+    sizes = run.sizes
     classes = jnp.zeros(sizes.classes, bool)
     no_task = Task(jnp.int32(-1), jnp.full(sizes.task_classes, -1, jnp.int32), classes, classes)
-    none = Old(part._replace(extra={}), no_task)
-    places = sizes.clients, sizes.task_classes
-    image = jnp.zeros((*places, options.monitor_images, *side_of(options, network), 3))
-    monitor = Monitor(image, jnp.zeros(places, jnp.int32), jnp.zeros(places, bool))
+    none = Old(trainable._replace(extra={}), no_task)
+    shape = sizes.clients, sizes.task_classes
+    image = jnp.zeros((*shape, options.monitor_images, *side_of(options, run.network), 3))
+    monitor = Monitor(image, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
     return Proxy(Choice(none, none), monitor, jnp.zeros(()), jnp.float32(0.15))
 
 
-def _now(round_context: RoundContext, learner: Learner, params: Model) -> Old:
-    task = jax.tree.map(jnp.asarray, round_context.task)
+def _now(round: ServerRound, params: Params) -> Old:
+    task = jax.tree.map(jnp.asarray, round.task)
     index, classes = task.index.astype(jnp.int32), task.classes.astype(jnp.int32)
-    return Old(learner.part(params, round_context.task), task._replace(index=index, classes=classes))
+    trainable = round.learner.trainable(params, round.task)
+    return Old(trainable, task._replace(index=index, classes=classes))
 
 
 def _pick(condition: Bool[Array, ""], new: Old, old: Old) -> Old:
@@ -201,25 +204,27 @@ def _pick(condition: Bool[Array, ""], new: Old, old: Old) -> Old:
 
 def _arrive(
     options: ProxyOptions,
-    network: Network,
-    sizes: Sizes,
-    round_context: RoundContext,
+    run: Run,
+    round: ServerRound,
     sent: Sent,
     there: Bool[Array, "P Ct"],
     key: PRNGKeyArray,
     proxy: Proxy,
 ) -> Proxy:
-    """New images in the place of all others, and the best model so far becomes the one from before."""
+    """New images replace all others, and the best model so far becomes the one from before."""
     keys = jax.random.split(key, len(there))
     label = label_of(sent.gradient)
-    lenet = shared_lenet(options, network, sizes.classes)
-    one = functools.partial(_rebuild_client, options, lenet, side_of(options, network))
-    image = jax.lax.map(lambda args: one(*args), (keys, sent.gradient, label, there))
-    put = lambda all_, some: jnp.zeros_like(all_).at[: len(some)].set(some)
+    lenet = shared_lenet(options, run.network, run.sizes.classes)
+    rebuild_one = functools.partial(_rebuild_client, options, lenet, side_of(options, run.network))
+    image = jax.lax.map(lambda args: rebuild_one(*args), (keys, sent.gradient, label, there))
+
+    def put(every: Array, some: Array) -> Array:
+        return jnp.zeros_like(every).at[: len(some)].set(some)
+
     monitor = jax.tree.map(put, proxy.monitor, Monitor(image, label, there))
     clients = jnp.any(there, axis=1)
     spread = jnp.sum(jnp.where(clients, sent.spread, 0.0)) / jnp.maximum(jnp.sum(clients), 1)
-    radius = jnp.where(round_context.task.index == 0, jnp.sqrt(spread), proxy.radius)
+    radius = jnp.where(round.task.index == 0, jnp.sqrt(spread), proxy.radius)
     choice = Choice(proxy.choice.current, proxy.choice.current)
     return proxy._replace(choice=choice, monitor=monitor, radius=radius)
 
@@ -290,27 +295,21 @@ def shown(
     return moved.reshape(*monitor.image.shape[:3], height, width, 3)
 
 
-def share_right(
-    options: ProxyOptions,
-    round_context: RoundContext,
-    learner: Learner,
-    params: Model,
-    proxy: Proxy,
-    key: PRNGKeyArray,
+def share_correct(
+    options: ProxyOptions, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
 ) -> Float[Array, ""]:
     """GLFC's judge: the accuracy on the images among the seen classes; 0 if there are none."""
-    part, monitor = learner.part(params, round_context.task), proxy.monitor
+    learner, task, monitor = round.learner, round.task, proxy.monitor
+    trainable = learner.trainable(params, task)
 
-    def right(args: tuple) -> Array:
+    def share(args: tuple) -> Array:
         pixels, label = args
-        output = learner.forward(
-            round_context.frozen, params, part, unlabelled(learner, pixels), round_context.task, False
-        )
-        found = jnp.argmax(jnp.where(round_context.task.seen, output.logits, -jnp.inf), axis=-1)
+        output = learner.forward(round.frozen, params, trainable, unlabelled(learner, pixels), task, False)
+        found = jnp.argmax(jnp.where(task.seen, output.logits, -jnp.inf), axis=-1)
         return jnp.mean(found == label)
 
     image = shown(options, learner, monitor, key)
-    return over_used(right, image.reshape(-1, *image.shape[2:]), monitor)
+    return over_used(share, image.reshape(-1, *image.shape[2:]), monitor)
 
 
 def over_used(

@@ -1,12 +1,19 @@
 """HePCo: continual adaptation of vision transformers for federated learning (Halbe et al. 2024, TMLR).
 
-Clients exist for one round: they train a weighted pool of prompts (`adapters/pool.py`) and a classifier, and
-keep nothing. The server averages them; then it trains two generators of latents, one for the classes of the
-task under the clients' models, one for older classes under the model that the last task ended with, on what
-the averaged model gets wrong; and it distils prompts and classifier of the averaged model on their latents.
+One round of task t:
+
+    clients   exist for one round: train a weighted prompt pool (adapters/pool.py) and a classifier (sec. 4.1)
+              send both, with their numbers of examples per class; keep nothing
+    server    averages them; then, on the averaged model,                                           (sec. 4.2)
+              trains a generator of latents of the task's classes, which the clients' models
+              recognise and of which the averaged one thinks otherwise                               (eq. 2-5)
+              and one of older classes, under the model that the task began with
+              distils prompts                                                                        (eq. 6)
+              and the classifier on their latents                                                   (sec. 5.3)
+
 Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so any adapter runs; one
-without prompts leaves the classifier to be distilled. Where paper and release differ, a field of
-`HepcoOptions` says which one is meant.
+without prompts leaves the classifier to be distilled. Where the paper and the authors' code differ, an option
+says which one is meant; the presets are the readings.
 """
 
 import dataclasses
@@ -25,12 +32,13 @@ from fcljax.errors import InputError
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.options import option
-from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Collect, Run, ServerStep, federate
-from fcljax.parts.learner import Learner, Model, learner
-from fcljax.parts.task_start import Start, began_with, no_start, sound_parts
+from fcljax.parts.client import ClientEnd, LearningRateFactor, OfEachClient, Report
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Learner, Params, cross_entropy_loss
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
 from fcljax.settings import Preset, RunConfig, changed
-from fcljax.types import Aggregate, Method, RoundContext, Task, Weighted
+from fcljax.types import Method, Task, Weighted
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 Direction = Literal["server_client", "client_server"]
@@ -98,7 +106,7 @@ class HepcoOptions(PromptedOptions):
 
 # clients that exist for one round, and are averaged whatever they have
 _RUN = RunConfig(partition="sampled", aggregator="uniform")
-_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="told")
+_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="reported")
 CLIENT = {
     "intended": Preset(PromptedOptions(), _RUN),
     "paper": Preset(PromptedOptions("cosine_lag"), _RUN),
@@ -116,26 +124,33 @@ PRESETS = {
 
 
 def hepco(options: HepcoOptions, run: Run) -> Method:
-    """HePCo as a method, on any adapter. `options` must be resolved.
+    """HePCo as a method, on any adapter.
 
     Raises:
       InputError: for an ablation of what the generators do not see anyway.
     """
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
-    model = learner(run.network, run.adapter, linear_on(run.adapter, run.network.width, run.sizes.classes))
-    steps, train = (latent_distillation(options, run),), scheduled(run, options).train
-    return federate(model, run.sizes, train, run.terms, steps, aggregation=run.aggregation)
+    return federate(
+        run,
+        linear_learner(run),
+        loss=cross_entropy_loss(),
+        server_rules=(latent_distillation(options, run),),
+        learning_rate=epoch_schedule(options, run),
+    )
 
 
 # ---- client: cross-entropy over the task's classes (section 4.1) -------------------------------------------
 
 
-def scheduled(run: Run, options: PromptedOptions) -> Run:
-    """The kit with the clients' learning rate falling over the epochs of every round."""
-    schedule, epochs = options.epoch_schedule, run.train.epochs
-    factor = lambda round_, rounds, epoch: epoch_factor(schedule, epoch, epochs)
-    return run._replace(train=run.train._replace(factor=factor))
+def epoch_schedule(options: PromptedOptions, run: Run) -> LearningRateFactor:
+    """The clients' learning rate falls over the epochs of every round."""
+
+    def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
+        del round, rounds
+        return epoch_factor(options.epoch_schedule, epoch, run.training.epochs)
+
+    return factor
 
 
 def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Array, ""]:
@@ -151,20 +166,23 @@ def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Arr
 
 
 class Past(NamedTuple):
-    """The model that the task began with, which is what the last one ended with, and how many rows of each
-    class there were in all rounds so far."""
+    """What the server keeps of earlier rounds."""
 
     start: Start
-    rows: Float[Array, " C"]
+    """The model that the task began with, which is what the task before ended with."""
+    examples: Float[Array, " C"]
+    """Numbers of examples of each class in all rounds so far."""
 
 
 class Teachers(NamedTuple):
-    """Models J that a student is compared with: the parameters that all of them hold, their parts [J, ...],
-    and how much each counts for latents of a class."""
+    """J models that a student is compared with."""
 
-    cached: Model
-    parts: Model
+    cached: Params
+    """The parameters that all of them share."""
+    trainable: Params
+    """Their own, [J, ...]."""
     weight: Float[Array, "J C"]
+    """How much each counts for latents of a class."""
 
 
 Gaps = Callable[[Array], Float[Array, "J batch"]]  # of latents [batch, width], to each teacher
@@ -178,101 +196,137 @@ class Latents(NamedTuple):
 
 
 class Composite(NamedTuple):
-    """A batch of the distillation: latents of the task's classes, and of older ones if they are replayed."""
+    """A batch of the distillation."""
 
     new: Latents
+    """Of the task's classes."""
     old: Latents | None
+    """Of older classes; None: without replay."""
 
 
-def latent_distillation(options: HepcoOptions, run: Run) -> ServerStep:
-    """The server step: from the averaged model to one that also fits the clients' models on latents of the
-    task's classes, and the previous model on latents of older classes."""
+def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
+    """From the averaged model to one that also fits the clients' models on latents of the task's classes, and
+    the model before the task on latents of older classes."""
     sizes, width = run.sizes, run.network.width
     shape = GeneratorConfig(
         sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
     )
 
-    def init(params: Model, part: Model) -> Past:
-        return Past(no_start(params, part), jnp.zeros(sizes.classes))
+    def init(params: Params, trainable: Params) -> Past:
+        return Past(no_start(params, trainable), jnp.zeros(sizes.classes))
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        past: Past,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        task, keys = round_context.task, jax.random.split(key, 3)
-        rows = jnp.where(aggregate.valid[:, None], aggregate.gather["class_rows"], 0).astype(jnp.float32)
-        weight = class_weights(rows, aggregate.valid, options.loss_weights)
-        clients = Teachers(params, sound_parts(learner.part(params, task), aggregate), weight)
-        past = Past(began_with(round_context, past.start), past.rows + rows.sum(0))
+    def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
+        task, keys, anybody = round.task, jax.random.split(round.key, 3), jnp.any(round.valid)
+        sent = round.reports["class_examples"]
+        examples = jnp.where(round.valid[:, None], sent, 0).astype(jnp.float32)
+        past = Past(began_with(round, past.start), past.examples + examples.sum(0))
+        clients = _clients(options, round, params, examples)
         previous = _previous(params, past, task)
-        loss = lambda teachers: functools.partial(
-            generator_loss, learner, options, params, task, teachers, gaps(learner, params, task, teachers)
-        )
-        train = functools.partial(train_generator, options, shape)
-        steps = jnp.where(jnp.any(aggregate.valid), options.generator_steps, 0)
-        new, found = train(keys[0], steps, _odds(rows.sum(0)), loss(clients))
+        study = Study(options, round.learner, params, task)
+        steps = jnp.where(anybody, options.generator_steps, 0)
+        new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
         older = Generator((), ())
         if not options.wo_previous:
-            more = jnp.where((steps > 0) & (task.index > 0), steps + options.generator_growth * task.index, 0)
-            older, _ = train(keys[1], more, _odds(past.rows * task.old), loss(previous))
-        draw = functools.partial(draw_latents, options, shape, rows.sum(0), past, task, new, older)
-        part, losses = distil(options, learner, params, task, clients, previous, draw, keys[2], steps > 0)
-        return learner.put(params, task, part), past, losses | {"generator": found}
+            more = steps + options.generator_growth * task.index
+            more = jnp.where((steps > 0) & (task.index > 0), more, 0)
+            older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
+        draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
+        trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
+        merged = round.learner.merge(params, task, trainable)
+        return ServerUpdate(merged, past, losses | {"generator": found})
 
-    counts = Collect(
-        "class_rows", lambda context: context.client.class_examples, lambda learner, seen, total: total
-    )
-    return ServerStep("latent", step, init, collects=(counts,), sees_parts=True, changes=True)
+    reports = (Report("class_examples", finalize=class_examples), OfEachClient("trainable"))
+    return ServerRule("latent", update, init, reports=reports)
 
 
-def _previous(params: Model, past: Past, task: Task) -> Teachers:
+def class_examples(end: ClientEnd, total: tuple) -> Int[Array, " C"]:
+    """The numbers of examples of each class that a client reports."""
+    del total
+    return end.context.client.class_examples
+
+
+def _clients(
+    options: HepcoOptions, round: ServerRound, params: Params, examples: Float[Array, "clients C"]
+) -> Teachers:
+    """The clients' models as teachers of the task's classes."""
+    mean = round.learner.trainable(params, round.task)
+    weight = class_weights(examples, round.valid, options.loss_weights)
+    return Teachers(params, valid_parameters(round, mean), weight)
+
+
+def _previous(params: Params, past: Past, task: Task) -> Teachers:
     """The model that the task began with as the one teacher of older classes."""
-    part = jax.tree.map(lambda leaf: leaf[None], past.start.part._replace(extra={}))
-    return Teachers(params, part, task.old.astype(jnp.float32)[None])
+    trainable = jax.tree.map(lambda leaf: leaf[None], past.start.trainable._replace(extra={}))
+    return Teachers(params, trainable, task.old.astype(jnp.float32)[None])
+
+
+class Study(NamedTuple):
+    """What the losses of the server share."""
+
+    options: HepcoOptions
+    learner: Learner
+    params: Params
+    """The averaged model."""
+    task: Task
+
+    @property
+    def trainable(self) -> Params:
+        """The averaged model's trainable parameters."""
+        return self.learner.trainable(self.params, self.task)
+
+    def logits(self, cached: Params, trainable: Params, latent: Array) -> Float[Array, "batch C"]:
+        """What a model's classifier says of latents: they are features and queries at once."""
+        classifier = self.learner.classifier
+        return classifier.logits(cached.classifier, trainable.classifier, latent, self.task)
+
+    def teachers_logits(self, teachers: Teachers, latent: Array) -> Float[Array, "J batch C"]:
+        """The same of each teacher."""
+        return jax.vmap(lambda one: self.logits(teachers.cached, one, latent))(teachers.trainable)
+
+    def prompt(self, cached: Params, trainable: Params, latent: Array) -> Array:
+        """A model's prompts for latents."""
+        prompt = self.learner.adapter.prompt
+        assert prompt is not None
+        return prompt(cached.adapter, trainable.adapter, latent, self.task)
 
 
 def class_weights(
-    rows: Float[Array, "clients C"], valid: Bool[Array, " clients"], kind: Weights
+    examples: Float[Array, "clients C"], valid: Bool[Array, " clients"], kind: Weights
 ) -> Float[Array, "clients C"]:
     """How much each client's losses count for latents of each class.
 
-    over_total: its rows of the class over all clients' rows of all classes, plus 1 for each class that nobody
-      has (release); per_class: over all clients' rows of the class; uniform: 1 for everybody (eq. 2 to 4b).
+    over_total: its examples of the class over all clients' examples of all classes, plus 1 for each class
+      that nobody has (release); per_class: over all clients' examples of the class; uniform: 1 for everybody
+      (eq. 2 to 4b).
     """
-    total = rows.sum(0)
+    total = examples.sum(0)
     if kind == "uniform":
-        return jnp.broadcast_to(valid[:, None], rows.shape).astype(jnp.float32)
+        return jnp.broadcast_to(valid[:, None], examples.shape).astype(jnp.float32)
     if kind == "per_class":
-        return rows / jnp.maximum(total, 1)
-    return rows / (jnp.sum(total) + jnp.sum(total == 0))
+        return examples / jnp.maximum(total, 1)
+    return examples / (jnp.sum(total) + jnp.sum(total == 0))
 
 
-def _odds(rows: Float[Array, " C"]) -> Float[Array, " C"]:
-    """Logarithms of the probabilities of classes, up to a constant: they are drawn as often as they occur."""
-    return jnp.where(rows > 0, jnp.log(jnp.maximum(rows, 1e-12)), -jnp.inf)
+def _odds(examples: Float[Array, " C"]) -> Float[Array, " C"]:
+    """Log-probabilities of classes, up to a constant: classes are drawn as often as they occur."""
+    return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
 
 
 # ---- generation --------------------------------------------------------------------------------------------
 
 
 def generator_loss(
-    learner: Learner,
-    options: HepcoOptions,
-    params: Model,
-    task: Task,
+    study: Study,
     teachers: Teachers,
     gaps: Gaps,
     latent: Float[Array, "batch width"],
     label: Int[Array, " batch"],
 ) -> Float[Array, ""]:
     """L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5): latents that the teachers recognise, and of which
-    the averaged model `params` thinks otherwise. `gaps` are those of its prompts and the teachers'."""
-    weight, student = teachers.weight[:, label], learner.part(params, task)
-    theirs, own = _logits(learner, teachers, task, latent), _one(learner, params, student, task, latent)
+    the averaged model thinks otherwise. `gaps` are those of its prompts and the teachers'."""
+    options, task, trainable = study.options, study.task, study.trainable
+    weight = teachers.weight[:, label]
+    theirs, own = study.teachers_logits(teachers, latent), study.logits(study.params, trainable, latent)
     known = mask_logits(theirs, task.seen)
     right = optax.softmax_cross_entropy_with_integer_labels(known, jnp.broadcast_to(label, weight.shape))
     loss = jnp.sum(weight * right)
@@ -280,9 +334,9 @@ def generator_loss(
         apart = divergence(theirs, own, task.seen, options.kl_direction)
         loss = loss - options.kl_weight * jnp.sum(weight * apart)
     # the release takes the query out of the gradient in its prompt module, so that L_MSE has none here
-    if learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
+    if study.learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
         gap = jnp.sum(weight * gaps(latent))
-        count = prompt_numbers(learner, params, student, task, latent)
+        count = prompt_size(study, trainable, latent)
         loss = loss - options.mse_weight * (gap / count if options.generator_mse == "mean" else gap)
     return loss
 
@@ -297,105 +351,89 @@ def divergence(
     return kl(server, client, seen) if direction == "server_client" else kl(client, server, seen)
 
 
-def prompt_numbers(learner: Learner, cached: Model, part: Model, task: Task, latent: Array) -> int:
-    """How many numbers a latent's prompts have, in all blocks together."""
-    prompt = learner.adapter.prompt
-    assert prompt is not None
-    shape = jax.eval_shape(lambda: prompt(cached.adapter, part.adapter, latent, task)).shape
+def prompt_size(study: Study, trainable: Params, latent: Array) -> int:
+    """How many parameters a latent's prompts have, in all blocks together."""
+    shape = jax.eval_shape(lambda: study.prompt(study.params, trainable, latent)).shape
     return math.prod(shape[1:])
 
 
-def _one(learner: Learner, cached: Model, part: Model, task: Task, latent: Array) -> Float[Array, "batch C"]:
-    return learner.classifier.logits(cached.classifier, part.classifier, latent, task)
-
-
-def _logits(learner: Learner, teachers: Teachers, task: Task, latent: Array) -> Float[Array, "J batch C"]:
-    """What each teacher's classifier says of latents: they are features and queries at once."""
-    return jax.vmap(lambda part: _one(learner, teachers.cached, part, task, latent))(teachers.parts)
-
-
-def gaps(learner: Learner, params: Model, task: Task, teachers: Teachers) -> Gaps:
+def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
     """`prompt_gap` of the averaged model and teachers that stay as they are, for many latents.
 
     Prompts that are sums w P of a basis P with weights w are compared without being made: w_s P_s - w_j P_j
     is (w_s - w_j) P_j + w_s (P_s - P_j), whose square needs no more than the products of these bases.
     """
-    part, mixture = learner.part(params, task), learner.adapter.mixture
+    params, own, mixture = study.params, study.trainable, study.learner.adapter.mixture
     if mixture is None:
-        return functools.partial(prompt_gap, learner, params, part, task, teachers)
-    of = lambda part, latent: mixture(params.adapter, part.adapter, latent, task)
-    nowhere = jnp.ones((1, learner.network.width))  # a basis does not depend on the latent
-    basis = lambda part: of(part, nowhere).basis
+        return functools.partial(prompt_gap, study, own, teachers)
+    nowhere = jnp.ones((1, study.learner.network.width))  # a basis does not depend on the latent
 
-    def products(theirs: Model) -> Float[Array, "groups both both"]:
-        both = jnp.concatenate([basis(theirs), basis(part) - basis(theirs)], axis=1)
+    def mixed(trainable: Params, latent: Array):
+        return mixture(params.adapter, trainable.adapter, latent, study.task)
+
+    def products(theirs: Params) -> Float[Array, "groups both both"]:
+        basis, own_basis = mixed(theirs, nowhere).basis, mixed(own, nowhere).basis
+        both = jnp.concatenate([basis, own_basis - basis], axis=1)
         return jnp.einsum("gmn,gkn->gmk", both, both)
 
-    square = jax.lax.map(products, teachers.parts)
+    square = jax.lax.map(products, teachers.trainable)
 
     def gap(latent: Float[Array, "batch width"]) -> Float[Array, "J batch"]:
-        own = of(part, latent).weight
+        weight_own = mixed(own, latent).weight
 
-        def one(theirs: Model, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
-            weight = jnp.concatenate([own - of(theirs, latent).weight, own], axis=-1)
+        def one(theirs: Params, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
+            weight = jnp.concatenate([weight_own - mixed(theirs, latent).weight, weight_own], axis=-1)
             return jnp.einsum("bgm,gmk,bgk->b", weight, square, weight)
 
-        return jax.vmap(one)(teachers.parts, square)
+        return jax.vmap(one)(teachers.trainable, square)
 
     return gap
 
 
 def prompt_gap(
-    learner: Learner,
-    cached: Model,
-    part: Model,
-    task: Task,
-    teachers: Teachers,
-    latent: Float[Array, "batch width"],
+    study: Study, trainable: Params, teachers: Teachers, latent: Float[Array, "batch width"]
 ) -> Float[Array, "J batch"]:
     """||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4b).
 
     Accelerators take some teachers at once, a CPU one after the other, which spares it batched products. What
     many teachers leave for the gradient is computed again.
     """
-    prompt = learner.adapter.prompt
-    assert prompt is not None
-    of = lambda cached, part: prompt(cached.adapter, part.adapter, latent, task)
-    own = of(cached, part)
+    own = study.prompt(study.params, trainable, latent)
 
-    def gap(theirs: Model) -> Float[Array, " batch"]:
-        square = (own - of(teachers.cached, theirs)) ** 2
+    def gap(theirs: Params) -> Float[Array, " batch"]:
+        square = (own - study.prompt(teachers.cached, theirs, latent)) ** 2
         return jnp.sum(square, axis=tuple(range(1, square.ndim)))
 
     each = jax.checkpoint(gap) if len(teachers.weight) > TEACHERS_AT_A_TIME else gap
     return jax.lax.platform_dependent(
-        teachers.parts,
+        teachers.trainable,
         cpu=functools.partial(jax.lax.map, each),
         default=functools.partial(jax.lax.map, each, batch_size=TEACHERS_AT_A_TIME),
     )
 
 
 def train_generator(
-    options: HepcoOptions,
+    study: Study,
     shape: GeneratorConfig,
+    teachers: Teachers,
     key: PRNGKeyArray,
     steps: Int[Array, ""],
     odds: Float[Array, " C"],
-    loss: Callable[[Array, Array], Array],
 ) -> tuple[Generator, Weighted]:
-    """A new generator after so many steps of Adam on loss(latents, labels), and its mean loss."""
-    adam, first = optax.adam(options.generator_lr), jax.random.fold_in(key, 0)
-    generator = init_generator(shape, first)
+    """A new generator after so many steps of Adam on its loss under these teachers, and the mean loss."""
+    options, gaps = study.options, prompt_gaps(study, teachers)
+    adam = optax.adam(options.generator_lr)
+    generator = init_generator(shape, jax.random.fold_in(key, 0))
 
     def step(i: Array, carry: tuple) -> tuple:
         generator, optimiser, total = carry
         noise, label = _conditions(jax.random.fold_in(key, i + 1), options.latent_batch, shape, odds)
 
-        def loss_of(params):
+        def loss(params):
             latent, moved = generate(shape, generator._replace(params=params), noise, label, True)
-            return loss(latent, label), moved
+            return generator_loss(study, teachers, gaps, latent, label), moved
 
-        (value, moved), gradient = jax.value_and_grad(loss_of, has_aux=True)(generator.params)
+        (value, moved), gradient = jax.value_and_grad(loss, has_aux=True)(generator.params)
         update, optimiser = adam.update(gradient, optimiser)
         return moved._replace(params=optax.apply_updates(generator.params, update)), optimiser, total + value
 
@@ -419,7 +457,7 @@ def _conditions(
 def draw_latents(
     options: HepcoOptions,
     shape: GeneratorConfig,
-    rows: Float[Array, " C"],
+    examples: Float[Array, " C"],
     past: Past,
     task: Task,
     new: Generator,
@@ -428,95 +466,94 @@ def draw_latents(
 ) -> Composite:
     """A composite batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
 
-    def drawn(generator: Generator, key: PRNGKeyArray, count: int, rows: Float[Array, " C"]) -> Latents:
-        noise, label = _conditions(key, count, shape, _odds(rows))
+    def drawn(generator: Generator, key: PRNGKeyArray, count: int, examples: Float[Array, " C"]) -> Latents:
+        noise, label = _conditions(key, count, shape, _odds(examples))
         return Latents(generate(shape, generator, noise, label, False)[0], label)
 
     keys, count = jax.random.split(key), options.latent_batch
     replay = 0 if options.wo_previous else int(count * options.replay_ratio)
-    old = drawn(older, keys[1], replay, past.rows * task.old) if replay else None
-    return Composite(drawn(new, keys[0], count, rows), old)
+    old = drawn(older, keys[1], replay, past.examples * task.old) if replay else None
+    return Composite(drawn(new, keys[0], count, examples), old)
 
 
 def distil(
-    options: HepcoOptions,
-    learner: Learner,
-    params: Model,
-    task: Task,
+    study: Study,
     clients: Teachers,
     previous: Teachers,
     draw: Callable[[PRNGKeyArray], Composite],
     key: PRNGKeyArray,
-    alive: Bool[Array, ""],
-) -> tuple[Model, dict[str, Weighted]]:
-    """The averaged model's part after distilling prompts (eq. 6) and classifier (section 5.3)."""
-    losses: dict[str, Callable] = {}
-    if learner.adapter.prompt and not options.wo_prompt_distillation:
-        losses["adapter"] = functools.partial(prompt_loss, learner, params, task, clients, previous)
+    anybody: Bool[Array, ""],
+) -> tuple[Params, dict[str, Weighted]]:
+    """The averaged model's trainable parameters after distilling prompts (eq. 6) and classifier (section
+    5.3)."""
+    options, losses = study.options, dict[str, Callable]()
+    if study.learner.adapter.prompt and not options.wo_prompt_distillation:
+        losses["adapter"] = functools.partial(prompt_loss, study, clients, previous)
     if not options.wo_classifier_distillation:
-        losses["classifier"] = functools.partial(label_loss, learner, params, task, previous)
+        losses["classifier"] = functools.partial(label_loss, study, previous)
     together = [losses] if options.distill_phases == "shared" else [{name: losses[name]} for name in losses]
-    part, found = learner.part(params, task), {}
-    steps = jnp.where(alive, options.distill_steps, 0)
+    trainable, found = study.trainable, {}
+    steps = jnp.where(anybody, options.distill_steps, 0)
     for i, each in enumerate(together):
         own = jax.random.fold_in(key, i)
-        part, totals = _descend(each, optax.adam(options.distill_lr), part, draw, own, steps)
+        trainable, totals = _descend(each, optax.adam(options.distill_lr), trainable, draw, own, steps)
         found |= {name: Weighted(total, steps.astype(jnp.float32)) for name, total in totals.items()}
-    return part, found
+    return trainable, found
 
 
 def _descend(
     losses: dict[str, Callable],
     adam: optax.GradientTransformation,
-    part: Model,
+    trainable: Params,
     draw: Callable,
     key: PRNGKeyArray,
     steps: Int[Array, ""],
-) -> tuple[Model, dict[str, Array]]:
-    """So many steps of each loss on the piece of the part that it is named by, and the sums of the losses."""
+) -> tuple[Params, dict[str, Array]]:
+    """So many steps of each loss on the part that it is named by, and the sums of the losses.
+
+    The losses of a step share its latents, and each sees what the one before it has changed.
+    """
 
     def step(i: Array, carry: tuple) -> tuple:
-        part, optimisers, totals = carry
+        trainable, optimisers, totals = carry
         latents = draw(jax.random.fold_in(key, i))
         for name, loss in losses.items():
-            of = lambda piece, name=name, loss=loss, part=part: loss(part._replace(**{name: piece}), latents)
-            value, gradient = jax.value_and_grad(of)(getattr(part, name))
+            loss_of = functools.partial(_loss_of_part, name, loss, trainable, latents)
+            value, gradient = jax.value_and_grad(loss_of)(getattr(trainable, name))
             update, optimiser = adam.update(gradient, optimisers[name])
-            part = part._replace(**{name: optax.apply_updates(getattr(part, name), update)})
+            part = optax.apply_updates(getattr(trainable, name), update)
+            trainable = trainable._replace(**{name: part})
             optimisers, totals = optimisers | {name: optimiser}, totals | {name: totals[name] + value}
-        return part, optimisers, totals
+        return trainable, optimisers, totals
 
-    optimisers = {name: adam.init(getattr(part, name)) for name in losses}
-    start = (part, optimisers, dict.fromkeys(losses, jnp.zeros(())))
-    part, _, totals = jax.lax.fori_loop(0, steps, step, start)
-    return part, totals
+    optimisers = {name: adam.init(getattr(trainable, name)) for name in losses}
+    start = (trainable, optimisers, dict.fromkeys(losses, jnp.zeros(())))
+    trainable, _, totals = jax.lax.fori_loop(0, steps, step, start)
+    return trainable, totals
+
+
+def _loss_of_part(name: str, loss: Callable, trainable: Params, latents: Composite, part) -> Array:
+    return loss(trainable._replace(**{name: part}), latents)
 
 
 def prompt_loss(
-    learner: Learner,
-    params: Model,
-    task: Task,
-    clients: Teachers,
-    previous: Teachers,
-    part: Model,
-    batch: Composite,
+    study: Study, clients: Teachers, previous: Teachers, trainable: Params, batch: Composite
 ) -> Float[Array, ""]:
     """eq. 6: the prompts of new latents go to the clients', those of older ones to the previous model's."""
 
     def pull(teachers: Teachers, latents: Latents) -> Float[Array, ""]:
-        gap = prompt_gap(learner, params, part, task, teachers, latents.value)
+        gap = prompt_gap(study, trainable, teachers, latents.value)
         return jnp.sum(teachers.weight[:, latents.label] * gap)
 
     loss = pull(clients, batch.new)
     return loss if batch.old is None else loss + pull(previous, batch.old)
 
 
-def label_loss(
-    learner: Learner, params: Model, task: Task, previous: Teachers, part: Model, batch: Composite
-) -> Float[Array, ""]:
+def label_loss(study: Study, previous: Teachers, trainable: Params, batch: Composite) -> Float[Array, ""]:
     """Section 5.3: mean cross-entropy of the classes that latents were drawn for, among all seen so far."""
     both = [batch.new] if batch.old is None else [batch.new, batch.old]
     value, label = (jnp.concatenate(each) for each in zip(*both, strict=True))
-    # what was drawn before there is a previous model is nothing
+    # latents drawn before there is a previous model do not count
     used = (jnp.arange(len(label)) < len(batch.new.label)) | (previous.weight[0, label] > 0)
-    return cross_entropy(_one(learner, params, part, task, value), label, task.seen, used)
+    logits = study.logits(study.params, trainable, value)
+    return cross_entropy(logits, label, study.task.seen, used)

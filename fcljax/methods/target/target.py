@@ -1,14 +1,11 @@
-"""TARGET: exemplar-free distillation for federated class-continual learning (Zhang et al., ICCV 2023), as its
-release has it (specification C5 and C6) and as it is carried to vision transformers (C8).
+"""TARGET: federated class-continual learning via exemplar-free distillation (Zhang et al., ICCV 2023).
 
-When a task is over the server makes images of all classes seen so far out of noise: a generator learns images
-that the global model assigns to drawn classes and, after a warm-up, of which a student that has learned from
-the images so far thinks otherwise. Clients of the next task get them with the model, and distil from the
-model that the task began with on them, besides the cross-entropy of their own rows. The release's third loss
-compares statistics of batch normalisation, of which a vision transformer has none.
-
-The student starts as the network's first values with a new classifier; its steps have no schedule. Images are
-kept as grey levels, as the release's files have them.
+client     trains on   L_ce + weight * L_distil,   the latter on synthetic images, from the model that the
+           task began with
+server     averages; after the last round of a task it makes images of all classes seen so far:
+           a generator learns, from noise, images that the global model recognises and of which a student
+           thinks otherwise; the student learns from the images made so far    (specification C3-C6)
+           the images go down in every round of the next task
 """
 
 import dataclasses
@@ -21,16 +18,17 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
-from fcljax.methods.fedavg import averaging
-from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, scheduled
+from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
 from fcljax.options import option
-from fcljax.parts.federate import Run, Seen, ServerStep, Term
-from fcljax.parts.learner import Learner, Model, Objective
-from fcljax.parts.task_start import distil_start, start_of_task, unlabelled
+from fcljax.parts.client import ClientRule, ClientStep
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.task_start import distil_start, send_start_of_task, unlabelled
 from fcljax.pixels import jitter
-from fcljax.types import Aggregate, Frozen, Method, RoundContext, Task, Weighted
+from fcljax.types import Method, Task, Weighted
 
 MOMENTUM, DECAY = 0.9, 1e-4  # of the student's gradient descent
 BETAS = (0.5, 0.999)  # of the generator's and the noise's Adam
@@ -99,39 +97,45 @@ PRESETS = {
 
 
 def target(options: TargetOptions, run: Run) -> Method:
-    """TARGET as a method, on any adapter. `options` must be resolved."""
-    steps = (start_of_task(), synthesis(options, run))
-    objective = Objective(options.local_classes)
-    return averaging(scheduled(run, options), objective, terms=(replay(options),), steps=steps)
+    """TARGET as a method, on any adapter."""
+    return federate(
+        run,
+        linear_learner(run),
+        loss=cross_entropy_loss(options.local_classes),
+        client_rules=(distil_synthetic(options),),
+        server_rules=(send_start_of_task(), synthesis(options, run)),
+        learning_rate=epoch_schedule(options, run),
+    )
 
 
 # ---- client ------------------------------------------------------------------------------------------------
 
 
-def replay(options: TargetOptions) -> Term:
+def distil_synthetic(options: TargetOptions) -> ClientRule:
     """Distillation of old classes from the model that the task began with, on synthetic images."""
 
-    def of(learner: Learner, seen: Seen) -> Float[Array, ""]:
-        image = seen.context.payload.sent["synthesis"]
-        pick, move = jax.random.split(jax.random.fold_in(seen.key, 1))
+    def distilled(step: ClientStep) -> Float[Array, ""]:
+        image = step.context.payload.sent["synthesis"]
+        pick, move = jax.random.split(jax.random.fold_in(step.key, 1))
         chosen = image[jax.random.randint(pick, (options.synthetic_batch,), 0, len(image))]
         pixels = jitter(move, chosen / 255, options.crop_padding)
-        return options.distill_weight * distil_start(learner, seen, pixels, options.distill_temperature)
+        return options.distill_weight * distil_start(step, pixels, options.distill_temperature)
 
-    def loss(learner: Learner, seen: Seen, memory: tuple) -> Float[Array, ""]:
+    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory  # in the first task there is nothing to distil, and no image
-        return jax.lax.cond(seen.context.task.index > 0, lambda: of(learner, seen), lambda: jnp.zeros(()))
+        later = step.context.task.index > 0
+        return jax.lax.cond(later, lambda: distilled(step), lambda: jnp.zeros(()))
 
-    return Term("target", loss, reads=("start", "synthesis"))
+    return ClientRule("target", loss)
 
 
 # ---- server: image synthesis -------------------------------------------------------------------------------
 
 
 class Student(NamedTuple):
-    """A model that learns from the images so far, and its optimiser's state."""
+    """A model that learns from the images so far."""
 
-    part: Model
+    trainable: Params
     optimiser: PyTree
 
 
@@ -145,97 +149,99 @@ class Making(NamedTuple):
 
 
 class Best(NamedTuple):
-    """A round at work: its own copy of the generator and its noise, what the generator's gradients add up to,
-    and the images of the lowest loss so far."""
+    """A round of the synthesis at work."""
 
     fast: tuple[PyTree, Array]
+    """The round's own copy of the generator, and its noise."""
     optimiser: PyTree
     total: PyTree
+    """The sum of the generator's gradients."""
     loss: Float[Array, ""]
+    """The lowest so far."""
     image: Float[Array, "batch h w 3"]
+    """The images of the lowest loss."""
 
 
-def synthesis(options: TargetOptions, run: Run) -> ServerStep:
-    """After the last round of every task but the last one, images of all classes seen so far; they go down
-    with the model in every round of the next task."""
-    (height, width, _), sizes = run.network.image, run.sizes
+def synthesis(options: TargetOptions, run: Run) -> ServerRule:
+    """After the last round of every task but the last one, makes images of all classes seen so far."""
+    height, width, _ = run.network.image
     shape = ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
-    count = options.synthesis_rounds * options.synthesis_batch
 
-    def step(
-        round_context: RoundContext,
-        learner: Learner,
-        params: Model,
-        images: Array,
-        aggregate: Aggregate,
-        key: Array,
-    ):
-        del aggregate
-        wanted = round_context.last & (round_context.task.index < sizes.tasks - 1)
-        make = functools.partial(
-            synthesise, options, shape, learner, round_context.frozen, params, round_context.task, key
-        )
+    def init(params: Params, trainable: Params) -> UInt8[Array, "images h w 3"]:
+        del params, trainable
+        return jnp.zeros((options.synthesis_rounds * options.synthesis_batch, height, width, 3), jnp.uint8)
+
+    def update(round: ServerRound, params: Params, images: Array) -> ServerUpdate:
+        wanted = round.last & (round.task.index < run.sizes.tasks - 1)
+        make = functools.partial(synthesise, options, shape, round, params)
         none = Weighted(jnp.zeros(()), jnp.zeros(()))
         images, found = jax.lax.cond(wanted, make, lambda images: (images, none), images)
-        return params, images, {"loss": found}
+        return ServerUpdate(params, images, {"loss": found})
 
-    init = lambda params, part: jnp.zeros((count, height, width, 3), jnp.uint8)
-    return ServerStep("synthesis", step, init, sends=lambda task, images: images)
+    def sends(task: Task, images: Array) -> Array:
+        del task
+        return images
+
+    return ServerRule("synthesis", update, init, sends)
+
+
+class Models(NamedTuple):
+    """The models that judge images: logits of pixels [batch, h, w, 3] in [0, 1] over the seen classes."""
+
+    teacher: Callable[[Array], Float[Array, "batch C"]]
+    """The global model."""
+    student: Callable[[Params, Array], Float[Array, "batch C"]]
+    """A model with these trainable parameters."""
 
 
 def synthesise(
     options: TargetOptions,
     shape: ImageGeneratorConfig,
-    learner: Learner,
-    frozen: Frozen,
-    params: Model,
-    task: Task,
-    key: PRNGKeyArray,
+    round: ServerRound,
+    params: Params,
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """New images of the classes that `params` has seen, and the mean of the rounds' lowest losses."""
-    rounds, size = options.synthesis_rounds, options.synthesis_batch
-    first, second, rest = jax.random.split(key, 3)
+    learner, frozen, task, size = round.learner, round.frozen, round.task, options.synthesis_batch
+    first, second, rest = jax.random.split(round.key, 3)
     cached = learner.init(second, frozen)
-    part = learner.part(cached, task)
     adam, sgd = _meta_optimiser(options), _student_optimiser(options)
-    generator = init_image_generator(shape, first)
-    start = Making(generator, adam.init(generator), Student(part, sgd.init(part)), jnp.zeros_like(images))
-    say = functools.partial(_logits, learner, frozen, task=task)
-    global_model = functools.partial(say, params, learner.part(params, task))
-    student_model = functools.partial(say, cached)
+    generator, own = init_image_generator(shape, first), learner.trainable(cached, task)
+    start = Making(generator, adam.init(generator), Student(own, sgd.init(own)), jnp.zeros_like(images))
+    logits = functools.partial(_logits, round)
+    models = Models(
+        functools.partial(logits, params, learner.trainable(params, task)), functools.partial(logits, cached)
+    )
 
-    def round_(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
+    def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         made, total = carry
         draw, learn = jax.random.split(jax.random.fold_in(rest, r))
         late = r >= options.synthesis_warmup
-        rival = functools.partial(student_model, made.student.part)
-        loss = functools.partial(synthesis_loss, options, global_model, rival, task, late)
-        best = _one_round(options, shape, loss, made.generator, task, draw, size)
-        gradient = _kept(options, made.generator, best)
+        rival = functools.partial(models.student, made.student.trainable)
+        loss = functools.partial(synthesis_loss, options, models.teacher, rival, task, late)
+        best = _best_of_round(options, shape, loss, made.generator, task, draw)
+        gradient = _meta_gradient(options, made.generator, best)
         update, optimiser = adam.update(gradient, made.optimiser)
         grey = jnp.round(best.image * 255).astype(jnp.uint8)
         images = jax.lax.dynamic_update_slice(made.images, grey, (r * size, 0, 0, 0))
-        teach = functools.partial(_taught, options, global_model, student_model, sgd, task, images, learn)
-        student = teach(made.student, (r + 1) * size, jnp.where(late, options.student_steps, 0))
+        steps = jnp.where(late, options.student_steps, 0)
+        filled = images, (r + 1) * size
+        student = _taught(options, models, task, sgd, made.student, filled, steps, learn)
         generator = optax.apply_updates(made.generator, update)
         return Making(generator, optimiser, student, images), total + best.loss
 
-    made, total = jax.lax.fori_loop(0, rounds, round_, (start, jnp.zeros(())))
+    rounds = options.synthesis_rounds
+    made, total = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
     return made.images, Weighted(total, jnp.float32(rounds))
 
 
 def _logits(
-    learner: Learner,
-    frozen: Frozen,
-    cached: Model,
-    part: Model,
-    pixels: Float[Array, "batch h w 3"],
-    task: Task,
+    round: ServerRound, cached: Params, trainable: Params, pixels: Float[Array, "batch h w 3"]
 ) -> Float[Array, "batch C"]:
     """What a model says of pixels in [0, 1], over the seen classes."""
-    logits = learner.forward(frozen, cached, part, unlabelled(learner, pixels), task, False).logits
-    return mask_logits(logits, task.seen)
+    batch = unlabelled(round.learner, pixels)
+    output = round.learner.forward(round.frozen, cached, trainable, batch, round.task, False)
+    return mask_logits(output.logits, round.task.seen)
 
 
 def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
@@ -270,31 +276,31 @@ def synthesis_loss(
     return loss + jax.lax.cond(late, against, lambda: jnp.zeros(()))
 
 
-def _one_round(
+def _best_of_round(
     options: TargetOptions,
     shape: ImageGeneratorConfig,
     loss: Callable,
     generator: PyTree,
     task: Task,
     key: PRNGKeyArray,
-    size: int,
 ) -> Best:
     """Steps of a copy of the generator and of new noise, for labels drawn uniformly from the seen classes."""
+    size = options.synthesis_batch
     noise_key, label_key, view_key = jax.random.split(key, 3)
     noise = jax.random.normal(noise_key, (size, shape.noise))
     label = jax.random.categorical(label_key, jnp.where(task.seen, 0.0, -jnp.inf), shape=(size,))
-    rates = {"generator": options.generator_lr, "noise": options.noise_lr}
     adams: dict[Hashable, optax.GradientTransformation] = {
-        name: optax.adam(rate, *BETAS) for name, rate in rates.items()
+        "generator": optax.adam(options.generator_lr, *BETAS),
+        "noise": optax.adam(options.noise_lr, *BETAS),
     }
     adam = optax.partition(adams, ("generator", "noise"))
 
     def step(i: Array, best: Best) -> Best:
-        def of(fast: tuple[PyTree, Array]):
+        def loss_of(fast: tuple[PyTree, Array]):
             image = generate_images(shape, *fast)
             return loss(label, jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)), image
 
-        (value, image), gradient = jax.value_and_grad(of, has_aux=True)(best.fast)
+        (value, image), gradient = jax.value_and_grad(loss_of, has_aux=True)(best.fast)
         update, optimiser = adam.update(gradient, best.optimiser)
         fast, total = jax.tree.map(jnp.add, best.fast, update), optax.tree.add(best.total, gradient[0])
         image = jnp.where(value < best.loss, image, best.image)
@@ -306,7 +312,7 @@ def _one_round(
     return jax.lax.fori_loop(0, options.generator_steps, step, start)
 
 
-def _kept(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
+def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
     """The generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that its copy
     has gone (Reptile)."""
     if options.meta == "fomaml":
@@ -316,29 +322,29 @@ def _kept(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
 
 def _taught(
     options: TargetOptions,
-    teacher: Callable,
-    student: Callable,
-    sgd: optax.GradientTransformation,
+    models: Models,
     task: Task,
-    images: UInt8[Array, "images h w 3"],
-    key: PRNGKeyArray,
-    learner: Student,
-    filled: Int[Array, ""],
+    sgd: optax.GradientTransformation,
+    student: Student,
+    made: tuple[UInt8[Array, "images h w 3"], Int[Array, ""]],
     steps: Int[Array, ""],
+    key: PRNGKeyArray,
 ) -> Student:
-    """The student after so many steps of distillation on the images made so far."""
-    heat, size = options.student_temperature, options.synthesis_batch
+    """The student after so many steps of distillation on the images made so far: `made` are all places, and
+    how many are filled."""
+    heat, size, (images, filled) = options.student_temperature, options.synthesis_batch, made
 
     def step(i: Array, now: Student) -> Student:
         pick, move = jax.random.split(jax.random.fold_in(key, i))
         chosen = images[jax.random.randint(pick, (size,), 0, filled)] / 255
         pixels = jitter(move, chosen, options.crop_padding)
-        theirs = teacher(pixels) / heat
+        theirs = models.teacher(pixels) / heat
 
-        def loss(part: Model) -> Float[Array, ""]:
-            return heat**2 * jnp.mean(kl(theirs, student(part, pixels) / heat, task.seen))
+        def loss(trainable: Params) -> Float[Array, ""]:
+            own = models.student(trainable, pixels) / heat
+            return heat**2 * jnp.mean(kl(theirs, own, task.seen))
 
-        update, optimiser = sgd.update(jax.grad(loss)(now.part), now.optimiser, now.part)
-        return Student(jax.tree.map(jnp.add, now.part, update), optimiser)
+        update, optimiser = sgd.update(jax.grad(loss)(now.trainable), now.optimiser, now.trainable)
+        return Student(jax.tree.map(jnp.add, now.trainable, update), optimiser)
 
-    return jax.lax.fori_loop(0, steps, step, learner)
+    return jax.lax.fori_loop(0, steps, step, student)

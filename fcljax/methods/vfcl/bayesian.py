@@ -1,78 +1,92 @@
-"""A Bayesian learner: any learner with a Gaussian for each of its numbers (VFCL, specification section 1).
+"""A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL, specification section 1).
 
-Neither network nor adapter nor classifier know of it. What trains and travels are means and deviations; a
-training step draws parameters and uses them, evaluation uses the means. Running statistics are no parameters
-and stay as they are.
+Neither network nor adapter nor classifier know of it. Means and standard deviations train and travel; a
+training step draws parameters from them, evaluation uses the means. Running statistics are no parameters and
+stay as they are.
 """
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.methods.vfcl.posterior import Posterior, init_posterior, sample
-from fcljax.parts.learner import Learner, Model, Output
+from fcljax.parts.learner import Learner, Output, Params, Sampling
 from fcljax.types import Batch, Frozen, Task
 
 
-def bayesian(inner: Learner, sigma: float) -> Learner:
+def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 0) -> Learner:
     """The learner with `Posterior`s in the places of its adapter's and classifier's parameters.
 
     Args:
-      inner: which does the computing.
-      sigma: the deviation that all numbers begin with.
+      inner: does the computing.
+      sigma: standard deviation that all parameters begin with.
+      training, evaluation: draws, as of `Sampling`.
     """
 
-    def init(key: PRNGKeyArray, frozen: Frozen) -> Model:
+    def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         params = inner.init(key, frozen)
         wide = init_posterior((params.adapter, params.classifier), sigma)
-        return _together(params, Model(*wide.rho))
+        return _together(params, Params(*wide.rho))
 
-    def forward(frozen: Frozen, cached: Model, part: Model, batch: Batch, task: Task, train: bool) -> Output:
-        return inner.forward(frozen, cached, _drawn(part), batch, task, train)
+    def open_task(params: Params, task: Task) -> Params:
+        return _together(inner.open_task(means(params), task), _rhos(params))
 
-    def predict(frozen: Frozen, params: Model, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
+    def trainable_of(params: Params, task: Task) -> Params:
+        return _together(inner.trainable(means(params), task), inner.trainable(_rhos(params), task))
+
+    def merge(params: Params, task: Task, trainable: Params) -> Params:
+        merged = inner.merge(means(params), task, means(trainable))
+        return _together(merged, inner.merge(_rhos(params), task, _rhos(trainable)))
+
+    def cached_of(params: Params) -> Params:
+        return inner.cached(means(params))
+
+    def forward(
+        frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+    ) -> Output:
+        return inner.forward(frozen, cached, _drawn(trainable), batch, task, train)
+
+    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         return inner.predict(frozen, _drawn(params), batch, task)
 
-    def put(params: Model, task: Task, part: Model) -> Model:
-        put = inner.put(means(params), task, means(part))
-        return _together(put, inner.put(_rhos(params), task, _rhos(part)))
-
-    def trained(part: Posterior, task: Task) -> PyTree:
-        return Posterior(inner.adapter.trained(part.mean, task), inner.adapter.trained(part.rho, task))
+    def counted(trainable: Posterior, task: Task) -> PyTree:
+        count = inner.adapter.counted
+        return Posterior(count(trainable.mean, task), count(trainable.rho, task))
 
     return inner._replace(
-        adapter=inner.adapter._replace(trained=trained),
+        adapter=inner.adapter._replace(counted=counted),
         init=init,
-        open_task=lambda params, task: _together(inner.open_task(means(params), task), _rhos(params)),
-        part=lambda params, task: _together(inner.part(means(params), task), inner.part(_rhos(params), task)),
-        put=put,
-        cached=lambda params: inner.cached(means(params)),
+        open_task=open_task,
+        trainable=trainable_of,
+        merge=merge,
+        cached=cached_of,
         forward=forward,
         predict=predict,
-        sample=draw,
+        sampling=Sampling(draw, training, evaluation),
     )
 
 
-def means(model: Model) -> Model:
+def means(params: Params) -> Params:
     """The parameters that evaluation uses (VFCL, appendix F.4)."""
-    return model._replace(adapter=model.adapter.mean, classifier=model.classifier.mean)
+    return params._replace(adapter=params.adapter.mean, classifier=params.classifier.mean)
 
 
-def draw(key: PRNGKeyArray, part: Model) -> Model:
-    """Parameters drawn from the posteriors of a part."""
+def draw(key: PRNGKeyArray, trainable: Params) -> Params:
+    """Parameters drawn from their posteriors."""
     first, second = jax.random.split(key)
-    return part._replace(adapter=sample(first, part.adapter), classifier=sample(second, part.classifier))
+    adapter, classifier = sample(first, trainable.adapter), sample(second, trainable.classifier)
+    return trainable._replace(adapter=adapter, classifier=classifier)
 
 
-def _drawn(model: Model) -> Model:
-    """Parameters as they are, if they have been drawn; else the means of their posteriors."""
-    return means(model) if isinstance(model.adapter, Posterior) else model
+def _drawn(params: Params) -> Params:
+    """Parameters as they are if they have been drawn, else the means of their posteriors."""
+    return means(params) if isinstance(params.adapter, Posterior) else params
 
 
-def _rhos(model: Model) -> Model:
-    return model._replace(adapter=model.adapter.rho, classifier=model.classifier.rho)
+def _rhos(params: Params) -> Params:
+    return params._replace(adapter=params.adapter.rho, classifier=params.classifier.rho)
 
 
-def _together(mean: Model, rho: Model) -> Model:
-    """A model of both; all but adapter and classifier are the first one's."""
+def _together(mean: Params, rho: Params) -> Params:
+    """Posteriors of adapter and classifier; all else is that of `mean`."""
     adapter = Posterior(mean.adapter, rho.adapter)
     return mean._replace(adapter=adapter, classifier=Posterior(mean.classifier, rho.classifier))

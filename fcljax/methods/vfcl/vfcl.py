@@ -1,10 +1,13 @@
 """VFCL: variational federated continual learning (specification, from the paper; no code was released).
 
-Clients train a Gaussian for each number of the network (`bayesian.py`): by the likelihood of their rows,
-and towards a mixture of two priors, the global posterior that they were sent and their own posterior at the
-end of the task before. Classifier and running statistics stay with each client; of the rest the server
-multiplies the clients' Gaussians (conflation). A client is evaluated as itself, on the classes that it has
-learned.
+    client    has a Gaussian for each parameter of the network (bayesian.py) and trains them on
+              L_ce + lambda_p * s * (log q(w) - log p(w)),   w drawn from q                    (eq. 6, 9)
+              where p mixes two priors: the global posterior that it was sent, with share lambda_k, and its
+              own posterior at the end of the task before
+              keeps its classifier and running statistics to itself, and exemplars of earlier tasks
+    server    multiplies the clients' Gaussians: conflation                                    (eq. 10, 11)
+
+Clients are evaluated as themselves, on the classes that they have learned.
 """
 
 import dataclasses
@@ -31,9 +34,9 @@ from fcljax.methods.vfcl.posterior import (
     total,
 )
 from fcljax.options import option
-from fcljax.parts.classifiers import linear_on
-from fcljax.parts.federate import Run, Seen, Term, federate
-from fcljax.parts.learner import Learner, Model, Objective, learner
+from fcljax.parts.client import ClientRule, ClientStep
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.replay import Budget, herded
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method
@@ -76,106 +79,118 @@ PRESETS = {
 }
 
 
-class Check(NamedTuple):
-    """A client's own posterior at the end of the task before, and which of its classes existed by then; task
-    -1: there is none yet."""
+def vfcl(options: VFCLOptions, run: Run) -> Method:
+    """VFCL as a method.
+
+    Raises:
+      InputError: for an aggregation rule that would merge in the place of conflation.
+    """
+    rules = (two_priors(options, run),) if options.prior_weight else ()
+    if options.exemplars:
+        budget = Budget(options.exemplars)
+        rules += (herded(budget, run.sizes, run.network.width, run.training.batch_size),)
+    return federate(
+        run._replace(aggregation=conflation(options, run.aggregation)),
+        bayesian(linear_learner(run), options.sigma, options.samples, options.test_samples),
+        loss=cross_entropy_loss("seen"),
+        client_rules=rules,
+        personal=("classifier", "stats"),
+    )
+
+
+# ---- client: the two priors (eq. 6, 9) ---------------------------------------------------------------------
+
+
+class OwnPrior(NamedTuple):
+    """A client's own posterior at the end of the task before."""
 
     adapter: Posterior
     classifier: Posterior
     known: Bool[Array, " C"]
+    """Classes that existed by then."""
     task: Int[Array, ""]
+    """-1: there is none yet."""
 
 
-def vfcl(options: VFCLOptions, run: Run) -> Method:
-    """VFCL as a method. `options` must be resolved.
+def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
+    """lambda_p * s * (log q(w) - log p(w)), p the mixture of the global and the client's own posterior (eq. 6
+    and 9).
 
-    Raises:
-      InputError: for a rule that merges in the place of conflation.
+    A classifier has no global component: its prior is its own of the task before, or N(0, 1) for new classes
+    (specification 3.4). Classes that the client has not seen do not count.
     """
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    plain = learner(run.network, run.adapter, head)
-    own = (priors(options, run.sizes.classes, run.sizes.rounds),) if options.prior_weight else ()
-    if options.exemplars:
-        budget, width = Budget(options.exemplars), run.network.width
-        own += (herded(budget, run.sizes, width, run.train.batch_size),)
-    terms = (*own, *run.terms)
-    return federate(
-        bayesian(plain, options.sigma),
-        run.sizes,
-        run.train._replace(samples=options.samples),
-        terms,
-        objective=Objective("seen"),
-        aggregation=merging(options, run.aggregation),
-        personal=("classifier", "stats"),
-        draws=options.test_samples,
-    )
+    classes, rounds = run.sizes.classes, run.sizes.rounds
 
-
-# ---- the clients' priors -----------------------------------------------------------------------------------
-
-
-def priors(options: VFCLOptions, classes: int, rounds: int) -> Term:
-    """lambda_p * s * (log q(w) - log p(w)) with p the mixture of the global and the client's own posterior
-    (equations 6 and 9). A classifier has no global component: its own of the task before, or N(0, 1) for
-    classes that are new (specification 3.4). Classes that the client has not seen count for nothing."""
-
-    def init(key: PRNGKeyArray, part: Model) -> Check:
+    def init(key: PRNGKeyArray, trainable: Params) -> OwnPrior:
         del key
-        return Check(part.adapter, part.classifier, jnp.zeros(classes, bool), jnp.int32(-1))
+        nothing = jnp.zeros(classes, bool)
+        return OwnPrior(trainable.adapter, trainable.classifier, nothing, jnp.int32(-1))
 
-    def loss(model: Learner, seen: Seen, check: Check) -> Float[Array, ""]:
-        del model
-        share = jnp.where(check.task < 0, 1.0, options.global_share)
-        # as one vector each: leaf by leaf a network of a hundred takes minutes to compile
-        drawn, _ = ravel_pytree(seen.drawn.adapter)
-        mine, sent, own = map(flat, (seen.part.adapter, seen.context.payload.part.adapter, check.adapter))
+    def loss(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
+        share = jnp.where(prior.task < 0, 1.0, options.global_share)
+        body = log_posterior_ratio(step, prior, share)
+        scale = kl_scale(options.kl_scale, step)
+        return options.prior_weight * scale * (body + classifier_ratio(step, prior))
 
-        def gap(drawn: Array, *numbers: Array) -> Array:
-            mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
-            return log_density(drawn, mine) - log_mixture(drawn, sent, own, share)
-
-        body = jnp.sum(in_blocks(gap, drawn, *mine, *sent, *own))
-        return options.prior_weight * _scale(options.kl_scale, seen) * (body + _of_head(seen, check))
-
-    def keep(context: ClientContext, memory: Check, part: Model, state: Check) -> Check:
-        """The posterior of the task's last round; before it, that of the task before stays."""
+    def keep(context: ClientContext, memory: OwnPrior, trainable: Params, state: OwnPrior) -> OwnPrior:
+        """The posterior of the task's last round; until then that of the task before stays."""
         del memory
-        now = Check(
-            part.adapter, part.classifier, context.task.seen, jnp.asarray(context.task.index, jnp.int32)
-        )
+        index = jnp.asarray(context.task.index, jnp.int32)
+        now = OwnPrior(trainable.adapter, trainable.classifier, context.task.seen, index)
         last = context.client.round == rounds - 1
         return jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
 
-    return Term("priors", loss, init=init, open=lambda context, state, key: state, keep=keep)
+    return ClientRule("priors", loss, init, on_end=keep)
 
 
-def _of_head(seen: Seen, check: Check) -> Float[Array, ""]:
-    """The classifier's part, over the classes that the client has seen: the last axis of every leaf."""
-    drawn, mine = seen.drawn.classifier, seen.part.classifier
-    old = lambda own, new: jnp.where(check.known, own, new)
-    prior = Posterior(
-        jax.tree.map(lambda own: old(own, 0.0), check.classifier.mean),
-        jax.tree.map(lambda own: old(own, _RHO_OF_ONE), check.classifier.rho),
+def log_posterior_ratio(step: ClientStep, prior: OwnPrior, share: Float[Array, ""]) -> Float[Array, ""]:
+    """log q(w) - log p(w) of the network's drawn parameters (eq. 6); `share` is lambda_k."""
+    # as one vector each: leaf by leaf a network of a hundred leaves takes minutes to compile
+    drawn, _ = ravel_pytree(step.drawn.adapter)
+    received = step.context.payload.trainable.adapter
+    mine, sent, own = map(flat, (step.trainable.adapter, received, prior.adapter))
+
+    def ratio(drawn: Array, *numbers: Array) -> Array:
+        mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
+        return log_density(drawn, mine) - log_mixture(drawn, sent, own, share)
+
+    return jnp.sum(in_blocks(ratio, drawn, *mine, *sent, *own))
+
+
+def classifier_ratio(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
+    """The same of the classifier, over the classes that the client has seen: the last axis of every leaf."""
+    drawn, mine, seen = step.drawn.classifier, step.trainable.classifier, step.context.task.seen
+
+    def known_or(new: float):
+        return lambda own: jnp.where(prior.known, own, new)
+
+    of_new = Posterior(
+        jax.tree.map(known_or(0.0), prior.classifier.mean),
+        jax.tree.map(known_or(_RHO_OF_ONE), prior.classifier.rho),
     )
-    counted = lambda one, other: jnp.where(seen.context.task.seen, one - other, 0)
-    return total(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, prior)))
+
+    def counted(one: Array, other: Array) -> Array:
+        return jnp.where(seen, one - other, 0)
+
+    return total(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, of_new)))
 
 
-def _scale(kind: KLScale, seen: Seen) -> Float[Array, ""] | float:
+def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
+    """s: what the priors' loss is multiplied by (`VFCLOptions.kl_scale`)."""
     if kind == "per_sample":
-        return 1.0 / jnp.maximum(seen.context.client.examples, 1)
-    trains = (seen.drawn.adapter, seen.drawn.classifier)
+        return 1.0 / jnp.maximum(step.context.client.examples, 1)
+    trains = (step.drawn.adapter, step.drawn.classifier)
     return 1.0 / sum(x.size for x in jax.tree.leaves(trains)) if kind == "per_parameter" else 1.0
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- server: conflation (eq. 10, 11) -----------------------------------------------------------------------
 
 
-def merging(options: VFCLOptions, rule: Aggregation) -> Aggregation:
-    """How the clients' Gaussians become one: their product (equation 11), or the run's rule, on means and on
-    rhos.
+def conflation(options: VFCLOptions, rule: Aggregation) -> Aggregation:
+    """How the clients' Gaussians become one: their product (eq. 11), or the run's rule on means and on rhos.
 
-    A client sends the two numbers of a Gaussian that add up, so that conflation is a sum in any order.
+    Clients with smaller posterior variance receive more weight. A client sends the two terms of its Gaussians
+    that add up, so that conflation is a sum in any order (conflation.py).
 
     Raises:
       InputError: for another rule than the mean where conflation is asked for.
@@ -188,16 +203,16 @@ def merging(options: VFCLOptions, rule: Aggregation) -> Aggregation:
             f"--merge average"
         )
 
-    def pre(part: Model, reference: Model, weight: Array) -> tuple[Model, Array]:
+    def pre(trainable: Params, reference: Params, weight: Array) -> tuple[Params, Array]:
         del reference
-        precision, mean = precision_terms(part.adapter.mean, part.adapter.sigma)
-        # what is sent keeps its shape: the two numbers travel in the places of mean and rho
-        return part._replace(adapter=Posterior(mean, precision)), jnp.where(weight > 0, 1.0, 0.0)
+        precision, mean = precision_terms(trainable.adapter.mean, trainable.adapter.sigma)
+        # the two terms travel in the places of mean and rho, so that what is sent keeps its shape
+        return trainable._replace(adapter=Posterior(mean, precision)), jnp.where(weight > 0, 1.0, 0.0)
 
-    def post(part: Model, reference: Model, state: tuple, count: Array, key: PRNGKeyArray):
+    def post(merged: Params, reference: Params, state: tuple, count: Array, key: PRNGKeyArray):
         del reference, key
         factor = count if options.merge == "conflation" else 1.0  # from the clients' mean to their sum
-        mean, precision = jax.tree.map(lambda x: factor * x, part.adapter)
-        return part._replace(adapter=of_gaussian(*conflate_sums(precision, mean))), state
+        mean, precision = jax.tree.map(lambda x: factor * x, merged.adapter)
+        return merged._replace(adapter=of_gaussian(*conflate_sums(precision, mean))), state
 
     return rule._replace(pre=pre, post=post)

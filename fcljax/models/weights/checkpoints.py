@@ -226,8 +226,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
         warnings.simplefilter("ignore")  # old files make torch warn about its own storages
         content = torch.load(path, map_location="cpu", weights_only=True)
-    tensors = named("", content, lambda value: hasattr(value, "detach"))
-    return {name: _numpy(name, tensor) for name, tensor in tensors}
+    return {name: _numpy(name, tensor) for name, tensor in named("", content, torch.Tensor)}
 
 
 def _zip_imports(path: Path) -> list[str]:

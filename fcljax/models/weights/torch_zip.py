@@ -1,15 +1,14 @@
-"""torch's files since version 1.6, without torch: a zip with a pickle of what was saved, and the bytes of
-every storage beside it.
+"""torch's files since version 1.6, read without torch: a zip with a pickle and the bytes of every storage.
 
-The pickle is read by an unpickler that knows tensors and plain containers and nothing else: each name that it
-may look up stands in one table here, and whatever it builds holds data and does nothing.
+The unpickler knows only tensors and plain containers: each name that it may look up is in one table here, and
+the objects that it builds hold data and have no behaviour.
 """
 
 import collections
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -51,23 +50,23 @@ _STORAGES = {
 
 
 class Storage(NamedTuple):
-    """A run of numbers in the zip: the name of its member, and the type of what it holds."""
+    """An array in the zip."""
 
-    member: str
+    member: str  # its name in the zip
     dtype: np.dtype
 
 
 class Tensor(NamedTuple):
-    """A view of a storage, in elements; read when it is wanted."""
+    """A view of a storage, which is read later."""
 
     storage: Storage
-    offset: int
+    offset: int  # in elements, as is `stride`
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 class Inert:
-    """What the pickle names beside tensors, such as settings of training: taken, and never looked at."""
+    """Anything else in the pickle, such as settings of a training: accepted and never used."""
 
     def __new__(cls, *args: object, **kwargs: object) -> "Inert":
         del args, kwargs
@@ -82,7 +81,7 @@ class Inert:
 
 
 class _Type(NamedTuple):
-    """A storage's or a tensor's type, as the pickle names it."""
+    """The type of a storage or a tensor."""
 
     dtype: np.dtype
 
@@ -116,7 +115,7 @@ def _of_type(function: Any, kind: object, args: Any, state: object) -> Any:
 
 
 def _table() -> dict[str, object]:
-    """Every name that a pickle may look up, and what stands for it."""
+    """Every name that a pickle may look up, and its stand-in."""
     names: dict[str, object] = {
         "collections.OrderedDict": collections.OrderedDict,
         "collections.Counter": collections.OrderedDict,
@@ -160,7 +159,7 @@ class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be repla
         raise pickle.UnpicklingError("a storage is not described as torch does")
 
     def load_build(self) -> None:
-        """A state is dropped: what is built here has none of its own, and ours must not be changed."""
+        """A state is dropped: objects here have none, and must not be given one."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Inert | collections.OrderedDict):
             raise pickle.UnpicklingError("it gives a state to what has none")
@@ -191,9 +190,11 @@ def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
             raise ValueError("its bytes are in the order of another kind of machine")
-        tensors = named("", _load(archive.read(found[0])), lambda value: isinstance(value, Tensor))
-        read = lambda tensor: archive.read(f"{folder}/data/{tensor.storage.member}")
-        return {name: _array(read(tensor), tensor) for name, tensor in tensors}
+        tensors = named("", _load(archive.read(found[0])), Tensor)
+        return {
+            name: _array(archive.read(f"{folder}/data/{tensor.storage.member}"), tensor)
+            for name, tensor in tensors
+        }
 
 
 def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
@@ -207,11 +208,11 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
 
 
-def named(prefix: str, content: object, is_tensor: Callable[[object], bool]) -> Iterator[tuple[str, Any]]:
-    """Tensors of nested dicts with dotted names; all else, and an optimiser's numbered ones, is left out."""
+def named(prefix: str, content: object, tensor: type) -> Iterator[tuple[str, Any]]:
+    """The values of type `tensor` in nested dicts, with dotted names; an optimiser's are left out."""
     if isinstance(content, dict):
         for key, value in content.items():
             if isinstance(key, str) and key != "optimizer":
-                yield from named(f"{prefix}.{key}" if prefix else key, value, is_tensor)
-    elif is_tensor(content):
+                yield from named(f"{prefix}.{key}" if prefix else key, value, tensor)
+    elif isinstance(content, tensor):
         yield prefix, content

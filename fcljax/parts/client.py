@@ -1,0 +1,460 @@
+"""What clients do: how they train, the rules that a method adds to training, and what clients report.
+
+A `ClientRule` acts in training and may keep a state per client; a `Report` is what clients send besides their
+trainable parameters. This file also holds the only training step of the package.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.errors import InputError, choose
+from fcljax.federated.keys import StepKey
+from fcljax.parts.learner import Learner, Loss, Output, Params, correct_examples
+from fcljax.parts.user_code import check_arguments, check_like, check_scalar
+from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
+
+
+@runtime_checkable
+class LearningRateFactor(Protocol):
+    """The factor on all learning rates in an epoch of round `round` out of `rounds` of a task."""
+
+    def __call__(self, round: Int[Array, ""], rounds: int, epoch: Int[Array, ""], /) -> Float[Array, ""]: ...
+
+
+class Training(NamedTuple):
+    """How clients train: some epochs over their examples, with an optimiser that is new in every round."""
+
+    epochs: int
+    batch_size: int
+    lr: float
+    """Learning rate of everything without one of its own (`Adapter.rate`)."""
+    optimiser: optax.GradientTransformation = optax.scale_by_adam()
+    """Gives the direction of a step; the learning rate is applied afterwards."""
+    factor: LearningRateFactor | None = None
+    """Learning-rate schedule; None: constant."""
+    loss: Loss | None = None
+    """The clients' own loss; None: they never train."""
+
+
+class ClientStep(NamedTuple):
+    """One batch of a client, as its rules and reports see it."""
+
+    learner: Learner
+    context: ClientContext
+    """What the client knows: frozen network, payload, cached parameters, task, examples."""
+    trainable: Params
+    """The client's trainable parameters before the step."""
+    output: Output
+    """What the learner computed for the batch."""
+    batch: Batch
+    key: PRNGKeyArray
+    drawn: Params
+    """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
+
+    def forward(self, trainable: Params, train: bool = True) -> Output:
+        """What other trainable parameters compute for this batch."""
+        context = self.context
+        return self.learner.forward(
+            context.frozen, context.cached, trainable, self.batch, context.task, train
+        )
+
+
+@runtime_checkable
+class StepLoss(Protocol):
+    """Returns a scalar that is added to the client's loss at every step."""
+
+    def __call__(self, step: ClientStep, memory: Any, /) -> Array | float: ...
+
+
+@runtime_checkable
+class StepMemory(Protocol):
+    """Returns the memory after a batch."""
+
+    def __call__(self, step: ClientStep, memory: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class RoundStart(Protocol):
+    """Returns a rule's memory for the round from the state that the client kept."""
+
+    def __call__(self, context: ClientContext, state: Any, key: PRNGKeyArray, /) -> Any: ...
+
+
+@runtime_checkable
+class RoundEnd(Protocol):
+    """Returns the state that the client keeps until its next round."""
+
+    def __call__(self, context: ClientContext, memory: Any, trainable: Params, state: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class Project(Protocol):
+    """Returns the trainable parameters after a step, moved to where the rule allows them to be."""
+
+    def __call__(self, context: ClientContext, trainable: Params, /) -> Params: ...
+
+
+def _stateless(key: PRNGKeyArray, trainable: Params) -> tuple:
+    del key, trainable
+    return ()
+
+
+def _memory_is_state(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> PyTree:
+    del context, key
+    return state
+
+
+def _keep_state(context: ClientContext, memory: PyTree, trainable: Params, state: PyTree) -> PyTree:
+    del context, memory, trainable
+    return state
+
+
+@dataclass(frozen=True)
+class ClientPass:
+    """A pass over the client's examples in which nothing trains: a rule updates its memory."""
+
+    when: Literal["before_training", "after_training", "task_end"]
+    """`task_end`: after the last round of a task, at every client with examples, under the final model."""
+    view: View
+    step: StepMemory
+    on_start: RoundStart = _memory_is_state
+    """Read at `task_end` only: the memory of that pass."""
+    on_end: RoundEnd = _keep_state
+    """Read at `task_end` only: the state after that pass."""
+
+    def __post_init__(self) -> None:
+        choose("when", self.when, ("before_training", "after_training", "task_end"))
+        check_arguments(
+            "client pass", step=(self.step, 2), on_start=(self.on_start, 3), on_end=(self.on_end, 4)
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Past examples of the client that join every training batch."""
+
+    count: int
+    """Examples that join a batch, at most."""
+    stored: Callable[[PyTree], Int[Array, " M"]]
+    """stored(state) -> ids of the training examples that the client may replay; -1: an empty place."""
+    choose: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " count"]]
+    """choose(context, memory, key) -> indices into `stored`; -1: none."""
+
+
+@dataclass(frozen=True)
+class ClientRule:
+    """What clients do besides minimising their own loss; every field but the name may be left out."""
+
+    name: str
+    loss: StepLoss | None = None
+    init: Callable[[PRNGKeyArray, Params], PyTree] = _stateless
+    """init(key, trainable) -> the client's state before it ever takes part."""
+    on_start: RoundStart = _memory_is_state
+    passes: tuple[ClientPass, ...] = ()
+    on_end: RoundEnd = _keep_state
+    project: Project | None = None
+    """Called after every step of the optimiser."""
+    replay: Replay | None = None
+    parameters: Callable[[PRNGKeyArray], PyTree] | None = None
+    """parameters(key) -> parameters of the rule's own, which train and travel in `Params.extra[name]`."""
+
+    def __post_init__(self) -> None:
+        check_arguments(
+            f"client rule {self.name!r}",
+            loss=(self.loss, 2),
+            init=(self.init, 2),
+            on_start=(self.on_start, 3),
+            on_end=(self.on_end, 4),
+            project=(self.project, 2),
+            parameters=(self.parameters, 1),
+        )
+
+    def pass_at(self, when: str, level: int) -> ClientPass | None:
+        """The rule's pass number `level` of those at this time; None: it has fewer."""
+        own = [each for each in self.passes if each.when == when]
+        return own[level] if level < len(own) else None
+
+
+# ---- reports -----------------------------------------------------------------------------------------------
+
+
+class ClientEnd(NamedTuple):
+    """A client whose training is over, as its reports see it."""
+
+    context: ClientContext
+    trainable: Params
+    """After training."""
+    memories: dict[str, PyTree]
+    """The memory of each client rule, by its name."""
+
+
+def _empty(context: ClientContext) -> tuple:
+    del context
+    return ()
+
+
+def _unchanged(step: ClientStep, total: PyTree) -> PyTree:
+    del step
+    return total
+
+
+def _total(end: ClientEnd, total: PyTree) -> PyTree:
+    del end
+    return total
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a client sends besides its trainable parameters, in `ServerRound.reports[name]`."""
+
+    name: str
+    init: Callable[[ClientContext], PyTree] = _empty
+    """init(context) -> the total before the first batch."""
+    step: StepMemory = _unchanged
+    """step(step, total) -> the total after a batch."""
+    finalize: Callable[[ClientEnd, PyTree], PyTree] = _total
+    """finalize(end, total) -> what is sent."""
+    view: View | None = None
+    """Of a pass of its own after training; None: `step` sees every training batch, before its update."""
+    merge: Literal["gather", "sum"] = "gather"
+    """`gather`: one per client, [P, ...]; `sum`: added up."""
+    follows_rule: bool = False
+    """Whether the server rule merges it by the run's aggregation rule, or merges nothing, so that the run may
+    choose any rule."""
+
+    def __post_init__(self) -> None:
+        choose("merge", self.merge, ("gather", "sum"))
+        part = f"report {self.name!r}"
+        check_arguments(part, init=(self.init, 1), step=(self.step, 2), finalize=(self.finalize, 2))
+        if self.follows_rule and self.merge == "sum":
+            raise InputError(
+                f"follows_rule: {part} is a sum, which no aggregation rule can merge; nearest: False"
+            )
+
+
+@dataclass(frozen=True)
+class OfEachClient:
+    """A report of trainable parameters themselves, one set per client."""
+
+    name: Literal["adapter", "classifier", "trainable"]
+    """`trainable`: all of them, besides their mean. Else this part alone, which is then not averaged: the
+    server rule merges it."""
+    follows_rule: bool = False
+    """As of a `Report`."""
+
+    def __post_init__(self) -> None:
+        choose("name", self.name, ("adapter", "classifier", "trainable"))
+
+
+# ---- the training step -------------------------------------------------------------------------------------
+
+
+class ClientWork(NamedTuple):
+    """The static side of a client's work."""
+
+    learner: Learner
+    training: Training
+    rules: tuple[ClientRule, ...]
+    reports: tuple[Report, ...]
+    rounds: int
+    """Rounds of a task, for the learning-rate schedule."""
+
+
+class Local(NamedTuple):
+    """A client at work."""
+
+    trainable: Params
+    optimiser: PyTree
+    memory: tuple[PyTree, ...]
+    """Of each client rule."""
+    totals: dict[str, PyTree]
+    """Of each report, by its name."""
+    steps: Int[Array, ""]
+    """Training steps so far."""
+
+
+def train_step(
+    work: ClientWork, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray
+) -> tuple[Local, Metrics]:
+    """The only training step: the loss, the adapter's loss and all rules; a step of the optimiser."""
+    assert work.training.loss is not None
+    loss_of = functools.partial(_loss, work, context, local.memory, batch, key)
+    (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.trainable)
+    direction, optimiser = work.training.optimiser.update(gradient, local.optimiser, local.trainable)
+    moved = _descend(work, context, local.trainable, direction, local.steps)._replace(stats=output.stats)
+    step = ClientStep(work.learner, context, local.trainable, output, batch, key, local.trainable)
+    during = {each.name: each.step(step, local.totals[each.name]) for each in work.reports if not each.view}
+    examples = jnp.sum(batch.mask).astype(jnp.float32)
+    total = loss if work.training.loss.reduction == "sum" else loss * examples
+    right = correct_examples(work.training.loss, output, batch, context.task)
+    metrics = {"loss": Weighted(total, examples), "train_accuracy": Weighted(right, examples)}
+    return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
+
+
+def _loss(
+    work: ClientWork,
+    context: ClientContext,
+    memory: tuple[PyTree, ...],
+    batch: Batch,
+    key: PRNGKeyArray,
+    trainable: Params,
+) -> tuple[Array, Output]:
+    """The loss of trainable parameters on a batch, and the output; means over draws if they are drawn."""
+    learner, own_loss, adapter_loss = work.learner, work.training.loss, work.learner.adapter.loss
+    assert own_loss is not None
+
+    def loss_of(drawn: Params) -> tuple[Array, Output]:
+        output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
+        loss = own_loss.value(output, batch, context.task)
+        if adapter_loss is not None:
+            loss = loss + adapter_loss(drawn.adapter, output.query, context.task, batch.mask)
+        step = ClientStep(learner, context, trainable, output, batch, key, drawn)
+        for rule, own in zip(work.rules, memory, strict=True):
+            loss = loss + _rule_loss(rule, step, own) if rule.loss else loss
+        return loss, output
+
+    sampling = learner.sampling
+    if sampling is None:
+        return loss_of(trainable)
+    # keyed by the first example: whoever holds the examples gets the same parameters
+    own_key = key if batch.keys is None else batch.keys[0]
+    keys = jax.random.split(jax.random.fold_in(own_key, StepKey.DRAWN_PARAMS), sampling.training)
+    if sampling.training == 1:
+        return loss_of(sampling.draw(keys[0], trainable))
+    # one after the other: side by side, every convolution would have its own kernels for each draw
+    found = jax.lax.map(lambda key: loss_of(sampling.draw(key, trainable)), keys)
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+
+
+def _rule_loss(rule: ClientRule, step: ClientStep, memory: PyTree) -> Array | float:
+    """The rule's loss. What it misses in the payload is named."""
+    assert rule.loss is not None
+    try:
+        return check_scalar(f"client rule {rule.name!r}", rule.loss, rule.loss(step, memory))
+    except KeyError as error:
+        sent = step.context.payload.sent
+        if error.args and error.args[0] in sent:
+            raise
+        raise InputError(
+            f"client_rules: {rule.name!r} reads {error.args[0]!r}, which no server rule sends"
+        ) from None
+
+
+def _descend(
+    work: ClientWork, context: ClientContext, trainable: Params, direction: PyTree, steps: Int[Array, ""]
+) -> Params:
+    """trainable - learning rate * direction, and then the rules' projections."""
+    training, own = work.training, work.learner.adapter.rate
+    epoch = steps // jnp.maximum(-(-context.client.examples // training.batch_size), 1)
+    factor = training.factor(context.client.round, work.rounds, epoch) if training.factor else 1.0
+    rates = (training.lr if own is None else own, training.lr, training.lr)
+
+    def moved(params: PyTree, by: PyTree, rate: float) -> PyTree:
+        return jax.tree.map(lambda x, u: x - rate * factor * u, params, by)
+
+    after = Params(*map(moved, trainable[:3], direction[:3], rates), stats=trainable.stats)
+    for rule in work.rules:
+        after = rule.project(context, after) if rule.project else after
+    return after
+
+
+# ---- passes without training -------------------------------------------------------------------------------
+
+
+def passes_before(work: ClientWork) -> tuple[Phase, ...]:
+    """The rules' passes before training."""
+    return _levels(work, "before_training", ())
+
+
+def passes_after(work: ClientWork) -> tuple[Phase, ...]:
+    """The rules' passes after training; reports with a view of their own join the first ones."""
+    return _levels(work, "after_training", tuple(each for each in work.reports if each.view))
+
+
+def passes_at_task_end(work: ClientWork) -> tuple[Phase, ...]:
+    """The rules' passes after a task's last round."""
+    return _levels(work, "task_end", ())
+
+
+def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[Phase, ...]:
+    deepest = max(
+        (len([each for each in rule.passes if each.when == when]) for rule in work.rules), default=0
+    )
+    phases: tuple[Phase, ...] = ()
+    for level in range(max(deepest, 1)):
+        own = {i: rule.pass_at(when, level) for i, rule in enumerate(work.rules)}
+        phases += passes(work, {i: each for i, each in own.items() if each}, reports if level == 0 else ())
+    return phases
+
+
+def passes(work: ClientWork, own: dict[int, ClientPass], reports: tuple[Report, ...]) -> tuple[Phase, ...]:
+    """One pass for each view: rules, by their index, and reports that share a view share its pass."""
+    views = dict.fromkeys([each.view for each in own.values()] + [each.view for each in reports if each.view])
+
+    def phase(view: View) -> Phase:
+        steps = {i: each.step for i, each in own.items() if each.view == view}
+        return Phase(view, functools.partial(_look, work, steps, [r for r in reports if r.view == view]))
+
+    return tuple(map(phase, views))
+
+
+def _look(
+    work: ClientWork,
+    steps: dict[int, StepMemory],
+    reports: list[Report],
+    context: ClientContext,
+    local: Local,
+    batch: Batch,
+    key: PRNGKeyArray,
+) -> tuple[Local, Metrics]:
+    """One batch of a pass without training."""
+    trainable = local.trainable
+    output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, True)
+    step = ClientStep(work.learner, context, trainable, output, batch, key, trainable)
+
+    def after(i: int, own: PyTree) -> PyTree:
+        if i not in steps:
+            return own
+        return check_like(f"client rule {work.rules[i].name!r}", steps[i], steps[i](step, own), own)
+
+    memory = tuple(after(i, own) for i, own in enumerate(local.memory))
+    more = {each.name: each.step(step, local.totals[each.name]) for each in reports}
+    return local._replace(memory=memory, totals=local.totals | more), {}
+
+
+def start_memory(
+    rules: tuple[ClientRule, ...], when: str, context: ClientContext, state: tuple, key: PRNGKeyArray
+) -> tuple[PyTree, ...]:
+    """Each rule's memory when a client starts. The rules' states are the first of `state`."""
+
+    def memory(i: int, rule: ClientRule) -> PyTree:
+        own = rule.pass_at("task_end", 0) if when == "task_end" else rule
+        return (
+            ()
+            if own is None
+            else own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
+        )
+
+    return tuple(memory(i, rule) for i, rule in enumerate(rules))
+
+
+def end_state(
+    rules: tuple[ClientRule, ...], when: str, context: ClientContext, local: Local, state: tuple
+) -> tuple[PyTree, ...]:
+    """Each rule's state when a client ends; at a task's end rules without a pass there keep theirs."""
+
+    def kept(i: int, rule: ClientRule) -> PyTree:
+        own = rule.pass_at("task_end", 0) if when == "task_end" else rule
+        if own is None:
+            return state[i]
+        after = own.on_end(context, local.memory[i], local.trainable, state[i])
+        return check_like(f"client rule {rule.name!r}", own.on_end, after, state[i])
+
+    return tuple(kept(i, rule) for i, rule in enumerate(rules))

@@ -1,0 +1,38 @@
+"""The loop in which servers and generators train: so many steps of an optimiser on a loss."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+
+from fcljax.types import Weighted
+
+StepLoss = Callable[[PyTree, Int[Array, ""]], Float[Array, ""]]
+
+
+def optimise(
+    loss: StepLoss, params: PyTree, optimiser: optax.GradientTransformation, steps: ArrayLike
+) -> tuple[PyTree, Weighted]:
+    """Minimise `loss(params, i)`, i being the number of the step.
+
+    Args:
+      loss: may draw its batch with i; a scalar.
+      params: where it starts.
+      optimiser: new; its state is not kept.
+      steps: how many, which may be traced.
+
+    Returns:
+      The parameters after the last step, and the mean of the losses.
+    """
+
+    def step(i: Array, carry: tuple) -> tuple:
+        params, state, total = carry
+        value, gradient = jax.value_and_grad(loss)(params, i)
+        update, state = optimiser.update(gradient, state, params)
+        return optax.apply_updates(params, update), state, total + value
+
+    start = (params, optimiser.init(params), jnp.zeros(()))
+    params, _, total = jax.lax.fori_loop(0, steps, step, start)
+    return params, Weighted(total, jnp.asarray(steps).astype(jnp.float32))

@@ -1,0 +1,79 @@
+"""Checks of functions that a user writes: each mistake is one line that names the part, the function and its
+place in the user's file."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from fcljax.errors import InputError
+from fcljax.federated.check import describe
+
+
+def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None:
+    """Check that functions can be called with as many arguments as they will get.
+
+    Args:
+      part: what they belong to, for the message.
+      functions: field -> (function or None, number of arguments).
+
+    Raises:
+      InputError: naming the part, the field, the function and what it takes.
+    """
+    for field, (function, count) in functions.items():
+        if function is None:
+            continue
+        if not callable(function):
+            raise InputError(f"{field}: {part} has {function!r} there, where a function is needed")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of builtins nothing is known
+            continue
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            raise InputError(
+                f"{field}: {part} gets {count} arguments, and {describe(function)} takes {signature}"
+            ) from None
+
+
+def check_scalar(part: str, function: Callable, value: Any) -> Array | float:
+    """`value` if it is one number.
+
+    Raises:
+      InputError: naming the part, the function and the shape that it returned.
+    """
+    shape = np.shape(value) if isinstance(value, int | float) else getattr(value, "shape", None)
+    if shape != ():
+        said = f"shape {shape}" if shape is not None else type(value).__name__
+        raise InputError(f"{part}: {describe(function)} returned {said}, and a scalar is needed")
+    return value
+
+
+def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> PyTree:
+    """`value` if it has the structure and shapes of `like`.
+
+    Raises:
+      InputError: naming the part, the function, what it returned and what is needed.
+    """
+    got, wanted = jax.tree.structure(value), jax.tree.structure(like)
+    shapes = (
+        [np.shape(leaf) for leaf in jax.tree.leaves(value)],
+        [np.shape(leaf) for leaf in jax.tree.leaves(like)],
+    )
+    if got != wanted or shapes[0] != shapes[1]:
+        raise InputError(
+            f"{part}: {describe(function)} returned {_described(value)}, and {_described(like)} is needed"
+        )
+    return value
+
+
+def _described(tree: PyTree) -> str:
+    shapes = jax.tree.map(
+        lambda leaf: f"{np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype}{list(np.shape(leaf))}",
+        tree,
+    )
+    return str(shapes).replace("'", "")
