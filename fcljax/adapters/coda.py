@@ -28,21 +28,26 @@ EPSILON = 1e-12  # least length of a vector
 
 @dataclasses.dataclass(frozen=True)
 class CodaOptions:
-    """Options of the adapter `coda`; the values are those of pMAE's release. Fields with default None take
-    the value of the fidelity preset."""
+    """Options of the adapter `coda`; the values are those of pMAE's release."""
 
-    coda_components: int = 100  # of all tasks together, equally many for each
-    coda_length: int = option(8, least=2)  # tokens of a prompt, half of them keys and half values; even
-    coda_blocks: int = 5  # blocks 0..4
-    coda_orthogonality: float = 0.0  # weight of the distance of P, K and A from orthonormal rows
-    coda_gram_schmidt: bool = True  # do a task's components start orthogonal to those before them?
-    coda_upload: Literal["current", "all"] | None = None  # components that cross the wire
+    coda_components: int = 100
+    """Components of all tasks together, equally many for each."""
+    coda_length: int = option(8, least=2)
+    """Tokens of a prompt, half of them keys and half values; an even number."""
+    coda_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
+    coda_orthogonality: float = 0.0
+    """Weight of the distance of prompts, keys and attentions from orthonormal rows."""
+    coda_gram_schmidt: bool = True
+    """Whether a task's components start orthogonal to the earlier ones."""
+    coda_upload: Literal["current", "all"] = "current"
+    """Components that clients and server send: the current task's, or those of all tasks."""
 
 
-FIDELITY = {
-    "intended": dict(coda_upload="current"),
-    "paper": dict(coda_upload="current"),
-    "released": dict(coda_upload="all"),
+PRESETS = {
+    "intended": CodaOptions(),
+    "paper": CodaOptions(),
+    "released": CodaOptions(coda_upload="all"),
 }
 
 

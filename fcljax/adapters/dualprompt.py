@@ -17,35 +17,44 @@ from fcljax.adapters.l2p import choose, pull, uniform
 from fcljax.adapters.slots import Slots
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
 
 
 @dataclasses.dataclass(frozen=True)
 class DualPromptOptions:
-    """Options of the adapter `dualprompt`; the values are those of pMAE's release. Fields with default None
-    take the value of the fidelity preset."""
+    """Options of the adapter `dualprompt`; the values are those of pMAE's release."""
 
-    dual_shared_length: int = 5  # tokens of a shared prefix
-    dual_length: int = 20  # tokens of a task's prefix
-    dual_shared_blocks: int = 2  # blocks 0, 1
-    dual_blocks: int = 3  # those after them
-    dual_pull: float = 0.1  # weight of the cosine of the task's key and the query, which is raised
-    dual_batchwise: bool = True  # does a batch choose together in evaluation?
-    # the last task, by number from 1, whose prefix starts as a copy of the one before; 0: all do
-    dual_transfer: int | None = option(None, least=0)
-    # the release lays out a batch's prefixes wrongly: the first half of the images get keys for values too,
-    # the second half values for keys
-    dual_reshape_bug: bool | None = None
-    dual_upload: Literal["current", "all"] | None = None  # tasks' prefixes and keys that cross the wire
-    dual_candidates: Literal["seen", "all"] | None = None  # tasks that evaluation chooses from
+    dual_shared_length: int = 5
+    """Tokens of a shared prefix."""
+    dual_length: int = 20
+    """Tokens of a task's prefix."""
+    dual_shared_blocks: int = 2
+    """Number of blocks with shared prefixes, the first ones."""
+    dual_blocks: int = 3
+    """Number of blocks with a task's prefixes, after those with shared ones."""
+    dual_key_weight: float = 0.1
+    """Weight of the cosine similarity of the task's key and the query."""
+    dual_batchwise: bool = True
+    """Whether the images of a batch share their choice in evaluation."""
+    dual_transfer: int = option(0, least=0)
+    """Number of the last task, from 1, whose prefix starts as a copy of the one before; 0 for all tasks."""
+    dual_reshape_bug: bool = False
+    """Lay out a batch's prefixes wrongly, as the release does: keys in place of values for the first half of
+    the images, values in place of keys for the second half."""
+    dual_upload: Literal["current", "all"] = "current"
+    """Prefixes and keys that clients and server send: the current task's, or those of all tasks."""
+    dual_candidates: Literal["seen", "all"] = "seen"
+    """Tasks that evaluation chooses from."""
 
 
-FIDELITY = {
-    "intended": dict(dual_transfer=0, dual_reshape_bug=False, dual_upload="current", dual_candidates="seen"),
-    "paper": dict(dual_transfer=0, dual_reshape_bug=False, dual_upload="current", dual_candidates="all"),
-    "released": dict(dual_transfer=10, dual_reshape_bug=True, dual_upload="all", dual_candidates="all"),
+PRESETS = {
+    "intended": DualPromptOptions(),
+    "paper": DualPromptOptions(dual_candidates="all"),
+    "released": DualPromptOptions(
+        dual_transfer=10, dual_reshape_bug=True, dual_upload="all", dual_candidates="all"
+    ),
 }
 
 
@@ -74,7 +83,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
     slots = Slots(("own", "key"), whole=options.dual_upload == "all")
-    copies = resolved(options.dual_transfer) or sizes.tasks  # tasks whose prefixes may start as copies
+    copies = options.dual_transfer or sizes.tasks  # tasks whose prefixes may start as copies
 
     def init(key: PRNGKeyArray, frozen) -> DualPrompts:
         """Uniform in [-1, 1], keys too."""
@@ -123,7 +132,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
 
     def loss(trainable: DualPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         first = jnp.zeros((len(query), 1), jnp.int32)
-        return -options.dual_pull * pull(slots.counted(trainable, task).key[None], query, first, mask)
+        return -options.dual_key_weight * pull(slots.counted(trainable, task).key[None], query, first, mask)
 
     return Adapter(
         init,

@@ -15,7 +15,8 @@ from fcljax.types import Frozen, Network, Sizes
 class FullOptions:
     """Options of the adapter `full`."""
 
-    full_lr: float = option(1e-5, positive=True)  # learning rate of the network
+    full_lr: float = option(1e-5, positive=True)
+    """Learning rate of the network."""
 
 
 def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.models.vit import Injection, Lora, check_blocks
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
 
@@ -120,19 +120,22 @@ def _overlap(
 
 @dataclasses.dataclass(frozen=True)
 class LoraOptions:
-    """Options of the adapter `lora`. Fields with default None take the value of the fidelity preset."""
+    """Options of the adapter `lora`."""
 
-    lora_rank: int = 4  # r
-    lora_blocks: int = 1  # the first blocks of the network
-    lora_lr: float = option(1e-5, positive=True)  # learning rate of the pairs
-    lora_pairs: Literal["task", "one"] = "task"  # a pair for each task, or one that goes on training
-    local_lora: Literal["sum", "current", "products"] | None = None  # pairs in the client's network
-    global_lora: Literal["sum", "first", "products"] | None = None  # pairs in the network that is evaluated
-    lora_init: LoraInit | None = None  # of A; B starts at 0
-
-
-_USUAL = dict(local_lora="sum", global_lora="sum", lora_init="kaiming_uniform")
-FIDELITY = {"intended": _USUAL, "paper": _USUAL, "released": _USUAL}
+    lora_rank: int = 4
+    """Rank r of the low-rank updates."""
+    lora_blocks: int = 1
+    """Number of blocks with low-rank updates, the first ones."""
+    lora_lr: float = option(1e-5, positive=True)
+    """Learning rate of the LoRA pairs."""
+    lora_pairs: Literal["task", "one"] = "task"
+    """One LoRA pair for each task, or one that all tasks train."""
+    local_lora: Literal["sum", "current", "products"] = "sum"
+    """LoRA pairs that act in the client's network."""
+    global_lora: Literal["sum", "first", "products"] = "sum"
+    """LoRA pairs that act in the network that is evaluated."""
+    lora_init: LoraInit = "kaiming_uniform"
+    """Initial distribution of A; B starts at 0."""
 
 
 def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
@@ -148,7 +151,7 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     """
     check_blocks("lora_blocks", options.lora_blocks, network)
     one = options.lora_pairs == "one"
-    local, evaluated = resolved(options.local_lora), resolved(options.global_lora)
+    local, evaluated = options.local_lora, options.global_lora
 
     def index(task: Task) -> ArrayLike:
         return 0 if one else task.index
@@ -157,7 +160,7 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         del frozen
         tasks = 1 if one else sizes.tasks
         blocks, rank = options.lora_blocks, options.lora_rank
-        return init_pairs(key, tasks, blocks, rank, network.width, resolved(options.lora_init))
+        return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
 
     def trainable(params: Lora, task: Task) -> Lora:
         return pair_of(params, index(task))

@@ -25,9 +25,12 @@ from fcljax.types import Network, Sizes, Task
 class PoolOptions:
     """Options of the adapter `pool`; the values are HePCo's."""
 
-    pool_size: int = option(100, least=1)  # M: prompts of a block
-    pool_length: int = option(20, least=2)  # tokens of a prompt, half of them keys and half values; even
-    pool_blocks: int = 5  # blocks 0..4
+    pool_size: int = option(100, least=1)
+    """Number M of prompts of a block."""
+    pool_length: int = option(20, least=2)
+    """Tokens of a prompt, half of them keys and half values; an even number."""
+    pool_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
 
 
 class Pool(NamedTuple):

@@ -78,19 +78,24 @@ def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Inject
 
 @dataclasses.dataclass(frozen=True)
 class PromptOptions:
-    """Options of the adapter `prompts`. Fields with default None take the value of the fidelity preset."""
+    """Options of the adapter `prompts`."""
 
-    prompt_length: int = 20  # tokens per block
-    prompt_blocks: int = 5  # blocks 0..4
-    wo_fusion: bool = False  # ablation: the gate's best task alone, gate untrained
-    gate_scale: Literal["learnable", "fixed"] | None = None  # is sigma trained and sent, or 1
-    prompt_upload: Literal["current", "all"] | None = None  # prompts that cross the wire
+    prompt_length: int = 20
+    """Prompt tokens per block."""
+    prompt_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
+    wo_fusion: bool = False
+    """Ablation: the prompt of the gate's best task alone, with an untrained gate."""
+    gate_scale: Literal["learnable", "fixed"] = "learnable"
+    """Whether the gate's scale sigma is trained and sent, or 1."""
+    prompt_upload: Literal["current", "all"] = "current"
+    """Prompts that clients and server send: the current task's, or those of all tasks."""
 
 
-FIDELITY = {
-    "intended": dict(gate_scale="learnable", prompt_upload="current"),
-    "paper": dict(gate_scale="fixed", prompt_upload="current"),
-    "released": dict(gate_scale="learnable", prompt_upload="all"),
+PRESETS = {
+    "intended": PromptOptions(),
+    "paper": PromptOptions(gate_scale="fixed"),
+    "released": PromptOptions(prompt_upload="all"),
 }
 
 

@@ -20,8 +20,10 @@ from fcljax.types import Network, Sizes, Task
 class VPTOptions:
     """Options of the adapter `vpt`; the values are pMAE's."""
 
-    vpt_length: int = 20  # tokens per block
-    vpt_blocks: int = 5  # blocks 0..4
+    vpt_length: int = 20
+    """Prompt tokens per block."""
+    vpt_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
 
 
 Prompts = Float[Array, "blocks length width"]
