@@ -79,12 +79,12 @@ def read(data, index, keys, augment):
 
 def resolved(name, **values):
     """Settings of a method as a run has them."""
-    return config.resolve(name, config.from_mapping(name, values, "test"))
+    return config.resolve(config.from_mapping(name, values, "test"))
 
 
 def method_of(name, sizes=SIZES, network=NETWORK, **values):
     """A method as a run makes it."""
-    return make_method(name, resolved(name, **values), sizes, network)
+    return make_method(resolved(name, **values), sizes, network)
 
 
 # ---- through the engine ------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def aggregate_of(uploads, ids, valid, places):
     mean, gather = (jax.tree.map(stack, *part) for part in parts)
     ids, valid = jnp.asarray([*ids, *[places] * pad]), jnp.asarray([*valid, *[False] * pad])
     weight = jnp.where(valid, jnp.asarray([*(float(u.weight) for u in uploads), *[0.0] * pad]), 0)
-    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), (), gather, weight, ids, valid)
+    return Aggregate(jax.jit(weighted_mean)(mean, weight, valid), {}, gather, weight, ids, valid)
 
 
 # ---- whole rounds on a formula -----------------------------------------------------------------------------

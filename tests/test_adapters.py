@@ -8,7 +8,7 @@ import pytest
 from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.federated.communication import scalars
 from fcljax.parts.classifiers import linear, nearest_mean, prototypes
 from fcljax.parts.learner import learner
@@ -52,7 +52,7 @@ of_prompts = pytest.mark.parametrize("variant", [name for name in VARIANTS if na
 
 def adapter_of(variant):
     cfg = resolved("fppl", **VARIANTS[variant])
-    entry = ADAPTERS[cfg.adapter]
+    entry = find_adapter(cfg.adapter)
     return entry.build(config.part(entry.options, cfg), SIZES, FORMULA)
 
 
@@ -313,7 +313,7 @@ def test_a_classifier_s_held_parameters_are_enough_for_the_logits_of_training(na
     classifier = CLASSIFIERS[name]
     params, task = random(classifier.init(KEY)), TASKS[1]
     part = classifier.trainable(params, task)
-    logits = classifier.logits(classifier.held(params), part, QUERY, task)
+    logits = classifier.logits(classifier.cached(params), part, QUERY, task)
     assert logits.shape == (4, SIZES.classes)
     if name != "class means":  # where nothing trains there are none
         by_hand = {"linear": lambda head: QUERY @ head.kernel + head.bias, "prototypes": nearest}

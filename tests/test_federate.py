@@ -31,7 +31,7 @@ from micro import (
     train,
 )
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
@@ -55,7 +55,7 @@ BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 
 def run_of(adapter="linear", train=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
-    built = ADAPTERS[adapter].build(options, SIZES, FORMULA)
+    built = find_adapter(adapter).build(options, SIZES, FORMULA)
     return Run(SIZES, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
 
 
@@ -242,7 +242,7 @@ def cannot(run, part):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
 def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
-    run, survey = run_of(**rule), ServerRule(class_mean_step(3, WIDTH), "closing", 4)
+    run, survey = run_of(**rule), ServerRule(class_mean_step(3, WIDTH), "task_end", 4)
     refused(cannot(run, "reweight"), run, (), (reweight_prototypes(PILORA, run),), prototypes)
     refused(cannot(run, "class_means"), run, surveys=(survey,))
     compose(run, steps=(debias_classifier(FPPL, run),))  # what this one gathers is not what is averaged
@@ -533,8 +533,8 @@ def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
 def test_what_a_survey_keeps_is_there_in_the_next_one():
     step = lambda round_context, learner, params, count, aggregate, key: (params, count + 1, {})
     counting = ServerRule("count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),))
-    method = compose(run_of(), surveys=(ServerRule(counting, "opening", 4),))
-    (opening,) = [each for each in method.rounds if each.when == "opening"]
+    method = compose(run_of(), surveys=(ServerRule(counting, "task_start", 4),))
+    (opening,) = [each for each in method.rounds if each.when == "task_start"]
     nobody = Aggregate((), {}, {}, jnp.zeros(1), jnp.zeros(1, int), jnp.zeros(1, bool))
     server = fresh(method)
     for count in (1, 2):
@@ -543,8 +543,8 @@ def test_what_a_survey_keeps_is_there_in_the_next_one():
 
 
 def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
-    survey = ServerRule(ServerRule("nothing", None, collects=(class_sums(3, WIDTH),)), "opening", 4)
+    survey = ServerRule(ServerRule("nothing", None, collects=(class_sums(3, WIDTH),)), "task_start", 4)
     run = run_of(train=None)
     method = compose(run, surveys=(survey,))
-    assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
+    assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     assert method.trainable(round_context_of(TASKS[0], frozen=SCALE), fresh(method)) == {}

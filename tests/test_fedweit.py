@@ -54,7 +54,8 @@ from fcljax.methods.fedweit.fedweit import (
     remember,
     sparsity,
 )
-from fcljax.models.resnet import RESNETS, resnet_network
+from fcljax.models.resnet import resnet_network
+from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import ClientStep, Run, Training
 from fcljax.parts.learner import Params, learner
@@ -233,9 +234,9 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
     after, _ = server_round(method, server, TASKS[0], received_by_server([upload]))
     jax.tree.map(np.testing.assert_array_equal, after.params.classifier.adaptive, start.adaptive)
     context, local = train(method, after, TASKS[0], [], state, round_=1)
-    np.testing.assert_array_equal(local.part.adapter, after.params.adapter.base)
-    np.testing.assert_array_equal(local.part.classifier.adaptive, own.adaptive)
-    np.testing.assert_array_equal(local.part.classifier.mask, own.mask[0])
+    np.testing.assert_array_equal(local.trainable.adapter, after.params.adapter.base)
+    np.testing.assert_array_equal(local.trainable.classifier.adaptive, own.adaptive)
+    np.testing.assert_array_equal(local.trainable.classifier.mask, own.mask[0])
 
 
 def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_does():
@@ -250,8 +251,8 @@ def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_doe
     usual = fresh(plain)._replace(
         params=Params({"scale": server.params.adapter.base}, server.params.classifier.head)
     )
-    expected = train(plain, usual, TASKS[1], BATCHES)[1].part
-    found = train(ours, server, TASKS[1], BATCHES)[1].part
+    expected = train(plain, usual, TASKS[1], BATCHES)[1].trainable
+    found = train(ours, server, TASKS[1], BATCHES)[1].trainable
     close(found.adapter, expected.adapter["scale"], atol=1e-5)
     close(found.classifier.head, expected.classifier, atol=1e-5)
     assert np.abs(found.adapter - server.params.adapter.base).max() > 1e-3
@@ -265,11 +266,13 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
     off = dict(sparse_weight=0.0, keep_weight=0.0)
     method = weit(run_of(rate=10 * RATE), **off)
     server = fresh(method)
-    part = train(method, server, TASKS[0], OF_FIRST)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST)[1].trainable
     moved = part.adapter - server.params.adapter.base
     close(part.classifier.adaptive[0], 2 * moved)
     slow = weit(run_of(rate=RATE), **off)
-    close(train(slow, server, TASKS[0], OF_FIRST)[1].part.adapter - server.params.adapter.base, moved / 10)
+    close(
+        train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10
+    )
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ def test_a_client_keeps_base_and_numbers_of_a_tasks_last_round(retroactive):
     before = lambda state: state[1]
     _, early = client_round(method, server, TASKS[0], OF_FIRST, round_=0)
     np.testing.assert_array_equal(before(early).base, server.params.adapter.base)
-    part = train(method, server, TASKS[0], OF_FIRST, early, round_=1)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=1)[1].trainable
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=1)
     close(before(late).base, part.adapter)
     close(before(late).mask, np.stack([jax.nn.sigmoid(part.classifier.mask), np.zeros(WIDTH)]))
@@ -337,7 +340,7 @@ def test_every_weight_acts_on_a_clients_training(weight):
         method = weit(**{"sparse_weight": 0.0, "keep_weight": 0.0, weight: value})
         server = fresh(method)
         _, state = client_round(method, server, TASKS[0], OF_FIRST, round_=1)
-        parts.append(train(method, server, TASKS[1], BATCHES, state)[1].part)
+        parts.append(train(method, server, TASKS[1], BATCHES, state)[1].trainable)
     assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, parts), strict=True)) > 1e-4
 
 
@@ -387,7 +390,7 @@ def test_the_server_merges_what_was_sent_and_keeps_the_rest():
     mask = own.mask.at[0].set(logit([0.5, 0.01, 0.6, 0.7]))
     state = (*state[:-1], state[-1] | {"classifier": own._replace(mask=mask)})
     batches = ([rows_of([0, 1, 2, 0])], [rows_of([2, 1], seed=3)])
-    parts = [train(method, server, TASKS[0], rows, state, i)[1].part for i, rows in enumerate(batches)]
+    parts = [train(method, server, TASKS[0], rows, state, i)[1].trainable for i, rows in enumerate(batches)]
     sent = [client_round(method, server, TASKS[0], rows, state, i)[0] for i, rows in enumerate(batches)]
     after, _ = server_round(method, server, TASKS[0], received_by_server(sent))
     expected = (parts[0].adapter + parts[1].adapter) / 2
@@ -498,13 +501,13 @@ def test_a_client_attends_to_others_and_never_to_itself():
     owners = np.asarray(after.params.adapter.received.client[1])
     for id_ in (0, 1):
         state = states.get(id_, method.init_client(KEY, after))
-        attention = train(method, after, TASKS[1], BATCHES, state, id_)[1].part.classifier.attention
+        attention = train(method, after, TASKS[1], BATCHES, state, id_)[1].trainable.classifier.attention
         assert np.all((np.abs(attention[:, 0]) > 1e-6) == (owners != id_))
 
 
 def test_in_the_first_task_there_is_nothing_to_attend_to():
     method = weit()
-    attention = train(method, fresh(method), TASKS[0], OF_FIRST)[1].part.classifier.attention
+    attention = train(method, fresh(method), TASKS[0], OF_FIRST)[1].trainable.classifier.attention
     assert not np.any(attention)
 
 

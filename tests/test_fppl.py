@@ -5,7 +5,6 @@ Most tests run the method on a network that is a formula: the feature of an imag
 prompt of every block.
 """
 
-import dataclasses
 import functools
 from functools import partial
 
@@ -16,16 +15,16 @@ import pytest
 from micro import aggregate_of, begin, compiled, context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters import ADAPTERS
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
-from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
-from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import Experiment
 from fcljax.runs.summary import payload_shapes
@@ -65,7 +64,7 @@ def make(fidelity="intended", name="fppl", sizes=SIZES, lr=1e-2, **fields):
 
 
 def pool_of(server):
-    return server.steps[0]
+    return server.rules[0]
 
 
 def with_pool(server, pool):
@@ -153,7 +152,7 @@ def serve(method, server, task, prototypes, ids, valid=None):
     _, local = start(method, server, task)
     uploads = [Upload(gather={"prototypes": p}, weight=1.0) for p in prototypes]
     aggregate = receive(uploads, ids, [True] * len(ids) if valid is None else valid)
-    return served(method, server, task, aggregate._replace(mean=local.part), key=2)
+    return served(method, server, task, aggregate._replace(mean=local.trainable), key=2)
 
 
 def changed(before, after):
@@ -443,7 +442,7 @@ def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
 def test_the_first_step_of_adam_moves_what_has_a_gradient_by_the_learning_rate_and_nothing_else():
     method, server = make(lr=1e-3)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.part, after.part)
+    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.trainable, after.trainable)
     adapter, head, current = move.adapter, move.classifier, np.asarray(TASKS[1].current)
     np.testing.assert_allclose(head.bias[current], 1e-3, rtol=1e-3)
     np.testing.assert_allclose(head.kernel[:, current], 1e-3, rtol=1e-3)
@@ -460,7 +459,7 @@ def test_the_first_round_of_a_task_has_no_unified_loss():
     for wo_unified in (False, True):
         method, server = make(wo_unified=wo_unified)
         old = Prototypes(jnp.ones((3, 6, WIDTH)), jnp.zeros((3, 6), bool).at[:, :2].set(True))
-        part = client_step(method, with_pool(server, old), TASKS[1], batch([2, 3, 3]))[1].part
+        part = client_step(method, with_pool(server, old), TASKS[1], batch([2, 3, 3]))[1].trainable
         results.append((part.adapter, part.classifier))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -479,7 +478,7 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
         reported[wo_unified] = float(client_step(method, server, TASKS[1], data)[2]["loss"].total)
         assert (prototypes_of(method, server, TASKS[1]) == ()) is wo_unified
         assert len(program_of(method).phases) == 2  # the server still debiases on what clients send
-    part, seen = start(method, server, TASKS[1])[1].part, jnp.array([True, True, False])
+    part, seen = start(method, server, TASKS[1])[1].trainable, jnp.array([True, True, False])
     weights = gate_weights(part.adapter.gate, data.image, seen)
     fused = fuse(weights, adapter_of(server).prompt, part.adapter.prompt, jnp.int32(1))
     feature = encode(data.image, prompt_injection(fused))
@@ -494,8 +493,8 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
 def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
     method, server = make(wo_fusion=True)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-    gate = before.part.adapter.gate
-    jax.tree.map(np.testing.assert_array_equal, gate, after.part.adapter.gate)
+    gate = before.trainable.adapter.gate
+    jax.tree.map(np.testing.assert_array_equal, gate, after.trainable.adapter.gate)
     weights = gate_weights(gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False)
     np.testing.assert_array_equal(np.sort(weights, -1), np.tile([0, 0, 1], (4, 1)))
     assert not weights[:, 2].any()
@@ -506,7 +505,9 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
     context, local = start(method, server, TASKS[0], rows=5)
     trained = adapter_of(server).prompt[2]
-    local = local._replace(part=local.part._replace(adapter=local.part.adapter._replace(prompt=trained)))
+    local = local._replace(
+        trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained))
+    )
     for data in (first, second):
         local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
     own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]
@@ -528,14 +529,6 @@ def test_padding_rows_change_no_upload():
 # ---- where paper and release differ ------------------------------------------------------------------------
 
 
-def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
-    follow_the_client = {"server_lr", "server_batch_size"}
-    open_ = lambda options: {field.name for field in dataclasses.fields(options) if field.default is None}
-    adapter = ADAPTERS["prompts"]
-    assert all(set(preset) == open_(FPPLOptions) - follow_the_client for preset in FIDELITY.values())
-    assert all(set(preset) == open_(adapter.options) for preset in adapter.fidelity.values())
-
-
 def test_a_given_value_wins_over_the_preset():
     assert resolved("fppl", reduction="sum").reduction == "sum"
 
@@ -551,7 +544,7 @@ def test_local_classes_decides_whether_classes_of_other_tasks_compete():
     for choice in ("current", "all"):
         method, server = make(local_classes=choice)
         before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-        moved[choice] = changed(before.part.classifier.bias, after.part.classifier.bias)
+        moved[choice] = changed(before.trainable.classifier.bias, after.trainable.classifier.bias)
     np.testing.assert_array_equal(moved["current"], TASKS[1].current)
     assert moved["all"].all()
 
@@ -560,7 +553,7 @@ def test_gate_scale_decides_whether_sigma_is_trained_and_sent():
     for choice in ("learnable", "fixed"):
         method, server = make(gate_scale=choice)
         before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
-        old, new = (local.part.adapter.gate.sigma for local in (before, after))
+        old, new = (local.trainable.adapter.gate.sigma for local in (before, after))
         if choice == "learnable":
             assert old == 1 != new
         else:
@@ -605,7 +598,7 @@ def test_prototypes_of_other_tasks_cross_the_wire_in_the_release_but_change_noth
         method, server = make(prototype_download=choice)
         server = full_pool(server)
         rows[choice] = len(prototypes_of(method, server, TASKS[1]).vector)
-        trained[choice] = client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].part
+        trained[choice] = client_step(method, server, TASKS[1], batch([2, 3, 3]))[1].trainable
     assert rows == {"current": 2, "seen": 6}
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), trained["current"], trained["seen"])
 
@@ -778,7 +771,7 @@ def test_without_debias_the_head_is_the_mean_of_the_clients_heads():
 
 def test_without_pool_and_debias_no_prototype_is_made_or_sent():
     method, server = make(wo_unified=True, wo_debias=True)
-    assert len(program_of(method).phases) == 1 and server.steps == ()
+    assert len(program_of(method).phases) == 1 and server.rules == ()
     assert upload_of(method, server, TASKS[0], batch([0, 1])).gather == {}
 
 
@@ -786,7 +779,7 @@ def test_fedavg_sends_no_prototypes():
     method, server = make(name="fedavg")
     upload = upload_of(method, server, TASKS[1], batch([2, 3]))
     assert upload.gather == {} == broadcast_of(method, server, TASKS[1]).payload.sent
-    assert len(program_of(method).phases) == 1 and server.steps == ()  # there is no pool
+    assert len(program_of(method).phases) == 1 and server.rules == ()  # there is no pool
     after, metrics = served(method, server, TASKS[1], receive([upload], (0,), (True,)))
     equal = partial(np.testing.assert_allclose, rtol=1e-6)
     jax.tree.map(equal, after.params.classifier, upload.mean.classifier)

@@ -117,13 +117,13 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
         head = part.classifier
         return batch.image * part.adapter["scale"] @ head.kernel + head.bias
 
-    old = logits(server.steps[0].part)
+    old = logits(server.rules[0].trainable)
     loss = lambda part: binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
     expected = jax.tree.map(lambda x, g: x - 0.1 * g, part, jax.grad(loss)(part))
     local = compiled(program.start)(context, made.init_client(KEY, server), KEY)
     after, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.part, expected)
-    assert furthest(after.part, part) > 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.trainable, expected)
+    assert furthest(after.trainable, part) > 1e-4
 
 
 def test_the_whole_network_trains_in_fedavg_ft():
@@ -147,14 +147,14 @@ def test_rates_fall_over_the_epochs_of_a_round():
         return -jnp.mean(jax.nn.log_softmax(z)[jnp.arange(4), batch.label])
 
     def feature(local):
-        prompt = weighted_prompts(local.part.adapter, batch.image)
+        prompt = weighted_prompts(local.trainable.adapter, batch.image)
         return batch.image + prompt[:, 0, 0] - 2 * prompt[:, 0, 1]
 
     for factor in (1, 1, 0.015707, 0.015707):
-        slope = jax.grad(loss)(local.part.classifier, local)
-        expected = jax.tree.map(lambda x, g, f=factor: x - 0.1 * f * g, local.part.classifier, slope)
+        slope = jax.grad(loss)(local.trainable.classifier, local)
+        expected = jax.tree.map(lambda x, g, f=factor: x - 0.1 * f * g, local.trainable.classifier, slope)
         local, _ = compiled(program.phases[0].step)(context, local, batch, KEY)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), local.part.classifier, expected
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), local.trainable.classifier, expected
         )
         assert float(jnp.abs(slope.bias).max()) > 1e-2

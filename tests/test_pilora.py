@@ -5,7 +5,6 @@ Most tests run the method on a network that is a formula: the feature of an imag
 LoRA updates.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,16 +18,16 @@ from micro import begin as first_state
 from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters import ADAPTERS
 from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
-from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
+from fcljax.methods.pilora import PRESETS, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
-from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes
 
@@ -150,7 +149,7 @@ def serve(method, server, task, prototypes, means, valid=None, mean=None):
     sent = {"classifier": table(prototypes), "features": Prototypes(table(means), cached)}
     valid = jnp.ones(len(prototypes), bool) if valid is None else jnp.asarray(valid)
     mean = unchanged(method, server, task) if mean is None else mean
-    aggregate = Aggregate(mean, (), sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
+    aggregate = Aggregate(mean, {}, sent, valid.astype(jnp.float32), jnp.arange(len(valid)), valid)
     return jax.jit(main_of(method).server)(turn_after(method, server, task), server, aggregate, KEY)[0]
 
 
@@ -200,7 +199,7 @@ def counts(fidelity="intended", classes=100, **fields):
     return jax.eval_shape(client, KEY, Frozen(VIT_B16))
 
 
-@pytest.mark.parametrize("fidelity", FIDELITY)
+@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize(("classes", "up", "down"), [(100, 27_648, 19_968), (200, 43_008, 27_648)])
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
@@ -266,18 +265,6 @@ def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
 # ---- presets -----------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
-    """Its own fields and those of its adapter."""
-    undecided = {
-        field.name
-        for options in (PiloraLoraOptions, ADAPTERS["lora"].options)
-        for field in dataclasses.fields(options)
-        if field.default is None
-    }
-    of_the_run = {"train_share", "preprocess", "class_order", "population"}
-    assert all(set(preset) - of_the_run == undecided for preset in FIDELITY.values())
-
-
 @pytest.mark.parametrize(
     ("blocks", "said"),
     [(0, "0 is too small; nearest valid value: 1"), (3, "3 where the network has 2 blocks; nearest: 2")],
@@ -307,7 +294,7 @@ def test_learning_rates_follow_the_round_of_the_task(schedule, factors):
 def test_the_first_step_of_adam_moves_every_part_by_its_learning_rate_and_nothing_else(round_):
     method, server = make()
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]), round_)
-    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.part, after.part)
+    move = jax.tree.map(lambda a, b: np.abs(np.asarray(b - a)), before.trainable, after.trainable)
     factor = {0: 1, 15: 0.5}[round_]
     np.testing.assert_allclose(move.classifier, 1e-2 * factor, rtol=1e-3)
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 1e-3 * factor, rtol=1e-2), move.adapter)
@@ -318,7 +305,7 @@ def test_steps_are_adam_with_l2_in_the_gradient():
     method, server = make(weight_decay=0.3, adapter="linear")
     data, task = batch([2, 3, 3]), TASKS[1]
     context, local = begin(method, server, task)
-    x = np.asarray(local.part.classifier, np.float64)
+    x = np.asarray(local.trainable.classifier, np.float64)
     loss = lambda m: expected_loss_of_prototypes(server, data, m)
     gradient_of, first, second = jax.jit(jax.grad(loss)), np.zeros_like(x), np.zeros_like(x)
     step = jax.jit(phases_of(method)[0].step)
@@ -327,7 +314,7 @@ def test_steps_are_adam_with_l2_in_the_gradient():
         g = np.asarray(gradient_of(jnp.asarray(x, jnp.float32))) + 0.3 * x
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
         x = x - 1e-2 * (first / (1 - 0.9**i)) / (np.sqrt(second / (1 - 0.999**i)) + 1e-8)
-    np.testing.assert_allclose(local.part.classifier, x, atol=1e-5)
+    np.testing.assert_allclose(local.trainable.classifier, x, atol=1e-5)
 
 
 def expected_loss_of_prototypes(server, data, current):
@@ -370,7 +357,7 @@ def test_frozen_slots_get_a_gradient_of_exactly_zero_through_a_clients_step():
     context, _ = begin(method, server, TASKS[1])
 
     def loss(cached, part):
-        received = context._replace(payload=context.payload._replace(part=part), cached=cached)
+        received = context._replace(payload=context.payload._replace(trainable=part), cached=cached)
         start = main_of(method).program.start(received, method.init_client(KEY, server), KEY)
         return phases_of(method)[0].step(received, start, batch([2, 3, 3]), KEY)[1]["loss"].total
 
@@ -393,7 +380,7 @@ def test_means_on_the_way_are_of_features_before_each_update_and_a_class_without
     first, second = batch([3, 3, 3]), batch([3, 3], seed=9)
     (train,), (context, local) = phases_of(method), begin(method, server, TASKS[1])
     local, _ = train.step(context, local, first, KEY)
-    scale = np.asarray(local.part.adapter["scale"])
+    scale = np.asarray(local.trainable.adapter["scale"])
     assert np.abs(scale - 1).min() > 0.09
     local, _ = train.step(context, local, second, KEY)
     sent = finish(method, server, TASKS[1], local, 5).gather["features"]
@@ -410,7 +397,10 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
     context, local = begin(method, server, TASKS[1])
     for phase in (train, extract):
         local, _ = phase.step(context, local, data, KEY)
-    sent, scale = finish(method, server, TASKS[1], local, 2).gather["features"], local.part.adapter["scale"]
+    sent, scale = (
+        finish(method, server, TASKS[1], local, 2).gather["features"],
+        local.trainable.adapter["scale"],
+    )
     assert np.abs(scale - 1).min() > 0.09
     np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
 
@@ -419,7 +409,7 @@ def test_without_reweighting_no_features_are_summed_or_sent():
     for means in ("trajectory", "clean"):
         method, server = make(wo_reweight=True, mean_features=means)
         _, local, _ = client_step(method, server, TASKS[1], batch([2, 3]))
-        assert len(phases_of(method)) == 1 and local.collected == {}
+        assert len(phases_of(method)) == 1 and local.totals == {}
         assert set(finish(method, server, TASKS[1], local, 2).gather) == {"classifier"}
 
 
@@ -464,7 +454,7 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
     np.testing.assert_allclose(prototypes_of(after)[2, :2], expected, atol=5e-6)
 
 
-@pytest.mark.parametrize("fidelity", FIDELITY)
+@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize(
     ("prototypes", "means", "expected"),
     [
@@ -492,7 +482,7 @@ def test_without_reweighting_prototypes_are_averaged_uniformly_over_valid_client
     table = jnp.asarray([[[1.0] * WIDTH] * 2, [[3.0] * WIDTH] * 2, [[jnp.nan] * WIDTH] * 2])
     mean, valid = unchanged(method, server, TASKS[1]), jnp.array([True, True, False])
     sent, weight = {"classifier": table}, jnp.array([1.0, 9, 0])
-    aggregate = Aggregate(mean, (), sent, weight, jnp.arange(3), valid)
+    aggregate = Aggregate(mean, {}, sent, weight, jnp.arange(3), valid)
     after, _ = main_of(method).server(turn_after(method, server, TASKS[1]), server, aggregate, KEY)
     np.testing.assert_array_equal(prototypes_of(after)[2:4], np.full((2, WIDTH), 2.0))
 
@@ -610,9 +600,9 @@ def test_padding_classes_send_zeros_and_store_nothing():
     task = UNEVEN_TASKS[1]
     assert task.classes.tolist() == [3, 4, -1]
     before, after, _ = client_step(method, server, task, batch([3, 4, 4]))
-    assert not before.part.classifier[2].any() and not after.part.classifier[2].any()
+    assert not before.trainable.classifier[2].any() and not after.trainable.classifier[2].any()
     old = prototypes_of(server)
-    np.testing.assert_array_equal(before.part.classifier[:2], old[3:])
+    np.testing.assert_array_equal(before.trainable.classifier[:2], old[3:])
     served = serve(method, server, task, [[[1.0], [2.0], [9.0]]], [[[1.0], None, None]])
     np.testing.assert_array_equal(prototypes_of(served)[:, 0], [*old[:3, 0], 1, 2])
 

@@ -157,8 +157,8 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
         rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
     )
     model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
-    batch = pmae.restored_batch(options, round_context, model, server.steps[0], some)
-    prompt = server.steps[0].prompt[0]
+    batch = pmae.restored_batch(options, round_context, model, server.rules[0], some)
+    prompt = server.rules[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
     pixels = unpatchify(patches, 1)
     # the decoder's range has mean 0.5 and deviation 0.25, the network's 0 and 1
@@ -261,7 +261,7 @@ def test_without_the_reconstructive_prompt_there_is_none():
     same."""
     method = method_of("pmae", wo_recon_prompt=True, **VALUES)
     server, states = begin(method)
-    assert server.params.extra == {} and server.steps[0].prompt is None
+    assert server.params.extra == {} and server.rules[0].prompt is None
     after = play(engine_of(method), server, states, rounds=1)
     assert set(method.trainable(round_context_of(TASKS[0]), server)) == {"adapter", "classifier"}
     assert after[-1][2].metrics["replay_examples"] > 0
@@ -342,7 +342,7 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 
 def test_the_pool_has_each_clients_newest_upload_of_the_task_and_the_prompts_of_all_tasks():
     servers = [server for server, _, _ in history()]
-    first, second, third = (server.steps[0] for server in servers[:3])
+    first, second, third = (server.rules[0] for server in servers[:3])
     present = np.asarray(first.restore.present)
     assert present[0].any() and not present[1].any() and first.task == 0 and third.task == 1
     assert np.abs(np.asarray(first.restore.latent - second.restore.latent)).max() > 0  # drawn anew
@@ -416,7 +416,7 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     after = method.server_replay.finish(round_context, server, (part, local[1]))
 
     pixels = unpatchify(
-        PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, server.steps[0].prompt[0]), 1
+        PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, server.rules[0].prompt[0]), 1
     )
     image, model = pixels * 0.25 + 0.5, learner_of(values)
 

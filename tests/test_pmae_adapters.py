@@ -21,12 +21,14 @@ from micro import (
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS, coda, dualprompt, l2p
+from fcljax.adapters import coda, dualprompt, find_adapter, l2p
+from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.heads import cosine, init_truncated
-from fcljax.models.vit import VITS, Injection, apply_vit, init_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import Injection, apply_vit, init_vit, parameter_shapes, vit_network
 from fcljax.runs.build import make_method
 from fcljax.types import Features, Frozen, Sizes
 
@@ -36,12 +38,12 @@ OLD, NEW = TASKS
 
 
 def options_of(name, **values):
-    cfg = config.resolve("linear", config.from_mapping("linear", {"adapter": name, **values}, "test"))
-    return config.part(ADAPTERS[name].options, cfg)
+    cfg = config.resolve(config.from_mapping("linear", {"adapter": name, **values}, "test"))
+    return config.part(find_adapter(name).options, cfg)
 
 
 def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
-    return ADAPTERS[name].build(options_of(name, **values), sizes, network)
+    return find_adapter(name).build(options_of(name, **values), sizes, network)
 
 
 # ---- counts (specification 9) ------------------------------------------------------------------------------
@@ -59,8 +61,8 @@ def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
 )
 def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     sizes, vit = Sizes(200, 20, 10, 10), VITS["vit_b16"]
-    cfg = config.resolve(method, config.run_class(method)(fidelity=fidelity))
-    made = make_method(method, cfg, sizes, vit_network(vit))
+    cfg = config.resolve(config.run_class(method)(fidelity=fidelity))
+    made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
     part = jax.eval_shape(
         lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server
@@ -170,7 +172,9 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
-    inject = lambda bug: of(bug).inject(cached, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    inject = lambda bug: (
+        of(bug).inject(cached, Slots(("own", "key")).current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_runs import COMMON
 
-from fcljax import cli, config
+from fcljax import cli
 from fcljax.config import PartitionConfig
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.streams import SUPERCLASSES, own_streams, pool_of, shared_streams
@@ -94,7 +94,7 @@ def test_tasks_of_any_classes_say_what_was_seen_before():
 
 
 def scenario_of(**values):
-    cfg = config.settle(PartitionConfig(partition="private", **values))
+    cfg = PartitionConfig(partition="private", **values)
     return make_scenario(load_dataset("digits"), cfg, 2, False)
 
 
@@ -136,10 +136,8 @@ def test_a_mixture_has_all_classes_in_one_size_and_its_pool_keeps_sources_apart(
     assert dataset.class_names[:5] == (*(f"{first}/{name}" for name in "abcd"), f"{second}/0")
     assert dataset.x_train.shape == (80, 8, 8, 3) and dataset.sources == (0,) * 4 + (1,) * 6
     assert (dataset.x_train[dataset.y_train == 9] == 50).all()
-    cfg = config.settle(
-        PartitionConfig(
-            partition="private", pool="sources", pool_classes=2, tasks=1, clients=5, class_order="natural"
-        )
+    cfg = PartitionConfig(
+        partition="private", pool="sources", pool_classes=2, tasks=1, clients=5, class_order="natural"
     )
     made = make_scenario(dataset, cfg, 1, False)
     owned = made.holdings > 0
@@ -158,18 +156,18 @@ def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--pool", "order"], "pool: only private clients have it, and partition is 'iid'"),
+        (["--pool", "order"], "pool: only private reads it, and partition is 'iid'"),
         (
             ["--partition", "private", "--pool-classes", "2"],
-            "pool_classes: nothing reads it where pool is None",
+            "pool_classes: only order, superclasses and sources read it, and pool is None",
         ),
         (["--partition", "private", "--pool", "order", "--category-ratio", "0.5"], "category_ratio: nothing"),
         (
             ["--partition", "private", "--pool", "order", "--pool-most", "2"],
-            "pool_most: it counts the tasks of",
+            "pool_most: only sources reads it, and pool is 'order'",
         ),
         (["--partition", "private", "--population", "redrawn"], "population: private clients are static"),
-        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled clients have it"),
+        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled reads it"),
         (["--partition", "private", "--pool", "superclasses"], "pool: 'superclasses' gives no task"),
     ],
 )

@@ -30,7 +30,7 @@ from micro import (
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.errors import InputError
 from fcljax.methods import cfed as C
 from fcljax.methods.target import target as T
@@ -95,7 +95,7 @@ def step_of(method, server, task, id_=0, round_=1):
     program = main_of(method).program
     local = compiled(program.start)(context, method.init_client(KEY, server), KEY)
     after, _ = compiled(program.phases[0].step)(context, local, batch_of(task), KEY)
-    return after.part.classifier
+    return after.trainable.classifier
 
 
 def descended(head, loss, rate=0.1):
@@ -108,9 +108,9 @@ def close(a, b):
 
 def began(method, server, task, head):
     """The server in the middle of a task that began with another classifier."""
-    start = server.steps[0]
+    start = server.rules[0]
     part = start.trainable._replace(classifier=head)
-    return server._replace(steps=(start._replace(part=part, task=task.index), *server.steps[1:]))
+    return server._replace(rules=(start._replace(trainable=part, task=task.index), *server.rules[1:]))
 
 
 def history(method):
@@ -120,7 +120,7 @@ def history(method):
 
 def model():
     """A classifier on frozen features."""
-    adapter = ADAPTERS["linear"].build(ADAPTERS["linear"].options(), SIZES, NETWORK)
+    adapter = find_adapter("linear").build(find_adapter("linear").options(), SIZES, NETWORK)
     return learner(NETWORK, adapter, linear(NETWORK.width, SIZES.classes))
 
 
@@ -134,7 +134,7 @@ def options_of(name, **values):
 
 def reviewing(server, clients):
     roles = jnp.isin(jnp.arange(SIZES.clients), jnp.asarray(clients))
-    return server._replace(steps=(server.steps[0], roles, *server.steps[2:]))
+    return server._replace(rules=(server.rules[0], roles, *server.rules[2:]))
 
 
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
@@ -408,7 +408,7 @@ def test_every_part_of_the_synthesis_counts(changed):
 @pytest.mark.long
 def test_images_are_made_once_a_task_and_none_after_the_last():
     rounds = history(made("target", **SMALL))  # two rounds in each of two tasks
-    images = [server.steps[1] for server in rounds]
+    images = [server.rules[1] for server in rounds]
     assert not images[0].any() and images[1].any()
     same(images[2], images[1])
     same(images[3], images[1])
@@ -424,7 +424,7 @@ def test_a_client_learns_its_rows_and_distils_on_synthetic_images():
     server = began(method, server, NEW, HEADS[1])
     one = SURROGATE[:1].repeat(12, 0)
     even = (one // 2 + one[:, :, ::-1] // 2).astype(jnp.uint8)  # mirrored it is itself
-    server = server._replace(steps=(server.steps[0], even))
+    server = server._replace(rules=(server.rules[0], even))
     batch, mask = batch_of(NEW), jnp.ones(4, bool)
     learn = lambda head, task: cross_entropy(
         logits(head, batch_of(task).image), batch_of(task).label, task.current, mask

@@ -80,15 +80,17 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
         plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats")
     )
     narrow = method_of(sigma=1e-6, **OFF)
-    expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].part
-    found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].part
+    expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].trainable
+    found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].trainable
     close(means(found), expected)
 
 
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
     method = method_of(sigma=0.5, **OFF)
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
-    one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].part for i in (0, 1))
+    one, other = (
+        train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1)
+    )
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
     run = run_of()
     inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
@@ -109,7 +111,7 @@ def test_the_loss_of_several_draws_is_their_mean():
         return np.asarray(
             train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[
                 1
-            ].part.classifier.mean.kernel
+            ].trainable.classifier.mean.kernel
         )
 
     spread = {n: np.var([step(n, seed) for seed in range(20)], axis=0).mean() for n in (1, 4)}
@@ -194,7 +196,7 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
     assert early[0].task == -1 and not early[0].known.any()
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)
     assert late[0].task == 0 and (late[0].known == TASKS[0].seen).all()
-    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].part
+    part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].trainable
     close(late[0].adapter, part.adapter)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
     close(next_[0].adapter, late[0].adapter, atol=0)
@@ -206,7 +208,7 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
 def two_clients(method, server):
     """Clients of seven rows and of three: their parts after training, and what they send."""
     rows = ([rows_of([0, 1, 2, 0]), rows_of([1, 2, 0], seed=2)], [rows_of([2, 1, 1], seed=3)])
-    parts = [train(method, server, TASKS[0], mine, id_=i)[1].part for i, mine in enumerate(rows)]
+    parts = [train(method, server, TASKS[0], mine, id_=i)[1].trainable for i, mine in enumerate(rows)]
     return parts, [client_round(method, server, TASKS[0], mine, id_=i)[0] for i, mine in enumerate(rows)]
 
 

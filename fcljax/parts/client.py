@@ -7,7 +7,7 @@ trainable parameters. This file also holds the only training step of the package
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from fcljax.parts.user_code import check_arguments, check_like, check_scalar
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
 
 
+@runtime_checkable
 class LearningRateFactor(Protocol):
     """The factor on all learning rates in an epoch of round `round` out of `rounds` of a task."""
 
@@ -65,30 +66,35 @@ class ClientStep(NamedTuple):
         )
 
 
+@runtime_checkable
 class StepLoss(Protocol):
     """Returns a scalar that is added to the client's loss at every step."""
 
     def __call__(self, step: ClientStep, memory: Any, /) -> Array | float: ...
 
 
+@runtime_checkable
 class StepMemory(Protocol):
     """Returns the memory after a batch."""
 
     def __call__(self, step: ClientStep, memory: Any, /) -> Any: ...
 
 
+@runtime_checkable
 class RoundStart(Protocol):
     """Returns a rule's memory for the round from the state that the client kept."""
 
     def __call__(self, context: ClientContext, state: Any, key: PRNGKeyArray, /) -> Any: ...
 
 
+@runtime_checkable
 class RoundEnd(Protocol):
     """Returns the state that the client keeps until its next round."""
 
     def __call__(self, context: ClientContext, memory: Any, trainable: Params, state: Any, /) -> Any: ...
 
 
+@runtime_checkable
 class Project(Protocol):
     """Returns the trainable parameters after a step, moved to where the rule allows them to be."""
 

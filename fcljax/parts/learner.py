@@ -5,7 +5,7 @@ Adapters and classifiers know networks and tasks, nothing of federation. Both ke
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
@@ -17,18 +17,21 @@ Logits: TypeAlias = Float[Array, "batch classes"]
 Feature: TypeAlias = Float[Array, "batch width"]
 
 
+@runtime_checkable
 class Select(Protocol):
     """Selects the parameters that train in a task and travel."""
 
     def __call__(self, params: Any, task: Task, /) -> Any: ...
 
 
+@runtime_checkable
 class Merge(Protocol):
     """Returns the parameters of all tasks with those that trained in this task in their place."""
 
     def __call__(self, params: Any, task: Task, trainable: Any, /) -> Any: ...
 
 
+@runtime_checkable
 class Inject(Protocol):
     """Returns what enters the frozen network's blocks (a `models.vit.Injection`), pure in the query.
 
@@ -41,7 +44,7 @@ class Inject(Protocol):
         self,
         cached: Any,
         trainable: Any,
-        query: Feature,
+        query: Any,
         task: Task,
         train: bool,
         mask: Bool[Array, " batch"],
@@ -49,10 +52,11 @@ class Inject(Protocol):
     ) -> Any: ...
 
 
+@runtime_checkable
 class Prompt(Protocol):
     """Returns the prompts that `inject` would insert for a query, [batch, ...]."""
 
-    def __call__(self, cached: Any, trainable: Any, query: Feature, task: Task, /) -> Array: ...
+    def __call__(self, cached: Any, trainable: Any, query: Any, task: Task, /) -> Array: ...
 
 
 class Mixture(NamedTuple):
@@ -124,6 +128,7 @@ class Adapter(NamedTuple):
         return self.inject is None and self.network is None
 
 
+@runtime_checkable
 class ClassifierLogits(Protocol):
     """Returns the logits of all classes, [batch, classes]; the caller masks those that do not compete."""
 
@@ -182,6 +187,7 @@ class Sampling(NamedTuple):
     """Draws of a second evaluation by mean probabilities; 0: none."""
 
 
+@runtime_checkable
 class Forward(Protocol):
     """The forward pass; `cached` may be the parameters of all tasks."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
@@ -48,6 +48,7 @@ class ServerUpdate(NamedTuple):
     metrics: Metrics = {}
 
 
+@runtime_checkable
 class Update(Protocol):
     """Returns the parameters and the rule's state after a round. `params` hold the merged upload."""
 
