@@ -17,9 +17,9 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 def table(options: type) -> str:
     """The options of a dataclass and of those that it inherits from, as Markdown."""
-    texts = help_of(options)
+    texts = {name: text.replace("|", chr(92) + "|") for name, text in help_of(options).items()}
     rows = [
-        f"| `{flag(field.name)}` | {_shown(field)} | {texts.get(field.name, '').replace('|', chr(92) + '|')} |"
+        f"| `{flag(field.name)}` | {_shown(field)} | {texts.get(field.name, '')} |"
         for field in dataclasses.fields(options)
     ]
     return "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
