@@ -162,7 +162,8 @@ def _with_padding(method: Method) -> Method:
     """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
 
     def filled(batch: Batch) -> Batch:
-        assert batch.query is not None
+        if batch.query is None:  # of other data
+            return batch
         pixel, label, *_ = jnp.max(batch.query, axis=0)
         image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
         return batch._replace(
