@@ -25,9 +25,7 @@ MARK = re.compile(r"<!-- options: ([\w.]+)\.(\w+) -->")
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Called by MkDocs for every page, before its Markdown is rendered."""
-    with_tables = MARK.sub(
-        lambda found: table(getattr(importlib.import_module(found[1]), found[2])), markdown
-    )
+    return CODE_LINK.sub(_api_link, MARK.sub(_options, markdown))
 
 
 def _options(found: re.Match) -> str:
