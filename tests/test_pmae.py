@@ -19,7 +19,7 @@ from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.federated.server_replay import make_replayer, replay
 from fcljax.methods import pmae
-from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, plan
+from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, restore_plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -208,12 +208,12 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
     model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
-    term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
+    rule = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
         part = Params((), (), {NAME: prompt})
         context = pmae.ClientContext(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.ClientStep(context, part, None, batch, KEY, part), ())
+        return rule.loss(pmae.ClientStep(model, context, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -281,7 +281,8 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
         more = Restore(
             jnp.array(row, jnp.float32)[:, None, None], jnp.zeros((count, 2), jnp.int32), jnp.array(row) >= 0
         )
-        state = draw_examples(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
+        batch = pmae.Batch(jnp.zeros((count, 2, 2, 3)), label, more.present, jnp.array(row))
+        state = draw_examples(state, tasks, more, jnp.array(lot), batch)
     return in_order(state)
 
 
@@ -356,14 +357,14 @@ def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     method = method_of("pmae", **VALUES)
     server, states = begin(method)
     engine = engine_of(method)
-    both = play(engine, server, states, rounds=1)[0][0].steps[0]
-    later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].steps[0]
+    both = play(engine, server, states, rounds=1)[0][0].rules[0]
+    later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].rules[0]
     assert both.restore.present.shape == later.restore.present.shape
     from fcljax.federated.engine import RoundInputs, run_round
 
     inputs = RoundInputs(FROZEN, DATA, DEALS[0], np.array([0]), TASKS[0], 1, jax.random.key(3))
     after, _, _ = run_round(engine, both_server(engine, server, states), states, inputs)
-    pool = after.steps[0].restore
+    pool = after.rules[0].restore
     same(pool.latent[2], both.restore.latent[2])
     assert np.abs(np.asarray(pool.latent[0] - both.restore.latent[0])).max() > 0
 
@@ -384,16 +385,16 @@ def both_server(engine, server, states):
 )
 def test_whose_images_are_restored(task, last, values, expected):
     """Oracle 8: all tasks in the last round of one, else its own."""
-    assert list(plan(options_of(**values), task, last)) == expected
+    assert list(restore_plan(options_of(**values), task, last)) == expected
 
 
 def test_the_release_restores_tasks_10_to_19_with_the_prompt_of_task_1_too():
     """Oracle 9 and the sizes of oracle 10: 400 images of each task."""
     loose, exact = options_of(exact_task_match=False), options_of(exact_task_match=True)
-    of = lambda options, task, prompt: [s for s, p in plan(options, task, True) if p == prompt]
+    of = lambda options, task, prompt: [s for s, p in restore_plan(options, task, True) if p == prompt]
     assert of(loose, 12, 1) == [1, 10, 11, 12] and of(loose, 12, 2) == [2] and of(loose, 12, 0) == [0]
     assert of(exact, 12, 1) == [1]
-    sizes = {t: 400 * len(plan(loose, t, True)) for t in (9, 10, 19)}
+    sizes = {t: 400 * len(restore_plan(loose, t, True)) for t in (9, 10, 19)}
     assert sizes == {9: 4000, 10: 4800, 19: 12000}
     assert [-(-size // 128) for size in (400, 4800, 12000)] == [4, 38, 94]
     assert options_of(fidelity="released").exact_task_match is False
