@@ -1,35 +1,31 @@
 """What MkDocs does to the pages of the site.
 
-- `<!-- options: MODULE.CLASS -->` becomes a table of that dataclass, read from the code.
+- `<!-- options: MODULE.CLASS of METHOD -->` becomes a table of that dataclass, read from the code.
 - Links to lines of the code (`links.py` writes them) become links to the API pages.
 - Formulas become MathML, which browsers draw by themselves: the site ships no scripts or fonts for them.
 """
 
-import ast
 import dataclasses
 import functools
 import html
 import importlib
-import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 from latex2mathml.converter import convert
 
-from fcljax.options import flag
+from fcljax import config
+from fcljax.options import flag, help_of
 
 CODE_LINK = re.compile(r"\[`(fcljax(?:\.\w+)+)`\]\([./]*fcljax/[^)]*\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-MARK = re.compile(r"<!-- options: ([\w.]+)\.(\w+) -->")
+OPTIONS = re.compile(r"<!-- options: ([\w.]+)\.(\w+)(?: of ([\w-]+))? -->")
 
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Called by MkDocs for every page, before its Markdown is rendered."""
-    return CODE_LINK.sub(_api_link, MARK.sub(_options, markdown))
-
-
-def _options(found: re.Match) -> str:
-    return table(getattr(importlib.import_module(found[1]), found[2]))
+    return CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown))
 
 
 def on_page_content(page: str, **_) -> str:
@@ -38,13 +34,17 @@ def on_page_content(page: str, **_) -> str:
 
 
 def _mathml(found: re.Match) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    return convert(html.unescape(found[2]), display=display)
+    return mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+
+
+def mathml(formula: str, display: str) -> str:
+    """A LaTeX formula as MathML; "block" or "inline"."""
+    return convert(formula, display=display)
 
 
 def _api_link(found: re.Match) -> str:
     """A cross-reference if an API page documents the name, else the name alone."""
-    documented = any(found[1].startswith(module) for module in api_modules())
+    documented = any(found[1] == name or found[1].startswith(f"{name}.") for name in api_modules())
     return f"[`{found[1]}`][{found[1]}]" if documented else f"`{found[1]}`"
 
 
@@ -56,31 +56,29 @@ def api_modules() -> tuple[str, ...]:
     return tuple(re.findall(r"^::: (\S+)$", "\n".join(texts), re.MULTILINE))
 
 
-def table(options: type) -> str:
-    """The options of a dataclass and of those that it inherits from, as Markdown."""
-    told = {name: text for base in reversed(options.__mro__) for name, text in comments(base).items()}
+def _options(found: re.Match) -> str:
+    kind = getattr(importlib.import_module(found[1]), found[2])
+    return table(kind, config.preset(found[3]) if found[3] else kind())
+
+
+def table(options: type, values: Any) -> str:
+    """The options of a dataclass and of those that it derives from, as Markdown.
+
+    Args:
+      options: the dataclass.
+      values: has the value of every field that runs without further options.
+    """
+    texts = help_of(options)
     rows = [
-        f"| `{flag(field.name)}` | {_shown(field)} | {told.get(field.name, '').replace('|', chr(92) + '|')} |"
+        f"| `{flag(field.name)}` | {_shown(field, getattr(values, field.name))} | {_cell(texts[field.name])} |"
         for field in dataclasses.fields(options)
     ]
     return "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
 
 
-def comments(options: type) -> dict[str, str]:
-    """The comment beside or above each field of a class, which is also what --help shows."""
-    if not dataclasses.is_dataclass(options):
-        return {}
-    lines = inspect.getsource(options).splitlines()
-    body = ast.parse("\n".join(lines)).body[0].body
-    found = {}
-    for node in (node for node in body if isinstance(node, ast.AnnAssign)):
-        beside = re.search(r"#\s*(.*)$", lines[node.end_lineno - 1][node.end_col_offset :])
-        above = []
-        while (line := lines[node.lineno - 2 - len(above)].strip()).startswith("#"):
-            above.insert(0, line.lstrip("# "))
-        found[node.target.id] = beside[1] if beside else " ".join(above)
-    return found
+def _shown(field: dataclasses.Field, value: Any) -> str:
+    return field.metadata["unset"] if value is None else f"`{value}`"
 
 
-def _shown(field: dataclasses.Field) -> str:
-    return "" if field.default is None else f"`{field.default}`"
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")

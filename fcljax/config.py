@@ -236,8 +236,8 @@ def partitioned(config: Run, usual: Run) -> Run:
             f"alpha: it is the concentration of Dirichlet partitions, and partition is {config.partition!r}; "
             f"nearest: --classes-per-client {max(1, round(config.alpha))}"
         )
-    if config.pool is not None and config.category_ratio != usual.category_ratio:
-        raise InputError(f"category_ratio: nothing reads it where pool is {config.pool!r}")
+    if config.task_pool is not None and config.category_ratio != usual.category_ratio:
+        raise InputError(f"category_ratio: nothing reads it where task_pool is {config.task_pool!r}")
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     if config.population not in (fixed, usual.population, "static"):
         raise InputError(

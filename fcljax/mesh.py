@@ -60,7 +60,7 @@ def put_rows(array: np.ndarray, rows: np.ndarray, mesh: Mesh, spec: PartitionSpe
     its devices get."""
     shape = (len(rows), *array.shape[1:])
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: Any) -> np.ndarray:
         return np.asarray(array[rows[index[0]]])
 
     return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)

@@ -250,15 +250,15 @@ def _private(
 ) -> Assignment:
     """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
     label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
-    if options.pool is None:
+    if options.task_pool is None:
         tasks = make_tasks(classes, options.tasks)
         shared = [np.flatnonzero(task.current) for task in tasks]
         share = options.category_ratio or 0.5
         streams = shared_streams(label[used], shared, options.clients, share, rng)
     else:
         names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
-        size = options.pool_classes
-        pool = pool_of(options.pool, names, sources[order], size, options.pool_most)
+        size = options.task_pool_classes
+        pool = pool_of(options.task_pool, names, sources[order], size, options.task_pool_limit)
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
         of_tasks = zip(*(stream.classes for stream in streams), strict=True)
         tasks = tasks_of([np.unique(np.concatenate(each)) for each in of_tasks], classes)
@@ -331,10 +331,10 @@ def _reported(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
 def _split(labels: np.ndarray, options: PartitionConfig, rng: np.random.RandomState) -> list[np.ndarray]:
     match options.partition:
         case "iid":
-            return iid(labels, options.clients, rng, options.min_rows)
+            return iid(labels, options.clients, rng, options.min_examples)
         case "quantity":
             return quantity(labels, options.clients, options.classes_per_client, rng)
         case "shards":
             return shards(labels, options.clients, options.classes_per_client, rng)
         case _:
-            return dirichlet(labels, options.clients, options.alpha, rng, options.min_rows)
+            return dirichlet(labels, options.clients, options.alpha, rng, options.min_examples)

@@ -128,7 +128,7 @@ class PartitionConfig(SplitConfig):
     """Classes of a task that a client holds (quantity), or shards of 1/100 of its examples (shards)."""
     alpha: float = option(0.5, positive=True)
     """Dirichlet concentration of dirichlet and task_dirichlet; smaller values are less even."""
-    min_rows: int = option(10, least=0)
+    min_examples: int = option(10, least=0)
     """Fewest examples of a client, per task with task_dirichlet; partitions with fewer are drawn again."""
     population: Literal["static", "redrawn", "independent"] = "static"
     """Whether clients keep their examples, all examples are assigned anew in every round, or each client's
@@ -143,12 +143,12 @@ class PartitionConfig(SplitConfig):
     """Examples of a sampled client's last class over those of its first class."""
     long_tail: Literal["applied", "reported"] = option("applied", only=("partition", "sampled"))
     """Whether sampled clients have uneven classes, or only report that they have."""
-    pool: TaskPool | None = option(None, only=("partition", "private"), unset="the same tasks for all")
+    task_pool: TaskPool | None = option(None, only=("partition", "private"), unset="the same tasks for all")
     """Tasks that private streams draw from: neighbours in the class order (order), CIFAR-100's superclasses,
     or neighbours within one data set of a mixture (sources)."""
-    pool_classes: int = option(5, least=1, only=("pool", "order", "superclasses", "sources"))
+    task_pool_classes: int = option(5, least=1, only=("task_pool", "order", "superclasses", "sources"))
     """Classes of a task in the pool of private streams."""
-    pool_most: int | None = option(None, least=1, only=("pool", "sources"), unset="all that fit")
+    task_pool_limit: int | None = option(None, least=1, only=("task_pool", "sources"), unset="all that fit")
     """Largest number of tasks of one source in the pool of private streams."""
     train_share: float = option(1.0, positive=True, most=1.0)
     """Share of each class's training examples that is used."""

@@ -27,7 +27,7 @@ VARIANTS = {
     "lora, one pair": LORA | dict(lora_pairs="one"),
     "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
     "vpt": dict(adapter="vpt", vpt_length=2, vpt_blocks=2),
-    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": DUAL,
     "dualprompt, all of them sent": DUAL | dict(dual_upload="all"),
     "coda": CODA,

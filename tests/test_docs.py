@@ -64,13 +64,14 @@ def test_tables_of_options_have_each_field_with_its_comment():
     spec.loader.exec_module(hooks)
     out = hooks.on_page_markdown("a\n<!-- options: fcljax.methods.fppl.FPPLOptions -->\nb")
     assert out.startswith("a\n| option |") and out.endswith("|\nb")
-    assert "| `--temperature` | `0.2` | tau of the unified-representation loss |" in out
+    assert "| `--temperature` | `0.2` | Temperature tau of the unified-representation loss. |" in out
     for method, entry in METHODS.items():
-        rows = hooks.table(entry.options).splitlines()[2:]
-        assert len(rows) == len(dataclasses.fields(entry.options))
+        options = find_method(method).options(entry.adapter)
+        rows = hooks.table(options).splitlines()[2:]
+        assert len(rows) == len(dataclasses.fields(options))
         assert all(not row.endswith("|  |") for row in rows), method
-    told = hooks.comments(config.RunConfig)
-    assert told["fidelity"].startswith("which reading") and "epsilon for this delta" in told["dp_delta"]
+    rows = hooks.table(config.RunConfig)
+    assert "| `--clip-norm` | no clipping | L2 norm" in rows
 
 
 def test_files_that_are_read_beside_the_site_too_have_no_relative_links():

@@ -131,7 +131,10 @@ def test_pieces_that_are_alike_are_counted_once():
             "partition: 'sampled' clients are drawn from all.*nearest: 'task_dirichlet'",
         ),
         ({"population": "redrawn"}, "population: 'redrawn' assigns all examples anew.*nearest: 'static'"),
-        ({"partition": "private", "pool": "order"}, "pool: 'order' makes the tasks from the examples of all"),
+        (
+            {"partition": "private", "task_pool": "order"},
+            "task_pool: 'order' makes the tasks from the examples of all",
+        ),
         ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: None"),
         ({"method": "ewc"}, "method: 'ewc' given; name one method"),
     ],

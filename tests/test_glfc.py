@@ -494,7 +494,7 @@ def test_released_values_are_those_of_the_release():
     assert (found.memory_size, found.entropy_rise, found.entropy_unit) == (2000, 1.2, "nats")
     assert (found.match_steps, found.monitor_images, found.reset_best) == (5000, 20, "never")
     assert find_method("lga").presets["released"].options.reset_best == "second"
-    assert found.rate_schedule == "released" and found.memory_repeats
+    assert found.lr_schedule == "released" and found.memory_repeats
 
 
 def test_a_run_that_does_not_know_the_rows_is_refused():

@@ -185,7 +185,7 @@ SOURCES = {
         wo_fusion=False,
     ),
     "pilora": dict(
-        pl_weight=1e-3,
+        prototype_weight=1e-3,
         hardness=1.0,
         reweight_temperature=0.2,
         prototype_init=0.1,
@@ -324,7 +324,7 @@ SOURCES = {
         memory_size=200,
         memory_repeats=False,
         entropy_unit="share",
-        rate_schedule="constant",
+        lr_schedule="constant",
         reset_best="arrival",
         monitor_images=4,
         gradient_side=32,

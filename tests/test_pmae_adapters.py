@@ -126,7 +126,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
     np.testing.assert_allclose(l2p.pull(key, query, chosen, jnp.ones(2, bool)), 1.0, atol=1e-6)
     one = l2p.pull(key, query.at[1].set(jnp.nan), chosen, jnp.array([True, False]))
     np.testing.assert_allclose(one, 1.0, atol=1e-6)
-    adapter = adapter_of("l2p", l2p_size=5, l2p_chosen=5, l2p_length=1)
+    adapter = adapter_of("l2p", l2p_size=5, l2p_top_k=5, l2p_length=1)
     part = l2p.KeyedPrompts(jnp.zeros((5, 1, WIDTH)), key[:5])
     np.testing.assert_allclose(adapter.loss(part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
     # keys are all that the term moves, towards the queries
@@ -138,7 +138,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
 
 
 def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
-    adapter = adapter_of("l2p", l2p_size=4, l2p_chosen=2, l2p_length=3)
+    adapter = adapter_of("l2p", l2p_size=4, l2p_top_k=2, l2p_length=3)
     part = adapter.init(KEY, None)
     tokens = adapter.inject((), part, QUERY, OLD, True, EVERY).tokens
     assert tokens.shape == (4, 6, WIDTH)
@@ -147,7 +147,7 @@ def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
     np.testing.assert_allclose(found, tokens.mean(1), atol=1e-6)
     with pytest.raises(InputError, match="l2p: the network gives back no injected tokens"):
         adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}))
-    with pytest.raises(InputError, match="l2p_chosen: 5 of a pool of 4; nearest: 4"):
+    with pytest.raises(InputError, match="l2p_top_k: 5 of a pool of 4; nearest: 4"):
         adapter_of("l2p", l2p_size=4)
 
 
@@ -324,7 +324,7 @@ def test_first_classifiers_are_those_of_the_releases():
 
 
 SMALL = {
-    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": DUAL,
     "coda-prompt": CODA,
 }
@@ -333,7 +333,7 @@ SMALL = {
 @pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
-    pull = {"l2p": "l2p_pull", "dualprompt": "dual_pull"}[name]
+    pull = {"l2p": "l2p_key_weight", "dualprompt": "dual_key_weight"}[name]
     plain = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name])).params
     without = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name] | {pull: 0.0})).params
     first = compiled(method_of(name, network=FORMULA, **SMALL[name]).init)(KEY, SCALE).params

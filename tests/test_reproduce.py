@@ -230,7 +230,7 @@ def test_mini_keeps_the_design_and_what_a_row_sets():
         for field in dataclasses.fields(full)
         if getattr(full, field.name) != getattr(small, field.name)
     }
-    known = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "pool"}
+    known = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "task_pool"}
     assert changed <= known and all(
         name in mini.__doc__ for name in ("classes_per_client", "surrogate", "exemplars")
     )
@@ -269,7 +269,7 @@ def test_mini_has_the_packaged_network_in_place_of_convolutional_ones():
     rates = [(runs[name].lr, runs[name].full_lr) for name in ("vfcl", "glfc")]
     assert rates == [pytest.approx((0.05, 0.003)), pytest.approx((0.03, 3e-4))]
     assert [runs[name].optimiser for name in ("vfcl", "glfc")] == ["sgd", "adam"]
-    assert (runs["vfcl"].pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
+    assert (runs["vfcl"].task_pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
 
 
 @pytest.mark.parametrize("system", FACTORS)

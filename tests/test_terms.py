@@ -45,7 +45,7 @@ OWN = {
     "pool": dict(pool_size=3, pool_length=2, pool_blocks=2),
     "linear": {},
     "vpt": dict(vpt_length=2, vpt_blocks=2),
-    "l2p": dict(l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": dict(dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1),
     "coda": dict(coda_components=4, coda_length=2, coda_blocks=2),
 }

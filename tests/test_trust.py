@@ -367,7 +367,7 @@ def test_images_that_were_touched_are_compared_with_their_checksum(shelf, tmp_pa
 
 
 def test_rot_that_leaves_size_and_time_is_found_by_verify(shelf, tmp_path, capsys):
-    options = ["--tasks", "2", "--clients", "1", "--min-rows", "0", "--data-dir", str(tmp_path / "data")]
+    options = ["--tasks", "2", "--clients", "1", "--min-examples", "0", "--data-dir", str(tmp_path / "data")]
     show = lambda *more: cli.main(["data", "show", f"folder:{tmp_path / 'raw'}", *options, *more])
     assert show("--out", str(tmp_path / "first")) == 0
     file = images_file(tmp_path)

@@ -287,8 +287,8 @@ def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_ha
 @pytest.mark.long
 def test_a_run_on_private_streams_evaluates_every_client_as_itself_and_goes_on_after_a_stop(tmp_path):
     """[task learned][client][task], with the task untold and told; a summary of a resumed run is the same."""
-    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--pool", "order"]
-    options += ["--pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
+    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--task-pool", "order"]
+    options += ["--task-pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
     out = tmp_path / "run"
     assert cli.main(["run", "vfcl", *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())

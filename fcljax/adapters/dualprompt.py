@@ -34,7 +34,7 @@ class DualPromptOptions:
     """Number of blocks with shared prefixes, the first ones."""
     dual_blocks: int = 3
     """Number of blocks with a task's prefixes, after those with shared ones."""
-    dual_pull: float = 0.1
+    dual_key_weight: float = 0.1
     """Weight of the cosine similarity of the task's key and the query."""
     dual_batchwise: bool = True
     """Whether the images of a batch share their choice in evaluation."""
@@ -141,7 +141,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
 
     def loss(trainable: DualPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         first = jnp.zeros((len(query), 1), jnp.int32)
-        return -options.dual_pull * pull(slots.counted(trainable, task).key[None], query, first, mask)
+        return -options.dual_key_weight * pull(slots.counted(trainable, task).key[None], query, first, mask)
 
     return Adapter(
         init,

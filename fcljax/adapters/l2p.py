@@ -29,9 +29,9 @@ class L2POptions:
     """Prompts in the pool."""
     l2p_length: int = 5
     """Tokens of a prompt."""
-    l2p_chosen: int = 5
+    l2p_top_k: int = 5
     """Prompts that are chosen for an image."""
-    l2p_pull: float = 0.1
+    l2p_key_weight: float = 0.1
     """Weight of the cosine similarity of the chosen keys and the query."""
     l2p_batchwise: bool = True
     """Whether the images of a batch share their choice."""
@@ -56,9 +56,9 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
       InputError: for a choice of more prompts than there are.
     """
     del sizes
-    if options.l2p_chosen > options.l2p_size:
+    if options.l2p_top_k > options.l2p_size:
         raise InputError(
-            f"l2p_chosen: {options.l2p_chosen} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
+            f"l2p_top_k: {options.l2p_top_k} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
         )
 
     def init(key: PRNGKeyArray, frozen) -> KeyedPrompts:
@@ -69,7 +69,7 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
         return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
 
     def chosen(trainable: KeyedPrompts, query: Array, mask: Array) -> Int[Array, "batch chosen"]:
-        return choose(cosine(query, trainable.key), mask, options.l2p_chosen, options.l2p_batchwise)
+        return choose(cosine(query, trainable.key), mask, options.l2p_top_k, options.l2p_batchwise)
 
     def tokens(trainable: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
         return trainable.prompt[chosen(trainable, query, mask)].reshape(len(query), -1, network.width)
@@ -88,7 +88,7 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
 
     def loss(trainable: KeyedPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del task
-        return -options.l2p_pull * pull(trainable.key, query, chosen(trainable, query, mask), mask)
+        return -options.l2p_key_weight * pull(trainable.key, query, chosen(trainable, query, mask), mask)
 
     return Adapter(
         init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, truncated=True, queries=True

@@ -72,9 +72,10 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.pool is not None:
+    if settings.task_pool is not None:
         raise InputError(
-            f"pool: {settings.pool!r} makes the tasks from the examples of all clients, which no server has; "
+            f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
+            "server has; "
             f"nearest: None"
         )
     simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}

@@ -49,7 +49,7 @@ class PiloraOptions:
     """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on
     TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
 
-    pl_weight: float = 0.001
+    prototype_weight: float = 0.001
     """Weight lambda of the prototype loss (eq. 10)."""
     hardness: float = option(1.0, positive=True)
     """Factor delta on the distances in the softmax."""
@@ -118,7 +118,7 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
         run,
         learner(run.network, run.adapter, classifier, _prototypes_first),
         loss=distance_cross_entropy(options.negatives, options.hardness),
-        client_rules=(prototype_loss(options.pl_weight), *on_lora),
+        client_rules=(prototype_loss(options.prototype_weight), *on_lora),
         server_rules=(merging, head_tune(run)) if options.headtune else (merging,),
         learning_rate=functools.partial(learning_rate_factor, options.schedule),
         predicts=options.predict_classes,

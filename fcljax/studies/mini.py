@@ -162,10 +162,10 @@ def _data(settings: RunConfig) -> dict[str, Any]:
         labels = CLASSES.get(settings.dataset, GLYPHS) / settings.tasks
         now = GLYPHS / min(settings.tasks, TASKS)
         small["classes_per_client"] = max(1, round(settings.classes_per_client * now / labels))
-    if settings.pool == "sources":
+    if settings.task_pool == "sources":
         small["dataset"] = "mix:digits+glyphs"
-    if settings.pool == "superclasses":
-        small["pool"] = "order"
+    if settings.task_pool == "superclasses":
+        small["task_pool"] = "order"
     return small
 
 

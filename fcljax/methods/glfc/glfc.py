@@ -83,7 +83,7 @@ class GLFCOptions(ProxyOptions):
     """Rise of the mean entropy of a client's examples at which it takes its task as new."""
     entropy_unit: Literal["share", "nats"] = "share"
     """Unit of that rise: nats, or the entropy of a uniform guess among the seen classes."""
-    rate_schedule: Schedule = "constant"
+    lr_schedule: Schedule = "constant"
     """Learning-rate schedule over a task: constant, divided by 5 after 1/2, 3/4 and 9/10 of its epochs
     (steps), or the same but for the round of each step alone (released)."""
 
@@ -96,13 +96,13 @@ _RELEASED = GLFCOptions(
     memory_repeats=True,
     entropy_rise=1.2,
     entropy_unit="nats",
-    rate_schedule="released",
+    lr_schedule="released",
     match_steps=5000,
     match_start="normal",
     monitor_images=20,
     reset_best="never",
 )
-_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, rate_schedule="steps", reset_best="arrival")
+_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, lr_schedule="steps", reset_best="arrival")
 PRESETS = {
     "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
     "paper": Preset(_PAPER, _RUN, _ADAPTERS),
@@ -160,7 +160,7 @@ def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
     """The learning rate over the epochs of a task (B8)."""
 
     def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
-        return rate_factor(options.rate_schedule, run.training.epochs, round, rounds, epoch)
+        return rate_factor(options.lr_schedule, run.training.epochs, round, rounds, epoch)
 
     return factor
 
