@@ -1,7 +1,8 @@
 """What MkDocs does to the pages of the site.
 
 - `<!-- options: MODULE.CLASS of METHOD -->` becomes a table of that dataclass, read from the code.
-- Links to lines of the code (`links.py` writes them) become links to the API pages.
+- Links to lines of the code (`links.py` writes them) become links to the API pages; links to files, which
+  are not on the site, become plain text.
 - Formulas become MathML, which browsers draw by themselves: the site ships no scripts or fonts for them.
 """
 
@@ -19,13 +20,14 @@ from fcljax import config
 from fcljax.options import flag, help_of
 
 CODE_LINK = re.compile(r"\[`(fcljax(?:\.\w+)+)`\]\([./]*fcljax/[^)]*\)")
+PATH_LINK = re.compile(r"\[(`(?:fcljax|experiments|tests)/[^`]*`)\]\([^)]*\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: ([\w.]+)\.(\w+)(?: of ([\w-]+))? -->")
 
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Called by MkDocs for every page, before its Markdown is rendered."""
-    return CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown))
+    return PATH_LINK.sub(r"\1", CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown)))
 
 
 def on_page_content(page: str, **_) -> str:
@@ -70,13 +72,14 @@ def table(options: type, values: Any) -> str:
     """
     texts = help_of(options)
     rows = [
-        f"| `{flag(field.name)}` | {_shown(field, getattr(values, field.name))} | {_cell(texts[field.name])} |"
+        f"| `{flag(field.name)}` | {_shown(field, values)} | {_cell(texts[field.name])} |"
         for field in dataclasses.fields(options)
     ]
     return "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
 
 
-def _shown(field: dataclasses.Field, value: Any) -> str:
+def _shown(field: dataclasses.Field, values: Any) -> str:
+    value = getattr(values, field.name)
     return field.metadata["unset"] if value is None else f"`{value}`"
 
 
