@@ -329,7 +329,11 @@ def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of
     round_context = RoundContext.on_host(frozen, jax.tree.map(jnp.asarray, make_tasks(4, 2)[0]), 0, True)
     cast = method.broadcast(round_context, server)
     context = ClientContext(
-        frozen, cast.payload, cast.held, round_context.task, jax.tree.map(jnp.asarray, ClientInfo.example(4))
+        frozen,
+        cast.payload,
+        cast.cached,
+        round_context.task,
+        jax.tree.map(jnp.asarray, ClientInfo.example(4)),
     )
     image, mask = random(4, *network.image), jnp.array([True, True, True, False])
     batch = Batch(image, jnp.array([0, 1, 1, 0]), mask, jnp.arange(4))
@@ -338,6 +342,6 @@ def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of
     after, _ = program.phases[0].step(context, local, batch, jax.random.key(4))
     _, expected = network.apply(frozen.network, image, None, True, mask)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
-    jax.tree.map(same, after.part.stats, expected.stats)
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.part.adapter, frozen.network.weights)
+    jax.tree.map(same, after.trainable.stats, expected.stats)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.trainable.adapter, frozen.network.weights)
     assert all(jax.tree.leaves(moved))
