@@ -33,7 +33,9 @@ def ranpac(options: RanPACOptions, run: Run) -> Method:
         return ServerUpdate(params._replace(classifier=weights), (gram, cross))
 
     empty = [jnp.zeros((options.width, n)) for n in (options.width, run.sizes.classes)]
-    head = Classifier(lambda key: empty[1], lambda cached, trainable, feature, task: project(feature) @ trainable)
+    head = Classifier(
+        lambda key: empty[1], lambda cached, trainable, feature, task: project(feature) @ trainable
+    )
     gram = Report("gram", lambda context: tuple(empty), add, merge="sum")
     rule = ServerRule("ridge", solve, lambda *params: tuple(empty), reports=(gram,), when="task_start")
     return federate(run, learner(run.network, run.adapter, head), server_rules=(rule,))
