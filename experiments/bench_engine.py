@@ -211,7 +211,7 @@ def lanes() -> None:
     backbone = load_backbone("vit_micro", None, None)
     settings = config.from_mapping("fppl", {"epochs": 1, "batch_size": 32, "clients": 16}, "bench")
     sizes = Sizes(CLASSES, 1, CLASSES, 16)
-    method = make_method("fppl", config.resolve("fppl", settings), sizes, network_of(backbone))
+    method = make_method(config.resolve(settings), sizes, network_of(backbone))
     label, partition = skewed(1600, 16, 5.0)
     data = (jax.random.normal(KEY, (len(label), 32, 32, 3)), jnp.asarray(label, jnp.int32))
     emit_modes("fppl on vit_micro", method, partition, data, frozen_of(backbone), repeats=2)

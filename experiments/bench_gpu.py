@@ -150,7 +150,7 @@ def training_row(line: Found, ceiling: dict[str, Found]) -> str:
     start = f"| {line['training']} | {line['mode']} | {line['lanes']} |"
     if "failed" in line:
         return f"{start} {line['failed']} | | | | |"
-    memory = "not told" if line["peak_gib"] is None else f"{line['peak_gib']:.2f}"
+    memory = "unknown" if line["peak_gib"] is None else f"{line['peak_gib']:.2f}"
     share = share_of(line, ceiling, CEILINGS[line["training"]])
     return f"{start} {rate(line)} | {share} | {line['compilation_s']:.1f} | {memory} |"
 

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from peers.machine import peak, processor, seconds
 
-from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.pool import PoolOptions
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.hepco.hepco import HepcoOptions, latent_distillation
@@ -85,11 +84,13 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     key."""
     sizes = Sizes(CLASSES, TASKS, CLASSES // TASKS, clients)
     network = Network(lambda key: (), lambda *_: None, width, 12, (8, 8, 3))  # pyrefly: ignore
-    adapter = ADAPTERS["pool"].build(PoolOptions(), sizes, network)
+    adapter = find_adapter("pool").build(PoolOptions(), sizes, network)
     model = learner(network, adapter, linear(width, CLASSES))
-    cfg = config.resolve("hepco", config.from_mapping("hepco", {}, "options"))
-    options, run = config.part(HepcoOptions, cfg), Run(sizes, network, adapter, Training(1, 1, 1e-3))
-    latent, task = latent_distillation(options, run), jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
+    run = Run(sizes, network, adapter, Training(1, 1, 1e-3))
+    latent, task = (
+        latent_distillation(HepcoOptions(), run),
+        jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1]),
+    )
     keys = jax.random.split(jax.random.key(0), clients + 2)
     params = model.init(keys[0], Frozen(()))
     clients_own = [noisy(model, params, task, key) for key in keys[2:]]

@@ -149,7 +149,8 @@ def prompted_work(name: str, small: bool) -> Any:
 
     from peers.prompted import Work
 
-    from fcljax.models.vit import VITS, ViTConfig
+    from fcljax.models.shapes import VITS
+    from fcljax.models.vit import ViTConfig
 
     if small:
         vit = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)

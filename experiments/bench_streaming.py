@@ -3,7 +3,7 @@
     python experiments/bench_streaming.py --images 3000 --side 256 --repeats 3
 
 One round of a linear classifier on the packaged micro ViT over images in a file that the page cache has been
-told to forget, so that every read goes to the disk, as with a data set larger than memory. Four times per
+made to forget, so that every read goes to the disk, as with a data set larger than memory. Four times per
 repetition, in this order: images resident on the device, windows without overlap, windows with overlap, and
 the reads alone. The share of the reads that overlap hides is (without - with) / reads; 1 means that they cost
 nothing, and what is missing from it is contention for cores or memory bandwidth. Results of all three runs
@@ -113,7 +113,7 @@ def make_round(split: Split):
     loaded, label = load_backbone("vit_micro", None, None), split.label
     sizes, frozen = Sizes(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
     settings = config.from_mapping("linear", {"epochs": 1, "batch_size": BATCH}, "bench")
-    method = make_method("linear", config.resolve("linear", settings), sizes, network_of(loaded))
+    method = make_method(config.resolve(settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
     rows, offset = client_indices(parts, label, task)

@@ -19,12 +19,10 @@ from fcljax.bridges import node
 from fcljax.bridges.flower import client_app, server_app
 from fcljax.commands import running
 from fcljax.config import RunConfig
-from fcljax.federated.engine import init_clients
-from fcljax.runs import loop
 from fcljax.runs.build import build
-from fcljax.runs.checkpoint import State
-from fcljax.runs.queries import with_queries
+from fcljax.runs.features import with_queries
 from fcljax.runs.records import Clock, Records
+from fcljax.runs.rounds import first_state, make_play_round
 from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.types import PyTree
 
@@ -32,21 +30,17 @@ from fcljax.types import PyTree
 BACKEND = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 1}}
 
 
-def simulated(method: str, cfg: RunConfig) -> tuple[list[PyTree], list[dict[str, int]]]:
+def simulated(settings: RunConfig) -> tuple[list[PyTree], list[dict[str, int]]]:
     """The server's state after every round of our own simulation, and the communication that is counted for
     one client in each of the method's rounds."""
-    exp, states, past = build(method, cfg), [], ()
+    states, past = [], ()
     with Clock({}) as clock:
-        exp = with_queries(exp, cfg)
-        server = loop.first_server(exp)
-        clients = init_clients(exp.method, server, cfg.clients, jax.random.fold_in(exp.key, loop.CLIENTS))
-        state = State(server, clients, jax.random.key_data(exp.key))
-        play = loop.make_play(exp, cfg, Records(), clock)
-        for t in range(len(exp.scenario.tasks)):
-            for r in range(cfg.rounds):
-                state, kept, _ = play(exp.train, state, past, t, r, r == cfg.rounds - 1)
-                past += () if kept is None else (kept,)
-                states.append(jax.device_get(state.server))
+        exp = with_queries(build(settings))
+        state, play_round = first_state(exp), make_play_round(exp, Records(), clock)
+        for step in range(len(exp.scenario.tasks) * settings.rounds):
+            state, kept, _ = play_round(exp, state, past, step)
+            past += () if kept is None else (kept,)
+            states.append(jax.device_get(state.server))
     return states, [each._asdict() for each in traffic_by_round(exp, payload_shapes(exp))]
 
 
@@ -68,8 +62,8 @@ def largest_difference(a: PyTree, b: PyTree) -> float:
 def main(method: str, arguments: list[str]) -> None:
     given = running.parse_run(method, arguments, "flower_beside_simulation.py", "")
     out = given.pop("out")
-    name, cfg = node.settings_of(method, given)
-    states, counted = simulated(name, cfg)
+    cfg = node.settings_of(method, given)
+    states, counted = simulated(cfg)
     found = flowered(method, given, cfg.clients, out)
     apart = [largest_difference(*pair) for pair in zip(states, found, strict=True)]
     print(

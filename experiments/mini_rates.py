@@ -15,9 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fcljax.commands.reproducing import read
 from fcljax.errors import choose
-from fcljax.studies import reproduce, sweeps
+from fcljax.studies import papers, reproduce, sweeps
 from fcljax.studies.grid import Planned, plan_of
 from fcljax.studies.paper_tables import value_of
 from fcljax.terminal import add_row
@@ -35,7 +34,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--experiments", default="experiments")
     parser.add_argument("--out", required=True, help="folder of the runs; goes on with one that is there")
     given = parser.parse_args(arguments)
-    made = reproduce.plan(reproduce.find(given.experiments, given.system, given.table), "mini", None, read)
+    made = reproduce.plan(papers.find(given.experiments, given.system, given.table), "mini", None)
     choices = {run.name: run for run in made.runs}
     base = choices[choose("run", given.run, choices)]
     runs = combinations(base, dict(map(values_of, given.grid)))
@@ -52,8 +51,9 @@ def values_of(text: str) -> tuple[str, list[str]]:
 def combinations(base: Planned, grid: dict[str, list[str]]) -> list[Planned]:
     """The run with each combination of values, on held-out images."""
     whole = dataclasses.asdict(base.cfg) | {"holdout": HOLDOUT}
+    method = whole.pop("method")
     rest = {name: value for name, value in whole.items() if name not in grid}
-    return plan_of({"method": base.method, "base": rest, "grid": grid}, "mini_rates")
+    return plan_of({"method": method, "base": rest, "grid": grid}, "mini_rates")
 
 
 def show(runs: list[Planned], outcomes: dict[str, sweeps.Outcome]) -> None:

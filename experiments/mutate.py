@@ -326,7 +326,9 @@ def executed(copy: Path, out: Path) -> dict[str, dict]:
     lines = copy.parent / "lines.json"
     for name in TESTS:
         test = f"tests/test_{name}.py"
-        if test in known or not (copy / test).is_file():
+        if not (copy / test).is_file():
+            sys.exit(f"{test} has gone; update TESTS")
+        if test in known:
             continue
         outcome = tested(copy, [test], 1800, watch=lambda: _trace(copy, lines))
         if outcome.caught:
@@ -361,13 +363,17 @@ def relevant(known: dict[str, dict], mutant: Mutant, height: int) -> list[str]:
     return sorted(filter(touches, known), key=lambda test: known[test]["seconds"])
 
 
-def attempt(copy: Path, mutant: Mutant, tests: list[str], limit: float) -> Outcome | None:
-    """Run tests on the copy with a mutant in it; None if its line is not there."""
+def attempt(copy: Path, mutant: Mutant, tests: list[str], limit: float) -> Outcome:
+    """Run tests on the copy with a mutant in it.
+
+    Raises:
+      ValueError: if its line is not there.
+    """
     file = copy / mutant.path
     source = file.read_text()
     broken = applied(source, mutant)
     if broken is None:
-        return None
+        raise ValueError(f"{mutant}: the line is not there")
     try:
         file.write_text(broken)
         return tested(copy, tests, limit)
@@ -403,7 +409,6 @@ def _explored(copy: Path, mutant: Mutant, known: dict[str, dict]) -> dict:
     tests = relevant(known, mutant, mutant.before.count("\n") + 1)
     limit = 120 + 5 * sum(known[test]["seconds"] for test in tests)
     outcome = attempt(copy, mutant, tests, limit) if tests else Outcome(False, "", 0.0)
-    assert outcome is not None
     return {"key": mutant.key(), "mutant": dataclasses.asdict(mutant)} | dataclasses.asdict(outcome)
 
 
@@ -432,19 +437,49 @@ def table(records: list[dict]) -> str:
     return "\n".join(["| file | caught |", "|---|---|", *rows, f"| all | {share} |", "", *survivors])
 
 
+def located(mutant: Mutant, sources: dict[str, str]) -> Mutant | None:
+    """A mutant in its own file or, if its line has moved to one other file, there; None if it is gone."""
+    places = [path for path, source in sources.items() if applied(source, mutant) is not None]
+    if mutant.path in places:
+        return mutant
+    return dataclasses.replace(mutant, path=places[0]) if len(places) == 1 else None
+
+
+def stale(entry: dict, copy: Path, sources: dict[str, str]) -> str:
+    """Why an entry of the fixed sample cannot be tried any more; "" if it can."""
+    mutant, (file, _, test) = Mutant(**entry["mutant"]), entry["by"].partition("::")
+    if located(mutant, sources) is None:
+        return (
+            "its line has gone"
+            if mutant.path in sources
+            else "its file has gone, and its line is nowhere else"
+        )
+    name = test.partition("[")[0]
+    if not (copy / file).is_file() or f"def {name}(" not in (copy / file).read_text():
+        return f"its test has gone: {entry['by']}"
+    return ""
+
+
 def check_kept(copy: Path) -> int:
-    """Try the fixed sample, each with the test that caught it. Lines that are gone are named and left out;
-    it fails if a mutant survives, or if a quarter of them are gone."""
-    kept = json.loads(KEPT.read_text())
-    gone = survived = 0
-    for entry in kept:
-        mutant = Mutant(**entry["mutant"])
+    """Try the fixed sample, each with the test that caught it. Those that cannot be tried any more are listed
+    with the reason; it fails if a mutant survives, or if a quarter of the sample cannot be tried."""
+    kept, sources = json.loads(KEPT.read_text()), targets(copy)
+    reasons = [stale(entry, copy, sources) for entry in kept]
+    survived = 0
+    for entry, reason in zip(kept, reasons, strict=True):
+        if reason:
+            continue
+        mutant = located(Mutant(**entry["mutant"]), sources)
         outcome = attempt(copy, mutant, [entry["by"]], 600)
-        survived += outcome is not None and not outcome.caught
-        gone += outcome is None
-        state = "gone" if outcome is None else "caught" if outcome.caught else "SURVIVED"
-        print(f"{state:8} {mutant} by {entry['by']}", flush=True)
-    print(f"{len(kept) - gone - survived} passed, {survived} failed, {gone} skipped")
+        survived += not outcome.caught
+        print(f"{'caught' if outcome.caught else 'SURVIVED':8} {mutant} by {entry['by']}", flush=True)
+    gone = sum(map(bool, reasons))
+    print(f"{len(kept) - gone - survived} passed, {survived} failed, {gone} cannot be tried any more")
+    for entry, reason in zip(kept, reasons, strict=True):
+        if reason:
+            print(f"STALE    {Mutant(**entry['mutant'])}: {reason}")
+    if gone:
+        print("renew the sample: python experiments/mutate.py --sample 300 --keep 16")
     return int(survived > 0 or gone > len(kept) / 4)
 
 

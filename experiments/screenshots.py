@@ -21,7 +21,7 @@ from fcljax.results.watch import look, run_dirs, view
 SHOTS = {"report-wide.png": (1200, 1900, False), "report-phone.png": (390, 1700, True)}
 COLORS = 128  # which keep the files small
 COLUMNS = 100  # of the terminal
-FONT = "DejaVu Sans Mono"  # which has the letters that curves are drawn with
+FONT = "DejaVu Sans Mono"  # which has the block characters of curves
 
 
 def main() -> None:

@@ -1,25 +1,14 @@
 """The program `fcljax`: finds the command, and says in one line what went wrong. Each command has its own
 place in `fcljax/commands`."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
-import absl.logging
-
 from fcljax import __version__
-from fcljax.commands.comparing import compare
-from fcljax.commands.completion import completion
-from fcljax.commands.data import data
-from fcljax.commands.health import doctor
-from fcljax.commands.listing import list_
-from fcljax.commands.report import report
-from fcljax.commands.reproducing import reproduce
-from fcljax.commands.running import check, run
-from fcljax.commands.sweeping import sweep
-from fcljax.commands.watch import watch
-from fcljax.commands.weights import convert, embed, pretrain, pretrain_decoder
 from fcljax.errors import InputError, choose, one_line
+from fcljax.options import load
 from fcljax.runs import signals
 
 USAGE = """usage: fcljax COMMAND ...
@@ -45,28 +34,31 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax --version
 """
 
+# where each command is, which is imported when it is called
 COMMANDS = {
-    "run": run,
-    "check": check,
-    "list": list_,
-    "compare": compare,
-    "report": report,
-    "watch": watch,
-    "sweep": sweep,
-    "reproduce": reproduce,
-    "data": data,
-    "convert": convert,
-    "embed": embed,
-    "pretrain": pretrain,
-    "pretrain-decoder": pretrain_decoder,
-    "doctor": doctor,
-    "completion": lambda arguments: completion(arguments, COMMANDS),
+    "run": "running:run",
+    "check": "running:check",
+    "list": "listing:list_",
+    "compare": "comparing:compare",
+    "report": "report:report",
+    "watch": "watch:watch",
+    "sweep": "sweeping:sweep",
+    "reproduce": "reproducing:reproduce",
+    "data": "data:data",
+    "convert": "weights:convert",
+    "embed": "weights:embed",
+    "pretrain": "weights:pretrain",
+    "pretrain-decoder": "weights:pretrain_decoder",
+    "doctor": "health:doctor",
+    "completion": "completion:completion",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own
     when None."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        return reported(_complete)
     if arguments is None:
         quiet_threads()
         arguments = sys.argv[1:]
@@ -109,13 +101,25 @@ def dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    return COMMANDS[choose("command", arguments[0], COMMANDS)](arguments[1:])
+    return load("fcljax.commands", COMMANDS[choose("command", arguments[0], COMMANDS)])(arguments[1:])
+
+
+def _complete() -> int:
+    """Tell the shell how what is typed could go on."""
+    from fcljax.commands.arguments import Words, parse, typed_so_far
+
+    typed = typed_so_far()
+    if not typed:
+        parse({}, [], [], "", Words("COMMAND", (*COMMANDS, "--version"), files=False))
+    return dispatch(typed)
 
 
 def quiet_threads() -> None:
     """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their
     threads and even after the error has reached us as one line. Only that line is for the user. This changes
     the process, so only the program itself does it."""
+    import absl.logging
+
     hook = sys.unraisablehook
     absl.logging.set_verbosity(absl.logging.FATAL)
     sys.unraisablehook = lambda error: None if "Event loop is closed" in str(error.exc_value) else hook(error)

@@ -8,6 +8,45 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
+# what other libraries and papers call an option -> what it is called here
+SYNONYMS = {
+    "aggregation": "aggregator",
+    "arch": "backbone",
+    "beta": "alpha",
+    "byzantine": "malicious",
+    "client_fraction": "participation",
+    "communication_rounds": "rounds",
+    "concentration": "alpha",
+    "dirichlet_alpha": "alpha",
+    "dirichlet_beta": "alpha",
+    "fraction_fit": "participation",
+    "hostile": "malicious",
+    "learning_rate": "lr",
+    "local_epochs": "epochs",
+    "model": "backbone",
+    "mu": "prox_weight",
+    "network": "backbone",
+    "noise": "noise_multiplier",
+    "normalize": "normalise",
+    "num_byzantine": "malicious",
+    "num_clients": "clients",
+    "num_epochs": "epochs",
+    "num_malicious": "malicious",
+    "num_rounds": "rounds",
+    "num_tasks": "tasks",
+    "optimizer": "optimiser",
+    "output_dir": "out",
+    "pretrained": "checkpoint",
+    "proximal_mu": "prox_weight",
+    "rank": "lora_rank",
+    "sample_fraction": "participation",
+    "server_lr": "server_step",
+    "server_optimizer": "server_optimiser",
+    "shards_per_client": "classes_per_client",
+    "wd": "weight_decay",
+    "weights": "checkpoint",
+}
+
 MOST = 300  # characters of one value in a message
 MOST_OF_LINE = 4000
 _LONG = re.compile(rf"'(?:[^'\\]|\\.){{{MOST},}}'|\S{{{MOST},}}")
@@ -45,8 +84,13 @@ def _cut(text: str, most: int) -> str:
 
 
 def nearest(value: object, options: Iterable[str]) -> str:
-    """A hint for an unknown name: the closest of `options`, or all of them when nothing is close."""
+    """A hint for an unknown name: what it is called here, else the closest of `options`, or all of them when
+    nothing is close."""
     options = sorted(str(option) for option in options)
+    known = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
+    for name in (known, "--" + known.replace("_", "-")):
+        if known and name in options:
+            return f"did you mean {name!r}?"
     # of a value that is no name at all, comparing takes minutes
     close = difflib.get_close_matches(str(value)[:MOST], options, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(options)}"

@@ -1,7 +1,7 @@
-"""Files that are never half written, that belong to one process, and that lie where the user has allowed it.
+"""Files that are never half written, locks that one process owns, and checks of paths.
 
-New files and folders have the permissions that the user's umask gives. Nothing is written through a link that
-somebody else has put in its place.
+New files and folders get the permissions of the user's umask. Nothing is written through a link that another
+user has put in its place.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from fcljax.errors import InputError
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` to write to; it takes the place of `path` if the block ends without an
-    error, else it is removed. Readers see the old content of a file or the new one, never a part of it."""
+    """A temporary file beside `path` to write to. It replaces `path` if the block ends without an error;
+    otherwise it is removed. Readers see the old content or the new one, never a part of it."""
     path = Path(path)
     temporary = beside(path, path.suffix)
     try:
@@ -52,12 +52,12 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def beside(path: Path, suffix: str = "") -> Path:
-    """A hidden name beside `path` that nobody has."""
+    """A new hidden name beside `path`."""
     return path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}{suffix}")
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Temporary folders beside `target` that processes which were killed have left."""
+    """Temporary folders beside `target` that killed processes have left."""
     return [path for path in target.parent.iterdir() if path.name.startswith(_hidden(target))]
 
 
@@ -67,18 +67,19 @@ def _hidden(path: Path) -> str:
 
 @contextlib.contextmanager
 def owned(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Own the lock file `path`, which is made and stays, until the block ends; the system lifts the lock when
-    its holder dies.
+    """Lock the file `path`, which is created and stays, until the block ends. The system releases the lock
+    when the process ends.
 
     Args:
-      wait: called if another process has it, before waiting for it; None: do not wait.
+      path: the lock file.
+      wait: called before waiting for another process that has the lock; None: do not wait.
 
     Yields:
-      False where the file system has no locks, and so everybody goes on.
+      False if the file system has no locks, so that every process continues.
 
     Raises:
-      BlockingIOError: another process has it, and there is no `wait`.
-      OSError: it cannot be made.
+      BlockingIOError: another process has the lock, and there is no `wait`.
+      OSError: the file cannot be created.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -105,10 +106,10 @@ def _locked(handle: int, wait: Callable[[], None] | None) -> bool:
 
 @contextlib.contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
-    """A file opened for reading in binary: a regular one, since a pipe or a device may never end.
+    """A regular file, opened for reading in binary: a pipe or a device might never end.
 
     Raises:
-      OSError: it cannot be opened, or is no regular file.
+      OSError: it cannot be opened, or is not a regular file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -116,7 +117,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield stream
 
 
@@ -124,8 +125,8 @@ def read_text(path: str | Path, most: int) -> str:
     """The text of a regular file in UTF-8.
 
     Raises:
-      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
-      UnicodeDecodeError: it is no text.
+      OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
+      UnicodeDecodeError: it is not text.
     """
     with open_regular(path) as stream:
         content = stream.read(most + 1)
@@ -140,8 +141,7 @@ def machine_memory() -> int:
 
 
 def check_folder(folder: str | Path, field: str = "out") -> None:
-    """Check, before anything slow, that a folder can be made, or files be made in it; nothing of the trial
-    stays.
+    """Check, before anything slow, that a folder can be made, or files in it. Nothing of the trial stays.
 
     Raises:
       InputError: naming `field`, the folder and what the system says.

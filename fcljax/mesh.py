@@ -1,7 +1,7 @@
-"""Several devices as one: a mesh under the axis `clients`, how arrays get there, and how rows are dealt.
+"""Several devices as one: a mesh with the axis `clients`, and how arrays are placed and split on it.
 
-The devices may belong to several processes. Each of them then runs this same program on the same values, and
-jax joins what they compute.
+The devices may belong to several processes. Then each process runs this same program on the same values, and
+jax connects the computations.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +23,18 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def size(mesh: Mesh | None) -> int:
-    """How many devices work: one where there is no mesh."""
+    """The number of devices; one without a mesh."""
     return 1 if mesh is None else mesh.size
 
 
 def split(axis: int = 0) -> PartitionSpec:
-    """Every device has its part of this axis, in the order of the devices."""
+    """Every device has a part of this axis, in the order of the devices."""
     return PartitionSpec(*[None] * axis, AXIS)
 
 
 def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec = WHOLE) -> Any:
-    """Arrays on the devices of the mesh, as `spec` says; on the first device without one. Arrays that are
-    there already stay."""
+    """Arrays on the devices of the mesh, sharded by `spec`; without a mesh, on the first device. Arrays that
+    are there already stay."""
     if mesh is None:
         return jax.device_put(tree)
     sharding = NamedSharding(mesh, spec)
@@ -44,8 +44,8 @@ def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec = WHOLE) -> Any:
 
 
 def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array over several processes from what each of them holds as a whole. (`jax.device_put` would do the
-    same, but compares each array over all processes first.)"""
+    """An array over several processes, each of which has all of it. (`jax.device_put` would do the same, but
+    first compares each array over all processes.)"""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -56,41 +56,47 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def put_rows(array: np.ndarray, rows: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """`array[rows]` on the devices of the mesh, as `spec` says of its first axis. A process reads
-    what its devices get."""
+    """`array[rows]` on the devices of the mesh, its first axis sharded by `spec`. A process reads only what
+    its devices get."""
     shape = (len(rows), *array.shape[1:])
-    read = lambda index: np.asarray(array[rows[index[0]]])
+
+    def read(index: Any) -> np.ndarray:
+        return np.asarray(array[rows[index[0]]])
+
     return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
 
 
 def jit(function: Callable, mesh: Mesh | None, spec: PartitionSpec = WHOLE, **options: Any) -> Callable:
-    """`jax.jit` of a function whose outputs lie on the mesh as `spec` says: they are the next call's
-    arguments, and where an argument lies is part of its type, for which a function is traced."""
+    """`jax.jit` of a function whose outputs are sharded on the mesh by `spec`. They are arguments of the next
+    call, and a function is traced again for arguments with another sharding."""
     placed = None if mesh is None else NamedSharding(mesh, spec)
     return jax.jit(function, out_shardings=placed, **options)
 
 
 def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` as every device calls it with its part of the arguments; itself where there is no mesh."""
+    """`function`, called by every device with its part of the arguments; without a mesh, `function`
+    itself."""
     if mesh is None:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The sum over all devices, inside of `on_each`, in the order of the devices: the same bits however many
-    processes they belong to. To each step one device gives a number and all others zero, so that no order of
-    its additions matters."""
+    """The sum over all devices, inside `on_each`, in the order of the devices: the same bits however many
+    processes they belong to. In each step one device contributes its value and all others zero, so that the
+    order of its additions does not matter."""
     if x.dtype == bool:
         return add_over_devices(x.astype(jnp.int32), mesh) > 0
     mine = jax.lax.axis_index(AXIS)
-    give = lambda device: jax.lax.psum(jnp.where(mine == device, x, jnp.zeros_like(x)), AXIS)
-    first = give(0)
-    return jax.lax.fori_loop(1, mesh.size, lambda device, total: total + give(device), first)
+
+    def of(device: int) -> jax.Array:
+        return jax.lax.psum(jnp.where(mine == device, x, jnp.zeros_like(x)), AXIS)
+
+    return jax.lax.fori_loop(1, mesh.size, lambda device, total: total + of(device), of(0))
 
 
 def by_device(steps: int, devices: int, each: int) -> np.ndarray:
-    """The order in which values [steps * devices * each], of which every device takes `each` at every step,
-    are split over the devices: all of the first device's come first."""
+    """The order that puts values [steps * devices * each], of which every device takes `each` at every step,
+    device by device."""
     old = np.arange(steps * devices * each).reshape(steps, devices, each)
     return old.transpose(1, 0, 2).reshape(-1)

@@ -1,11 +1,18 @@
 """Fields of dataclasses of settings: what a value may be stands beside the field, as its metadata.
 
 The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at least 0; and
-both are numbers of 32 bits, which is what devices compute with.
+both are numbers of 32 bits, which is what devices compute with. `None` means "none" or "automatic", and
+`option(None, unset=...)` says which.
 """
 
+import ast
 import dataclasses
+import functools
+import importlib
+import inspect
 import math
+import textwrap
+from typing import Any
 
 from fcljax.errors import InputError, Value
 
@@ -19,6 +26,8 @@ def option(
     most: float | int | None = None,
     below: float | None = None,
     positive: bool = False,
+    only: tuple[str, ...] = (),
+    unset: str = "",
 ) -> Value:
     """A field of settings with a range of its own; typed, as `dataclasses.field` is, like its default.
 
@@ -28,9 +37,11 @@ def option(
       most: the largest value.
       below: what a value must be less than.
       positive: 0 is no value either.
+      only: the option that decides whether this one is read, and its values with which it is.
+      unset: what None means, for the help.
     """
     limits = {"least": least, "most": most, "below": below, "positive": positive}
-    return dataclasses.field(default=default, metadata=limits)
+    return dataclasses.field(default=default, metadata=limits | {"only": only, "unset": unset})
 
 
 def flag(name: str) -> str:
@@ -38,20 +49,40 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def resolved(value: Value | None) -> Value:
-    """The value of an option whose None stands for the method's or its fidelity preset's.
-
-    Raises:
-      InputError: if it is None still.
-    """
-    if value is None:
-        raise InputError("options: None, where a value is needed that `config.resolve` fills in")
-    return value
-
-
 def fields_of(options: type) -> tuple[dataclasses.Field, ...]:
     """The fields of a dataclass of settings."""
     return dataclasses.fields(options)
+
+
+@functools.cache
+def help_of(options: type) -> dict[str, str]:
+    """Field -> help: the docstring below the field, in the class or in those that it derives from."""
+    found = {}
+    for kind in reversed(options.__mro__):
+        if not dataclasses.is_dataclass(kind) or "__annotations__" not in vars(kind):
+            continue
+        try:
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        except (OSError, TypeError, ValueError):  # a class that is made while the program runs
+            continue
+        assert isinstance(node, ast.ClassDef)
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+def load(package: str, part: Any) -> Any:
+    """What "MODULE:NAME" names in a package; anything but text is returned as it is."""
+    if not isinstance(part, str):
+        return part
+    module, _, name = part.partition(":")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def replaced(options: Value, **values: Any) -> Value:
+    """Options, a frozen dataclass, with other values of some fields."""
+    return dataclasses.replace(options, **values)  # pyrefly: ignore[bad-specialization]
 
 
 def check_ranges(options: object) -> None:
@@ -62,6 +93,27 @@ def check_ranges(options: object) -> None:
     """
     for field in fields_of(type(options)):
         check_value(field, getattr(options, field.name))
+
+
+def check_read(options: object, usual: object | None = None) -> None:
+    """Check that something reads every option that is not as usual.
+
+    Args:
+      usual: options with the values that pass though nothing reads them; the dataclass's defaults if None.
+
+    Raises:
+      InputError: naming the first option that nothing reads, and what would read it.
+    """
+    usual = type(options)() if usual is None else usual
+    for field in fields_of(type(options)):
+        decider, *readers = field.metadata.get("only") or ("",)
+        unread = bool(decider) and getattr(options, decider) not in readers
+        if unread and getattr(options, field.name) != getattr(usual, field.name):
+            names = " and ".join(", ".join(readers).rsplit(", ", 1))
+            raise InputError(
+                f"{field.name}: only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "
+                f"{getattr(options, decider)!r}; nearest: {flag(decider)} {readers[0]}"
+            )
 
 
 def check_value(field: dataclasses.Field, value: object) -> None:
@@ -97,8 +149,10 @@ def _shown(value: float | int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SurrogateOptions:
-    """Of methods that need images of another data set: a run's settings with these fields get them, as
+    """Options of methods that need images of another data set; runs with these fields have them as
     `Frozen.surrogate`."""
 
-    surrogate: str = "glyphs"  # data set of the surrogate images, as --dataset names it; labels are not read
-    surrogate_images: int = 2000  # how many of its training images are used, drawn by the seed
+    surrogate: str = "glyphs"
+    """Data set of the surrogate images, named as with --dataset; their labels are not read."""
+    surrogate_images: int = 2000
+    """Number of surrogate training images, drawn by the seed."""

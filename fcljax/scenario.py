@@ -1,11 +1,11 @@
-"""Who holds what, and when: the tasks of a run, and the training rows of every client in every round."""
+"""Client partitions and the task schedule of a run: the training examples of each client in every round."""
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64
+from jaxtyping import Array, Bool, Int, Int64
 
 from fcljax.config import PartitionConfig
 from fcljax.data.files.dataset import Dataset
@@ -24,262 +24,317 @@ from fcljax.data.streams import own_streams, pool_of, shared_streams
 from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
 from fcljax.errors import InputError
 from fcljax.federated.schedule import ClientPartition
-from fcljax.options import resolved
 from fcljax.types import Task
 
 
 class Scenario(NamedTuple):
-    """A run's tasks and who holds what. Labels are positions in the class order. Where clients have streams
-    of their own a task's classes are those of all clients, and the rosters know everybody's."""
+    """The task schedule and the client partitions of a run. Labels are positions in the class order."""
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # where clients have streams of their own, with the classes of all clients
     partitions: list[list[ClientPartition]]  # [task][round]
-    holdings: Int[np.ndarray, "K C"]  # training rows per client and class; redrawn: of all rounds together
+    holdings: Int[np.ndarray, "K C"]  # training examples per client and class, over all rounds if redrawn
 
     def current(self, task: int, client: int) -> Bool[np.ndarray, " C"]:
-        """The classes of a task, of a client's own where it has one."""
+        """The classes of a task, or of the client's own task if it has a stream of its own."""
         own = self.partitions[task][0].task
         return np.asarray(own.current[client] if own else self.tasks[task].current)
 
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
-        """Of which classes each client has held rows, up to a task's end."""
-        return np.any(
-            [r.class_examples > 0 for of_task in self.partitions[: task + 1] for r in of_task], axis=0
-        )
+        """The classes of which each client has had examples by the end of a task."""
+        partitions = [partition for of_task in self.partitions[: task + 1] for partition in of_task]
+        return np.any([partition.class_examples > 0 for partition in partitions], axis=0)
 
 
-def make_scenario(dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool) -> Scenario:
-    """The tasks and rosters of a run.
+def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool) -> Scenario:
+    """The scenario of a simulation, in which all training examples are assigned to clients.
 
     Args:
-      dataset: whose training rows are dealt.
-      cfg: how.
+      dataset: the examples.
+      options: how to assign them.
       rounds: of every task.
-      joint: do all tasks' classes come at once, as one task?
+      joint: whether all tasks' classes come at once, as one task.
 
     Raises:
-      InputError: for settings that the data set cannot meet.
+      InputError: for options that the data set cannot meet.
     """
-    classes = len(dataset.class_names)
-    dealt = deal(dataset, cfg, rounds)
-    tasks, held, told = dealt.tasks, dealt.rows, dealt.told
+    assigned = assign(dataset, options, rounds)
     if joint:
-        if dealt.own:
-            raise InputError("partition: 'private' deals by task, and a joint run has one; nearest: 'iid'")
-        tasks, everything = make_tasks(classes, 1), range(cfg.tasks)
-        held = lambda _, r: merge([dealt.rows(t, r) for t in everything])
-        told = dealt.told and (lambda _, r: np.sum([dealt.told(t, r) for t in everything], axis=0))
-    # a static population has one roster for all rounds of a task
-    deals = 1 if cfg.population == "static" else rounds
-    rows = [[held(t, r) for r in range(deals)] for t in range(len(tasks))]
-    counts = [[_counts(each, dealt.train_label, classes) for each in of_task] for of_task in rows]
-    said = [[told(t, r) for r in range(deals)] for t in range(len(tasks))] if told else counts
-    owns = dealt.own or (None,) * len(tasks)
-    partitions = [
-        [ClientPartition(*each, numbers, own) for each, numbers in zip(of_task, counted, strict=True)]
-        * (rounds // deals)
-        for of_task, counted, own in zip(rows, said, owns, strict=True)
-    ]
-    holdings = functools.reduce(np.add, (each for of_task in counts for each in of_task))
-    return Scenario(dealt.train_label, dealt.test_label, tasks, partitions, holdings)
+        assigned = _joint(assigned, len(dataset.class_names))
+    label, tasks, classes = assigned.train_label, assigned.tasks, len(dataset.class_names)
+    # a static population has one partition for all rounds of a task
+    drawn = 1 if options.population == "static" else rounds
+    partitions, holdings = [], np.zeros((options.clients, classes), np.int32)
+    for t, own in enumerate(assigned.own or (None,) * len(tasks)):
+        of_task = []
+        for r in range(drawn):
+            owned = assigned.indices(t, r)
+            counts = _counts(owned, label, classes)
+            reported = assigned.reported(t, r) if assigned.reported else counts
+            of_task.append(ClientPartition(*owned, reported, own))
+            holdings = holdings + counts
+        partitions.append(of_task * (rounds // drawn))
+    return Scenario(label, assigned.test_label, tasks, partitions, holdings)
 
 
 def scenario_of_counts(
-    dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool, rows: Int[np.ndarray, "T K"]
+    dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool, counts: Int[np.ndarray, "T K"]
 ) -> Scenario:
-    """What a server knows that holds no training rows: the tasks, and how many rows clients say that they
-    have in each. Its rosters name no rows and no classes."""
-    order, tasks = _tasks(dataset, cfg, joint)
-    nobody = np.zeros((cfg.clients, len(order)), np.int32)
+    """The scenario of a server without training examples, which knows how many examples clients report for
+    each task, but neither their indices nor their classes."""
+    order, tasks = _schedule(dataset, options, joint)
+    none = np.zeros((options.clients, len(order)), np.int32)
 
     def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
-        return ClientPartition(
-            np.zeros(int(count.sum()), np.int32), np.concatenate([[0], np.cumsum(count)]), nobody
-        )
+        return ClientPartition(np.zeros(int(count.sum()), np.int32), np.cumsum([0, *count]), none)
 
-    partitions = [[partition(count)] * rounds for count in rows]
+    partitions = [[partition(count)] * rounds for count in counts]
     train_label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    return Scenario(train_label, test_label, tasks, partitions, nobody)
+    return Scenario(train_label, test_label, tasks, partitions, none)
 
 
 def scenario_of_one(
-    dataset: Dataset, cfg: PartitionConfig, rounds: int, joint: bool, client: int
+    dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool, client: int
 ) -> Scenario:
-    """What a client knows that holds data of its own: all training rows of the data set are its, each in the
-    task of its class."""
-    order, tasks = _tasks(dataset, cfg, joint)
+    """The scenario of a client with data of its own: it has all training examples, each in the task of its
+    class."""
+    order, tasks = _schedule(dataset, options, joint)
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    owned = [np.empty(0, np.int32)] * cfg.clients
-    owned[client] = np.arange(len(label), dtype=np.int32)
-    held = [client_indices(owned, label, task) for task in tasks]
-    counts = [_counts(each, label, len(order)) for each in held]
-    partitions = [
-        [ClientPartition(*each, number)] * rounds for each, number in zip(held, counts, strict=True)
-    ]
+    parts = [np.empty(0, np.int32)] * options.clients
+    parts[client] = np.arange(len(label), dtype=np.int32)
+    owned = [client_indices(parts, label, task) for task in tasks]
+    counts = [_counts(each, label, len(order)) for each in owned]
+    partitions = [[ClientPartition(*each, count)] * rounds for each, count in zip(owned, counts, strict=True)]
     return Scenario(label, test_label, tasks, partitions, functools.reduce(np.add, counts))
 
 
-def _tasks(dataset: Dataset, cfg: PartitionConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
-    """The class order and the tasks that all clients go through."""
+def _schedule(dataset: Dataset, options: PartitionConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
+    """The class order, and the tasks that all clients share."""
     classes = len(dataset.class_names)
-    order = _order(classes, cfg, np.random.RandomState(cfg.seed))
-    return order, make_tasks(classes, 1 if joint else cfg.tasks)
+    order = _class_order(classes, options, np.random.RandomState(options.seed))
+    return order, make_tasks(classes, 1 if joint else options.tasks)
 
 
-def _counts(held: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
-    return count_matrix(label, held.by_client(), classes).astype(np.int32)
+def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
+    return count_matrix(label, owned.by_client(), classes).astype(np.int32)
 
 
-class Deal(NamedTuple):
-    """Who holds what. Labels are positions in the class order."""
+# ---- assigning examples to clients -------------------------------------------------------------------------
+
+
+class Assignment(NamedTuple):
+    """The training examples of each client in every round. Labels are positions in the class order."""
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
-    # (task, round) -> the task's training rows that each client holds in that round
-    rows: Callable[[int, int], ClientIndices]
-    # (task, round) -> rows of each class [K, C] that clients say they hold, where that is not what they do
-    told: Callable[[int, int], np.ndarray] | None = None
-    # each client's own tasks, leaves [K, ...], where they are not those of the run
+    # (task, round) -> the task's training examples of each client in that round
+    indices: Callable[[int, int], ClientIndices]
+    # (task, round) -> examples of each class [K, C] that clients report, if they differ from those they have
+    reported: Callable[[int, int], np.ndarray] | None = None
+    # each client's own tasks, leaves [K, ...], if clients do not share the tasks
     own: tuple[Task, ...] = ()
 
 
-def deal(dataset: Dataset, cfg: PartitionConfig, rounds: int = 1) -> Deal:
-    """Deal the training rows to clients and tasks, for so many rounds a task, which the seeds of sampled
-    clients depend on.
+def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assignment:
+    """Assign the training examples to clients and tasks.
 
-    The class order and a static population's partition come from one legacy numpy stream, in this order, as
-    in FPPL's release (specification section 6); a partition by task is drawn for the tasks in turn, and the
-    natural class order draws nothing. A static population has the same rows in every round of a task. A
-    redrawn one has the rows of a partition of its own in each, which depends on (seed, task, round) only and
-    is drawn when `Deal.rows` is called. In an independent one a partition is drawn for every client too, who
-    takes its part of it: clients share rows then, and others belong to nobody. So does PILoRA's release.
-    Sampled clients depend on (seed, task, round, client), as HePCo's release draws them. Private streams
-    (`streams.py`) go on with the legacy stream.
-    `dirichlet` and `iid` split the whole training set each time, of which the task's rows count.
+    The class order and the partition of a static population come from one legacy numpy stream, in this order,
+    as in FPPL's release (specification section 6). A partition by task is drawn task after task; the natural
+    class order draws nothing. `dirichlet` and `iid` split the whole training set, and a task uses its own
+    examples.
+
+    A static population has the same examples in every round of a task. A redrawn one has a new partition in
+    each round, which depends on (seed, task, round) alone and is drawn when `Assignment.indices` is called.
+    In an independent one a partition is drawn for each client, who takes its part of it, as in PILoRA's
+    release: clients may share examples, and some examples belong to no client. Sampled clients depend on
+    (seed, task, round, client), as HePCo's release draws them. Private streams (`streams.py`) continue the
+    legacy stream.
+
+    Args:
+      dataset: the examples.
+      options: how to assign them.
+      rounds: of every task; the seeds of sampled clients depend on it.
 
     Raises:
-      InputError: for settings that the data set cannot meet. Of a redrawn population, `Deal.rows` raises what
-        its partition does.
+      InputError: for options that the data set cannot meet. For a redrawn population, `Assignment.indices`
+        raises what its partition does.
     """
-    stream = np.random.RandomState(cfg.seed)
+    stream = np.random.RandomState(options.seed)
     classes = len(dataset.class_names)
-    order = _order(classes, cfg, stream)
-    label, tasks = relabel(dataset.y_train, order), make_tasks(classes, cfg.tasks)
-    used = first_share(dataset.y_train, resolved(cfg.train_share))
-    test_label = relabel(dataset.y_test, order)
-    if cfg.partition == "private":
-        return _private(dataset, cfg, order, label, test_label, used, stream)
-    whole = cfg.partition in ("dirichlet", "iid")
-    of_task = lambda task: used if whole else used[tasks[task].current[label[used]]]
-    told = None
+    order = _class_order(classes, options, stream)
+    used = first_share(dataset.y_train, options.train_share)
+    if options.partition == "private":
+        return _private(dataset, options, order, used, stream)
+    label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    tasks, reported = make_tasks(classes, options.tasks), None
+    whole = options.partition in ("dirichlet", "iid")
+
+    def of_task(task: int) -> np.ndarray:
+        return used if whole else used[tasks[task].current[label[used]]]
 
     def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
         mine = of_task(task)
-        return [mine[part] for part in _split(dataset.y_train[mine], cfg, rng)]
+        return [mine[part] for part in _split(dataset.y_train[mine], options, rng)]
 
-    if cfg.partition == "sampled":
-        position = relabel(np.arange(classes), order)
-        drawn = lambda task, round_: _sampled(dataset.y_train, of_task(task), cfg, task, round_, rounds)
-        dealt = lambda task, round_: [each.indices for each in drawn(task, round_)]
-        if cfg.long_tail == "told":
-            told = lambda task, round_: _told(drawn(task, round_), position)
-    elif cfg.population == "redrawn":
-        dealt = lambda task, round_: parts(task, np.random.RandomState([cfg.seed, task, round_]))
-    elif cfg.population == "independent":
-        alone = lambda *place: parts(place[0], np.random.RandomState([cfg.seed, *place]))[place[-1]]
-        dealt = lambda task, round_: [alone(task, round_, client) for client in range(cfg.clients)]
+    if options.partition == "sampled":
+
+        def sampled(task: int, round_: int) -> list[Sample]:
+            return _sampled(dataset.y_train, of_task(task), options, (task, round_, rounds))
+
+        def drawn(task: int, round_: int) -> list[np.ndarray]:
+            return [sample.indices for sample in sampled(task, round_)]
+
+        if options.long_tail == "reported":
+            position = relabel(np.arange(classes), order)
+
+            def reported(task: int, round_: int) -> np.ndarray:
+                return _reported(sampled(task, round_), position)
+
+    elif options.population == "redrawn":
+
+        def drawn(task: int, round_: int) -> list[np.ndarray]:
+            return parts(task, np.random.RandomState([options.seed, task, round_]))
+
+    elif options.population == "independent":
+
+        def drawn(task: int, round_: int) -> list[np.ndarray]:
+            seeds = ([options.seed, task, round_, client] for client in range(options.clients))
+            return [parts(task, np.random.RandomState(seed))[seed[-1]] for seed in seeds]
+
     else:
-        fixed = (
-            [parts(0, stream)] * len(tasks) if whole else [parts(task, stream) for task in range(len(tasks))]
+        count = len(tasks)
+        static = [parts(0, stream)] * count if whole else [parts(task, stream) for task in range(count)]
+
+        def drawn(task: int, round_: int) -> list[np.ndarray]:
+            del round_
+            return static[task]
+
+    def indices(task: int, round_: int) -> ClientIndices:
+        return client_indices(drawn(task, round_), label, tasks[task])
+
+    return Assignment(label, test_label, tasks, indices, reported)
+
+
+def _joint(assigned: Assignment, classes: int) -> Assignment:
+    """The same examples, with all tasks as one.
+
+    Raises:
+      InputError: for private streams.
+    """
+    if assigned.own:
+        raise InputError(
+            "partition: 'private' assigns examples by task, and a joint run has one task; nearest: 'iid'"
         )
-        dealt = lambda task, round_: fixed[task]
-    rows = lambda task, round_: client_indices(dealt(task, round_), label, tasks[task])
-    return Deal(label, test_label, tasks, rows, told)
+    every, reported = range(len(assigned.tasks)), assigned.reported
+
+    def indices(_: int, round_: int) -> ClientIndices:
+        return merge([assigned.indices(task, round_) for task in every])
+
+    def all_reported(_: int, round_: int) -> np.ndarray:
+        assert reported is not None
+        return np.sum([reported(task, round_) for task in every], axis=0)
+
+    return assigned._replace(
+        tasks=make_tasks(classes, 1), indices=indices, reported=all_reported if reported else None
+    )
 
 
 def _private(
     dataset: Dataset,
-    cfg: PartitionConfig,
+    options: PartitionConfig,
     order: np.ndarray,
-    label: np.ndarray,
-    test_label: np.ndarray,
     used: np.ndarray,
     rng: np.random.RandomState,
-) -> Deal:
-    """Private streams: of the run's tasks, or of a pool that every client draws its own from."""
-    classes = len(order)
-    if cfg.pool is None:
-        tasks = make_tasks(classes, cfg.tasks)
+) -> Assignment:
+    """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
+    label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
+    if options.task_pool is None:
+        tasks = make_tasks(classes, options.tasks)
         shared = [np.flatnonzero(task.current) for task in tasks]
-        streams = shared_streams(label[used], shared, cfg.clients, resolved(cfg.category_ratio), rng)
+        share = options.category_ratio or 0.5
+        streams = shared_streams(label[used], shared, options.clients, share, rng)
     else:
         names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
-        pool = pool_of(cfg.pool, names, sources[order], resolved(cfg.pool_classes), cfg.pool_most)
-        streams = own_streams(label[used], pool, cfg.clients, cfg.tasks, rng)
-        union = [np.unique(np.concatenate(each)) for each in zip(*(s.classes for s in streams), strict=True)]
-        tasks = tasks_of(union, classes)
-    mine = [tasks_of(stream.classes, classes) for stream in streams]
-    own = tuple(map(_stacked, tasks, zip(*mine, strict=True)))
-    dealt = lambda task, round_: [used[stream.indices[task]] for stream in streams]
-    rows = lambda task, round_: client_indices(dealt(task, round_), label, tasks[task])
-    return Deal(label, test_label, tasks, rows, own=own)
+        size = options.task_pool_classes
+        pool = pool_of(options.task_pool, names, sources[order], size, options.task_pool_limit)
+        streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
+        of_tasks = zip(*(stream.classes for stream in streams), strict=True)
+        tasks = tasks_of([np.unique(np.concatenate(each)) for each in of_tasks], classes)
+    own = [tasks_of(stream.classes, classes) for stream in streams]
+
+    def indices(task: int, round_: int) -> ClientIndices:
+        del round_
+        return client_indices([used[stream.indices[task]] for stream in streams], label, tasks[task])
+
+    stacked = tuple(map(_stacked, tasks, zip(*own, strict=True)))
+    return Assignment(label, test_label, tasks, indices, own=stacked)
 
 
-def _stacked(shared: Task, mine: tuple[Task, ...]) -> Task:
-    """A task of every client, leaves [K, ...]. The places of its classes are the run's, so that what clients
-    report of them can be added up; `current` and `seen` say which of them are the client's."""
-    current, seen = (np.stack([getattr(task, name) for task in mine]) for name in ("current", "seen"))
-    everybody = lambda leaf: np.broadcast_to(leaf, (len(mine), *np.shape(leaf)))
-    return Task.of_numpy(everybody(np.asarray(shared.index)), everybody(shared.classes), current, seen)
+def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
+    """A task of every client, leaves [K, ...]. All clients have the run's class positions, so that their
+    reports can be added up; `current` and `seen` say which classes are the client's."""
+
+    def repeated(leaf: Array) -> np.ndarray:
+        return np.broadcast_to(np.asarray(leaf), (len(own), *np.shape(leaf)))
+
+    current, seen = (np.stack([getattr(task, name) for task in own]) for name in ("current", "seen"))
+    return Task.of_numpy(repeated(shared.index), repeated(shared.classes), current, seen)
 
 
-def _order(classes: int, cfg: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
-    """The class order; only numpy's shuffle draws from the stream."""
-    match cfg.class_order:
+def _class_order(classes: int, options: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
+    """The class order. Only the shuffled one draws from the stream."""
+    match options.class_order:
         case "natural":
             return np.arange(classes)
         case "python":
-            return python_order(classes, cfg.seed)
+            return python_order(classes, options.seed)
         case _:
             return class_order(classes, stream)
 
 
 def _sampled(
-    labels: np.ndarray, mine: np.ndarray, cfg: PartitionConfig, task: int, round_: int, rounds: int
+    labels: np.ndarray, mine: np.ndarray, options: PartitionConfig, when: tuple[int, int, int]
 ) -> list[Sample]:
-    """The clients of one round, with the seeds of HePCo's release (specification 6.3); rows of the store."""
-    first = 1 + cfg.clients * round_ + cfg.clients * rounds * task + 2000 * cfg.seed
+    """The clients of one round, with the seeds of HePCo's release (specification 6.3).
+
+    Args:
+      labels: of all training examples.
+      mine: indices of the task's examples.
+      options: how clients are drawn.
+      when: task, round, and rounds of a task.
+    """
+    task, round_, rounds = when
+    first = 1 + options.clients * (round_ + rounds * task) + 2000 * options.seed
     draw = functools.partial(
         sample_client,
         labels[mine],
-        split=resolved(cfg.split_ratio),
-        category=resolved(cfg.category_ratio),
-        imbalance=resolved(cfg.imbalance),
-        applied=cfg.long_tail == "applied",
+        split=options.split_ratio,
+        category=options.category_ratio or 0.6,
+        imbalance=options.imbalance,
+        applied=options.long_tail == "applied",
     )
-    drawn = [draw(seed=(first + client) % 2**32) for client in range(cfg.clients)]
-    return [each._replace(indices=mine[each.indices]) for each in drawn]
+    drawn = [draw(seed=(first + client) % 2**32) for client in range(options.clients)]
+    return [sample._replace(indices=mine[sample.indices]) for sample in drawn]
 
 
-def _told(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
-    """What sampled clients say that they hold, by position in the class order."""
-    told = np.zeros((len(drawn), len(position)), np.int32)
+def _reported(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
+    """How many examples of each class sampled clients report, by position in the class order."""
+    counts = np.zeros((len(drawn), len(position)), np.int32)
     for client, sample in enumerate(drawn):
-        for name, count in sample.reported.items():
-            told[client, position[name]] = count
-    return told
+        for label, count in sample.reported.items():
+            counts[client, position[label]] = count
+    return counts
 
 
-def _split(labels: np.ndarray, cfg: PartitionConfig, rng: np.random.RandomState) -> list[np.ndarray]:
-    match cfg.partition:
+def _split(labels: np.ndarray, options: PartitionConfig, rng: np.random.RandomState) -> list[np.ndarray]:
+    match options.partition:
         case "iid":
-            return iid(labels, cfg.clients, rng, cfg.min_rows)
+            return iid(labels, options.clients, rng, options.min_examples)
         case "quantity":
-            return quantity(labels, cfg.clients, cfg.classes_per_client, rng)
+            return quantity(labels, options.clients, options.classes_per_client, rng)
         case "shards":
-            return shards(labels, cfg.clients, cfg.classes_per_client, rng)
+            return shards(labels, options.clients, options.classes_per_client, rng)
         case _:
-            return dirichlet(labels, cfg.clients, cfg.alpha, rng, cfg.min_rows)
+            return dirichlet(labels, options.clients, options.alpha, rng, options.min_examples)

@@ -1,7 +1,15 @@
-"""What the program says on a terminal: text as it is, whatever it holds. File names may look like rich's
-markup, and need be no UTF-8."""
+"""Lines, tables and progress bars on a terminal. Text appears as it is, whatever it contains: file names may
+look like rich's markup, and need not be UTF-8."""
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -21,3 +29,23 @@ def add_row(table: Table, *cells: object, style: str | None = None, end_section:
 def say(console: Console, line: str) -> None:
     """Print a line."""
     console.print(plain(line), soft_wrap=True, highlight=False)
+
+
+def progress_bar(label: str, numbers: str = "", console: Console | None = None) -> Progress:
+    """A bar with a label, some numbers, the time taken and the time left.
+
+    Args:
+      label: a format of the bar's `task`, such as "{task.description}".
+      numbers: another one, of what is shown beside the bar.
+      console: where it is shown; None: standard output.
+    """
+    return Progress(
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(numbers),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )

@@ -79,12 +79,12 @@ def read(data, index, keys, augment):
 
 def resolved(name, **values):
     """Settings of a method as a run has them."""
-    return config.resolve(name, config.from_mapping(name, values, "test"))
+    return config.resolve(config.from_mapping(name, values, "test"))
 
 
 def method_of(name, sizes=SIZES, network=NETWORK, **values):
     """A method as a run makes it."""
-    return make_method(name, resolved(name, **values), sizes, network)
+    return make_method(resolved(name, **values), sizes, network)
 
 
 # ---- through the engine ------------------------------------------------------------------------------------

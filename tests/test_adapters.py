@@ -8,7 +8,7 @@ import pytest
 from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.federated.communication import scalars
 from fcljax.parts.classifiers import linear, nearest_mean, prototypes
 from fcljax.parts.learner import learner
@@ -27,7 +27,7 @@ VARIANTS = {
     "lora, one pair": LORA | dict(lora_pairs="one"),
     "pool": dict(adapter="pool", pool_size=3, pool_length=2, pool_blocks=2),
     "vpt": dict(adapter="vpt", vpt_length=2, vpt_blocks=2),
-    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(adapter="l2p", l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": DUAL,
     "dualprompt, all of them sent": DUAL | dict(dual_upload="all"),
     "coda": CODA,
@@ -52,7 +52,7 @@ of_prompts = pytest.mark.parametrize("variant", [name for name in VARIANTS if na
 
 def adapter_of(variant):
     cfg = resolved("fppl", **VARIANTS[variant])
-    entry = ADAPTERS[cfg.adapter]
+    entry = find_adapter(cfg.adapter)
     return entry.build(config.part(entry.options, cfg), SIZES, FORMULA)
 
 

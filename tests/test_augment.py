@@ -9,7 +9,7 @@ from sklearn.datasets import load_sample_images
 
 from fcljax.data.augment import (
     MARGIN,
-    PRESETS,
+    PIPELINES,
     Geometry,
     Preprocess,
     clean_view,
@@ -322,7 +322,7 @@ def greys(preprocess, view):
     return (np.asarray(view) * np.array(preprocess.std) + np.array(preprocess.mean)) * 255
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("side", [32, 400])
 def test_the_test_images_of_every_release_are_pillows(name, side):
     images = patches(side, 2)
@@ -380,7 +380,7 @@ def test_what_is_stored_for_a_release_is_what_its_test_view_wants():
     assert preset("pilora", 224).geometry == Geometry(256, 224, False, "bilinear")
     assert preset("hepco", 224).geometry == Geometry(256, 224, True, "bilinear")
     assert preset("hepco_domainnet", 224).geometry == Geometry(256, 256, True, "bilinear")
-    for name in PRESETS:  # images stored as the geometry says are not resampled again
+    for name in PIPELINES:  # images stored as the geometry says are not resampled again
         preprocess = preset(name, 56)
         side = preprocess.geometry.test
         images = patches(side, 2)

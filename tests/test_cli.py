@@ -24,9 +24,10 @@ from fcljax.checks import conformance
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
-from fcljax.errors import InputError
-from fcljax.methods import METHODS
-from fcljax.models.vit import VITS, init_vit
+from fcljax.errors import SYNONYMS, InputError
+from fcljax.methods import METHODS, find_method
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.runs.build import make_method
 from fcljax.types import Sizes
@@ -346,7 +347,7 @@ def test_help_of_a_method_names_every_option(method, capsys):
         cli.main(["run", method, "--help"])
     text = capsys.readouterr().out
     for field in dataclasses.fields(config.run_class(method)):
-        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.name == "method" or f"--{field.name.replace('_', '-')}" in text
 
 
 def test_list_names_methods_data_sets_and_backbones(capsys):
@@ -364,8 +365,8 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
 
     def works(name, **options):
         try:
-            resolved = config.resolve(name, config.from_mapping(name, options, "test"))
-            make_method(name, resolved, sizes, network)
+            resolved = config.resolve(config.from_mapping(name, options, "test"))
+            make_method(resolved, sizes, network)
         except InputError:
             return False
         return True
@@ -397,21 +398,20 @@ def test_compare_prints_both_runs_and_draws_them(linear_run, capsys):
     assert Path("both.png").read_bytes().startswith(b"\x89PNG")
 
 
+def typed(options, line):
+    return parse({"group": options}, line.split(), ["run"], "")[1]
+
+
 def test_options_may_be_given_with_or_without_an_equals_sign_and_the_last_one_counts():
-    given = parse(
-        {"run": config.RunConfig()},
-        ["--tasks=2", "--lr", "1e-2", "--tasks", "4", "--image_size", "None"],
-        "",
-        "",
-    )
+    given = typed(config.RunConfig(), "--tasks=2 --lr 1e-2 --tasks 4 --image_size None")
     assert given == {"tasks": 4, "lr": 0.01, "image_size": None}
 
 
 def test_switches_are_turned_on_and_off():
-    options = METHODS["fppl"].options()
-    assert parse({"fppl": options}, ["--wo-pool"], "", "") == {"wo_pool": True}
-    assert parse({"fppl": options}, ["--wo-pool", "--no-wo-pool"], "", "") == {"wo_pool": False}
-    assert parse({"run": config.RunConfig()}, ["--augment", "false"], "", "") == {"augment": False}
+    options = find_method("fppl").options("prompts")()
+    assert typed(options, "--wo-pool") == {"wo_pool": True}
+    assert typed(options, "--wo-pool --no-wo-pool") == {"wo_pool": False}
+    assert typed(config.RunConfig(), "--augment false") == {"augment": False}
 
 
 def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
@@ -430,7 +430,7 @@ def test_options_win_over_the_config_file_and_the_rest_keeps_its_defaults():
 def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypatch, capsys):
     made = []
     summary = json.loads((linear_run / "summary.json").read_text())
-    run = lambda method, cfg, out, *_, **__: made.append(out) or summary
+    run = lambda cfg, out, *_, **__: made.append(out) or summary
     monkeypatch.setattr("fcljax.runs.loop.run", run)
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
     for dataset in ("digits", "npz:some/where/my data.npz"):
@@ -538,3 +538,83 @@ def test_convert_says_what_it_read_and_keeps_where_it_came_from(capsys):
     out = capsys.readouterr().out
     assert "64" in out and "converted.safetensors" in out
     assert "exists" in mistake(capsys, "convert", "tiny.safetensors", "converted.safetensors")
+
+
+# ---- settings that show what runs --------------------------------------------------------------------------
+
+
+def help_of(capsys, *arguments):
+    """Option -> its default, as the help shows it."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run", *arguments, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    shown = re.findall(r"(--[\w-]+) (?:(?!\[default: ).)*\[default: ([^\]]*)\]", text)
+    assert len(re.findall(r"\[default: ", text)) == len(shown) and "None" not in text
+    return dict(shown)
+
+
+def test_help_shows_the_values_that_would_run(capsys):
+    assert help_of(capsys, "pilora")["--schedule"] == "cosine"
+    released = help_of(capsys, "pilora", "--fidelity", "released")
+    assert (released["--schedule"], released["--global-lora"]) == ("cosine_lag", "first")
+    assert (released["--preprocess"], released["--normalise"]) == ("pilora", "release")
+    assert (released["--lr"], released["--fidelity"], released["--lanes"]) == (
+        "0.1",
+        "released",
+        "chosen for the device",
+    )
+    Path("own.yaml").write_text("method: pilora\nfidelity: paper\nlr: 0.25\nadapter: prompts\n")
+    from_file = help_of(capsys, "pilora", "--config", "own.yaml")
+    assert (from_file["--lr"], from_file["--distance"], from_file["--gate-scale"]) == (
+        "0.25",
+        "squared",
+        "fixed",
+    )
+    assert "--lora-rank" not in from_file and "--orthogonality-weight" not in from_file
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--optimizer", "--optimiser"),
+        ("--beta", "--alpha"),
+        ("--dirichlet-alpha", "--alpha"),
+        ("--num-clients", "--clients"),
+        ("--num-rounds", "--rounds"),
+        ("--hostile", "--malicious"),
+        ("--byzantine", "--malicious"),
+    ],
+)
+def test_the_field_s_other_names_lead_to_ours(theirs, ours, capsys):
+    line = mistake(capsys, "run", "linear", theirs, "1")
+    assert line.endswith(f"option: unknown option {theirs!r}; did you mean {ours!r}?")
+    Path("own.yaml").write_text(f"{theirs[2:].replace('-', '_')}: 1\n")
+    assert f"did you mean {ours[2:]!r}?" in mistake(capsys, "run", "linear", "--config", "own.yaml")
+
+
+def test_every_synonym_leads_to_an_option():
+    groups = (type(config.preset("pilora")), running.Paths)
+    names = {field.name for options in groups for field in dataclasses.fields(options)}
+    assert set(SYNONYMS.values()) <= names and not set(SYNONYMS) & names
+
+
+def test_alpha_is_understood_or_explained(capsys):
+    assert typed(config.RunConfig(), "--alpha 0.1") == {"alpha": 0.1}
+    line = mistake(capsys, "run", "linear", "--partition", "quantity", "--alpha", "2")
+    assert "alpha: it is the concentration of Dirichlet partitions" in line
+    assert line.endswith("nearest: --classes-per-client 2")
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "list", "completion bash", "data list"])
+def test_what_needs_no_jax_does_not_import_it(arguments):
+    code = f"""
+import sys
+from fcljax import cli
+assert cli.main({arguments.split()!r}) == 0
+heavy = [name for name in ("jax", "flax", "optax", "matplotlib") if name in sys.modules]
+print(heavy, file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=small_runs.ROOT)
+    assert (done.returncode, done.stderr) == (0, "[]\n")

@@ -1,14 +1,16 @@
-"""Completion offers what is parsed, in real shells."""
+"""Completion offers what is parsed, by the parser itself; and a real shell gets it."""
 
 import dataclasses
-import functools
+import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import argcomplete
 import pytest
 import small_runs
 
@@ -17,139 +19,140 @@ from fcljax.adapters import ADAPTERS
 from fcljax.commands import completion, running
 from fcljax.methods import METHODS
 from fcljax.options import flag
-from fcljax.runs import hosts
+from fcljax.settings import HostOptions
 
-MORE = {flag(each.name) for kind in (running.Paths, hosts.HostOptions) for each in dataclasses.fields(kind)}
-
-
-@functools.cache
-def table():
-    return completion.words(cli.COMMANDS)
+MORE = {flag(each.name) for kind in (running.Paths, HostOptions) for each in dataclasses.fields(kind)}
 
 
-def offered(method, adapter):
-    keys = ("run -", f"run {method} -", f"run @{adapter} -", f"run {method}@{adapter} -")
-    return [word for key in keys for word in table().get(key, ())]
+# Asks for each line as argcomplete's script does, in one process of its own: argcomplete takes file number 9.
+ASK = """
+import io, json, os, sys
+import argcomplete
+from fcljax import cli
+
+original, answers = argcomplete.autocomplete, []
+argcomplete.autocomplete = lambda parser, **more: original(
+    parser, exit_method=sys.exit, output_stream=stream, **more
+)
+for line in json.load(sys.stdin):
+    os.dup2(2, 9)
+    stream = io.StringIO()
+    os.environ |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "|", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " =:"}
+    try:
+        cli.main()
+    except SystemExit:
+        pass
+    answers.append([word.strip() for word in stream.getvalue().split("|") if word])
+print(json.dumps(answers))
+"""
+
+
+def offered(lines, folder):
+    """What a shell is told for each line, in a folder with the file own.py."""
+    (folder / "own.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", ASK],
+        input=json.dumps([f"fcljax {line}" for line in lines]),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(small_runs.ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("method", small_runs.some(METHODS, ("fppl", "ewc")))
-def test_a_method_has_its_options_on_every_adapter_and_no_others(method):
-    for adapter in (name for name in ADAPTERS if name not in METHODS[method].excludes):
+def test_a_method_has_its_options_on_every_adapter_and_no_others(method, tmp_path):
+    adapters = [name for name in ADAPTERS if name not in METHODS[method].excludes]
+    lines = [f"run {method} --adapter {adapter} --" for adapter in adapters]
+    for adapter, words in zip(adapters, offered(lines, tmp_path), strict=True):
         fields = dataclasses.fields(config.run_class(method, adapter))
-        options = {flag(each.name) for each in fields} | MORE
+        options = {flag(each.name) for each in fields} | MORE | {"--help"}
         options |= {flag(f"no_{each.name}") for each in fields if each.type is bool}
-        words = offered(method, adapter)
-        assert set(words) == options and len(words) == len(set(words))
-    assert table()[f"run {method} @"] == (METHODS[method].adapter,)
-
-
-def test_every_command_and_its_options_are_offered():
-    assert set(cli.COMMANDS) < set(table()[""])
-    assert table()["compare -"] == ("--out",)
-    assert {"--force", "--no-force", "--data-dir"} <= set(table()["data prepare -"])
-    assert "--alpha" in table()["data show -"] and "--mask-ratio" in table()["pretrain-decoder -"]
-    assert table()["data =--data-dir"] == (completion.FILES,)
-
-
-def test_values_are_those_that_are_taken():
-    assert table()["run =--fidelity"] == ("intended", "paper", "released", "improved")
-    assert table()["run =--adapter"] == tuple(ADAPTERS)
-    assert table()["run =--tasks"] == (completion.NOTHING,)
-    assert table()["run =--augment"] == ("true", "false")
-    assert table()["convert =--dtype"] == ("float32", "float16", "bfloat16")
+        assert set(words) == options - {"--method"} and len(words) == len(set(words))
 
 
 CASES = [
-    (["ru"], ["run"]),
-    (["run", "fedavg-p"], ["fedavg-prompt"]),
-    (["run", "fppl", "--fid"], ["--fidelity"]),
-    (["run", "fppl", "--fidelity", "pa"], ["paper"]),
-    (["run", "fppl", "--prompt-l"], ["--prompt-length"]),
-    (["run", "fppl", "--lora-r"], []),
-    (["run", "fppl", "--adapter", "lora", "--lora-r"], ["--lora-rank"]),
-    (["run", "fppl", "--adapter", "lora", "--prompt-l"], []),
-    (["run", "./own.py", "--round"], ["--rounds"]),
-    (["run", "./ow"], ["./own.py"]),
-    (["run", "linear", "--tasks", ""], []),
-    (["check", "linear", "--optimiser", "s"], ["sgd"]),
-    (["data", "pre"], ["prepare"]),
-    (["data", "prepare", "cub"], ["cub200"]),
-    (["data", "list", "--"], ["--data-dir", "--help"]),
-    (["convert", "./ow"], ["./own.py"]),
-    (["compare", "./ow"], ["./own.py"]),
-    (["completion", "f"], ["fish"]),
-    (["list", "--"], ["--help"]),
+    ("", [*cli.COMMANDS, "--version"]),
+    ("ru", ["run"]),
+    ("run fedavg-p", ["fedavg-prompt"]),
+    ("run fppl --fid", ["--fidelity"]),
+    ("run fppl --fidelity pa", ["paper"]),
+    ("run fppl --fidelity=pa", ["paper"]),
+    ("run fppl --prompt-l", ["--prompt-length"]),
+    ("run fppl --lora-r", []),
+    ("run fppl --adapter lora --lora-r", ["--lora-rank"]),
+    ("run fppl --adapter=lora --lora-r", ["--lora-rank"]),
+    ("run fppl --adapter lora --prompt-l", []),
+    ("run fppl --adapter ", list(ADAPTERS)),
+    ("run fppl --dataset cub", ["cub200"]),
+    ("run fppl --augment ", ["true", "false"]),
+    ("run ./ow", ["./own.py"]),
+    ("run linear --tasks ", []),
+    ("check linear --optimiser s", ["sgd"]),
+    ("data pre", ["prepare"]),
+    ("data prepare cub", ["cub200"]),
+    ("data list --", ["--help", "--data-dir"]),
+    ("data show digits --alph", ["--alpha"]),
+    ("convert ./ow", ["./own.py"]),
+    ("convert a --dtype ", ["float32", "float16", "bfloat16"]),
+    ("compare ./ow", ["./own.py"]),
+    ("completion f", ["fish"]),
+    ("list --", ["--help"]),
+    ("absent ", []),
 ]
+
+
+def test_what_may_come_next_is_what_is_parsed(tmp_path):
+    found = offered([typed for typed, _ in CASES], tmp_path)
+    assert dict(zip([typed for typed, _ in CASES], found, strict=True)) == dict(CASES)
+
+
+# ---- real shells -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
+    """A folder with a program `fcljax`, which is this one."""
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text("")
-
-
-def script(shell):
-    """The script as a file in the current folder, under the name that zsh wants."""
-    Path("scripts").mkdir(exist_ok=True)
-    path = Path("scripts/_fcljax").absolute()
-    path.write_text(completion.SHELLS[shell](table()))
-    return path
-
-
-def said(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    program = Path("bin/fcljax")
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(small_runs.ROOT)!r})\n"
+        "from fcljax.cli import main\nsys.exit(main())\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent.absolute()}:{os.environ['PATH']}")
 
 
 def needs(shell):
     return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
 
 
-@needs("bash")
-def test_bash_completes(here):
-    ask = 'COMP_WORDS=(fcljax "$@"); COMP_CWORD=$#; _fcljax; printf "%s " "${COMPREPLY[@]}"; echo'
-    calls = "\n".join(f"next {' '.join(map(repr, words))}" for words, _ in CASES)
-    out = said("bash", "-c", f"source {script('bash')}; complete -p fcljax; next() {{ {ask}; }}\n{calls}")
-    first, *lines = out.splitlines()
-    assert first == "complete -F _fcljax fcljax"
-    assert [line.split() for line in lines] == [expected for _, expected in CASES]
-
-
-@needs("bash")
-def test_bash_takes_an_equals_sign_for_a_word_of_its_own(here):
-    ask = 'COMP_WORDS=(fcljax run linear --fidelity = i); COMP_CWORD=5; _fcljax; echo "${COMPREPLY[*]}"'
-    assert said("bash", "-c", f"source {script('bash')}; {ask}").split() == ["intended", "improved"]
-
-
 @needs("fish")
 def test_fish_completes(here):
-    calls = "\n".join(f"complete -C 'fcljax {' '.join(words)}'; echo ." for words, _ in CASES)
-    out = said("fish", "--no-config", "-c", f"source {script('fish')}\n{calls}")
-    found = [[line.partition("\t")[0] for line in part.split("\n") if line] for part in out.split(".\n")[:-1]]
-    assert list(map(sorted, found)) == [sorted(expected) for _, expected in CASES]
+    asked = "fcljax completion fish | source; complete -C 'fcljax run fedavg-p'"
+    done = subprocess.run(["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["fedavg-prompt"]
 
 
 @pytest.mark.parametrize(
     ("shell", "arguments", "setup"),
     [
-        pytest.param("bash", ["--norc", "-i"], "source {path}", marks=needs("bash")),
-        pytest.param(
-            "zsh",
-            ["-f", "-i"],
-            "fpath=({path.parent} $fpath); autoload -U compinit; compinit -u -D",
-            marks=needs("zsh"),
-        ),
+        pytest.param("bash", ["--norc", "-i"], "", marks=needs("bash")),
+        pytest.param("zsh", ["-f", "-i"], "autoload -U compinit; compinit -u -D; ", marks=needs("zsh")),
     ],
 )
 def test_the_tab_key_completes_at_a_terminal(shell, arguments, setup, here):
-    path = script(shell)
+    setup += f'eval "$(fcljax completion {shell})"'
     for typed, expected in (
         ("fcljax run fedavg-p", "fcljax run fedavg-prompt "),
-        ("fcljax run fppl --fidelity=rel", "--fidelity=released "),
-        ("fcljax run fppl --adapter lora --lora-ra", "--lora-rank "),
+        ("fcljax data list --data", "--data-dir "),
     ):
-        assert expected in _tabbed([shell, *arguments], setup.format(path=path), typed, expected)
+        assert expected in _tabbed([shell, *arguments], setup, typed, expected)
 
 
 def _tabbed(command, setup, typed, expected):
@@ -179,11 +182,9 @@ def _until(terminal, expected):
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
-def test_the_command_prints_the_script_and_nothing_else(shell, monkeypatch, capsys):
-    known = table()
-    monkeypatch.setattr(completion, "words", lambda commands: known if commands is cli.COMMANDS else {})
+def test_the_command_prints_the_script_and_nothing_else(shell, capsys):
     assert cli.main(["completion", shell]) == 0
-    assert capsys.readouterr().out == completion.SHELLS[shell](table())
+    assert capsys.readouterr().out == argcomplete.shellcode(["fcljax"], shell=shell) + "\n"
 
 
 @pytest.mark.parametrize(

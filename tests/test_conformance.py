@@ -1,5 +1,5 @@
-"""What every method must hold, one test body for all of them, on a tiny ViT with four clients, one of them
-without rows: the statements of `fcljax check`, and what only a test can say."""
+"""The invariants of every method, one test body for all of them, on a tiny ViT with four clients, one of them
+without examples: the statements of `fcljax check`, and what only a test can say."""
 
 import functools
 
@@ -73,7 +73,7 @@ OPTIONS = {
     "vfcl": {"lr": 0.01, "full_lr": 0.01, "sigma": 0.1, "rounds": 2, "exemplars": 2, "test_samples": 2},
     "fedweit": {"rounds": 2, "received": 2, "full_lr": RATE},
     "fedrecon": {"adapter": "full", "full_lr": RATE},
-    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": {
         "dual_shared_length": 2,
         "dual_length": 3,
@@ -122,6 +122,26 @@ def test_every_method_is_here():
 def test_the_statement_holds(name, statement):
     found = statement(federation(name), history(name))
     assert found.holds, found
+
+
+def test_a_method_that_reads_padding_is_caught():
+    """Its loss counts every example of a batch, whatever the mask says."""
+
+    def unmasked(phase):
+        def step(context, local, batch, key):
+            return phase.step(context, local, batch._replace(mask=jnp.ones_like(batch.mask)), key)
+
+        return phase._replace(step=step)
+
+    def reading_padding(each):
+        phases = tuple(map(unmasked, each.program.phases))
+        return each._replace(program=each.program._replace(phases=phases))
+
+    method = method_of("linear", epochs=2, batch_size=4, lr=RATE)
+    broken = method._replace(rounds=tuple(map(reading_padding, method.rounds)))
+    made = conformance.federation(broken, TINY, EXAMPLES)
+    found = conformance.padding_is_inert(made, conformance.play(made))
+    assert not found.holds and "server/params/classifier/kernel" in found.found
 
 
 def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):

@@ -24,12 +24,13 @@ from fcljax.methods.fedavg import NoOptions
 from fcljax.methods.fedavg import plain as plain_method
 from fcljax.models.convnet import init_convnet
 from fcljax.models.convolution import Window, conv, conv_general_dilated
-from fcljax.models.densenet import DENSENETS, DenseNet, DenseNetConfig, densenet_network
+from fcljax.models.densenet import DenseNet, DenseNetConfig, densenet_network
 from fcljax.models.networks import make_network
-from fcljax.models.resnet import RESNETS, ResNet, ResNetConfig, resnet_network
+from fcljax.models.resnet import ResNet, ResNetConfig, resnet_network
+from fcljax.models.shapes import DENSENETS, RESNETS
 from fcljax.models.vit import Injection
 from fcljax.models.weights.convert import ConvertOptions, convert
-from fcljax.models.weights.pretrained import WeightOptions, load_backbone
+from fcljax.models.weights.pretrained import load_backbone
 from fcljax.parts.federate import Run, Training
 from fcljax.pixels import NORMALISE
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes

@@ -23,7 +23,7 @@ from fcljax.federated.engine import (
 )
 from fcljax.federated.schedule import phase_steps, plan_round
 from fcljax.mesh import mesh_of
-from fcljax.runs.features import make_features, make_predict
+from fcljax.runs.predict import make_features, make_predict
 from fcljax.types import RoundContext, Task
 
 ROWS, WIDTH, CLASSES, BATCH = 150, 12, 5, 4
@@ -160,7 +160,7 @@ def test_a_row_whose_logits_are_not_finite_has_no_predicted_class(split):
 
     predict = make_predict(tell, read, BATCH, ROWS)
     found = predict(TURN, (MODEL,), ready(split, None), np.arange(4), np.zeros(CLASSES, int))
-    assert found.label.tolist() == found.told.tolist() == [-1, -1, 3, 1]
+    assert found.label.tolist() == found.label_in_task.tolist() == [-1, -1, 3, 1]
     assert np.isnan(found.confidence).tolist() == [True, True, False, False]
 
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from fcljax import cli
-from fcljax.config import settle
 from fcljax.errors import InputError
 from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
@@ -43,7 +42,7 @@ def settings(folder, checkpoint, **others):
         eval_batch_size=8,
         **{"data_dir": str(folder / "data"), **others},
     )
-    return settle(cfg)
+    return cfg
 
 
 def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_path):

@@ -28,7 +28,7 @@ from micro import (
 )
 from micro import LABEL as ROW_LABEL
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
@@ -178,7 +178,7 @@ def test_a_setting_that_does_not_know_the_rows_is_refused():
 
 
 def remembering(network=FORMULA, batch_size=4):
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, network)
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
     rule = herded(Budget(2), SIZES, network.width, batch_size)
     run = Run(SIZES, network, adapter, Training(1, batch_size, 0.1), rules=(rule,))
     return federate(run, linear_learner(run), loss=cross_entropy_loss("seen"))

@@ -72,7 +72,7 @@ def test_config_yaml_gives_the_same_settings_back(run):
     summary = summary_of(run)
     again = running.settings(summary["method"], {}, running.Paths(config=str(run / "config.yaml")))
     assert dataclasses.asdict(again) == summary["config"]
-    assert config.to_yaml(summary["method"], again) == (run / "config.yaml").read_text()
+    assert config.to_yaml(again) == (run / "config.yaml").read_text()
 
 
 # ---- summary.json ------------------------------------------------------------------------------------------
@@ -248,15 +248,15 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     ],
 )
 def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, flops, widths, monkeypatch):
-    cfg = config.resolve("fppl", config.from_mapping("fppl", options, "test"))
+    cfg = config.resolve(config.from_mapping("fppl", options, "test"))
     monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
-    (player,) = build.build("fppl", cfg).engine.players
+    (player,) = build.build(cfg).engine.players
     assert player.capacity.widths == widths
 
 
 def test_flops_are_those_of_the_network():
-    cfg = config.resolve("fedavg", config.from_mapping("fedavg", {}, "test"))
-    backbone = build.build("fedavg", cfg).inputs.backbone
+    cfg = config.resolve(config.from_mapping("fedavg", {}, "test"))
+    backbone = build.build(cfg).inputs.backbone
     vit, tokens = backbone.config, (backbone.config.image_size // backbone.config.patch) ** 2 + 1
     products = vit.depth * (4 * vit.width**2 + 2 * vit.width * vit.mlp + 2 * tokens * vit.width)
     assert build.forward_flops(backbone) == pytest.approx(2 * tokens * products, rel=0.05)

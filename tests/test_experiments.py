@@ -1,33 +1,38 @@
-"""The files in experiments/ are claims: each says where its numbers come from, loads, and sends what it
-says."""
+"""The papers' tables in experiments/: every row is a run with the paper's settings and upload."""
 
+import dataclasses
 import json
-import shlex
-from pathlib import Path
+import typing
 
 import jax
 import pytest
 import small_runs
-import yaml
 
-from fcljax.adapters import ADAPTERS
-from fcljax.commands import reproducing, running
+from fcljax import config
+from fcljax.commands import running
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
-from fcljax.methods import METHODS
 from fcljax.models.mae import DecoderConfig, autoencoder, decoder_shapes
-from fcljax.models.networks import CONVNETS, make_network
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.networks import make_network
+from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
 from fcljax.runs.summary import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario
+from fcljax.settings import Fidelity
 from fcljax.studies import paper_tables as tables
-from fcljax.studies import reproduce
+from fcljax.studies import papers, reproduce
+from fcljax.studies.papers import Row
 from fcljax.types import Frozen, Sizes
 
 FOLDER = small_runs.ROOT / "experiments"
-FILES = sorted(path for path in FOLDER.glob("*.yaml") if tables.MARK in path.read_text())
+FILES = sorted(path for path in FOLDER.glob("*.yaml") if papers.MARK in path.read_text())
+PAPERS = {path.stem: papers.parse(str(path), config.load_yaml(path)) for path in FILES}
+TABLES = [(system, table) for system, paper in PAPERS.items() for table in paper.tables]
+COLUMNS = {
+    f"{column.system} {column.key}": column for name in TABLES for column in papers.find(FOLDER, *name)
+}
 CLASSES = {
     "imagenet_r_hepco": 200,
     "domainnet": 345,
@@ -41,89 +46,53 @@ CLASSES = {
 TOTAL_ROUNDS = {"imagenet_r": {200}, "cub200": {200}, "cifar100": {200, 400}}
 
 
-def table_of(file):
-    """The file as `fcljax reproduce` reads it."""
-    return tables.parse(str(file), file.read_text(), yaml.safe_load(file.read_text()))
+def columns(system):
+    """The columns of a paper's tables."""
+    return [column for column in COLUMNS.values() if column.system == system]
 
 
-def header(file):
-    """The lines of the header that come once: field -> text."""
-    return table_of(file).fields
+def own(column):
+    """The settings of the paper's own method without options."""
+    method = column.paper.method
+    return reproduce.settings_of(column, Row(method, {}, ()))
 
 
-def parts(command):
-    """(method, where its settings come from, other options) of a command."""
-    program, verb, method, *options = shlex.split(command)
-    assert (program, verb) == ("fcljax", "run")
-    given = running.parse_run(method, options, "", "")
-    paths = {name: given.pop(name) for name in ("config", "out", "resume") if name in given}
-    return method, paths, given
+@pytest.fixture
+def column(request):
+    """A column by its name."""
+    return COLUMNS[request.param]
 
 
-def load(file):
-    """(method, settings) of the command in the header."""
-    method, paths, given = parts(header(file)["run"])
-    return method, running.settings(method, given, running.Paths(**paths | {"config": str(file)}))
+def some(prefix, step):
+    """A few of the columns whose names begin so, all in `make test-long`."""
+    names = [name for name in COLUMNS if name.startswith(prefix)]
+    return pytest.mark.parametrize("column", small_runs.some(names, names[::step]), indirect=True)
 
 
-# a few of them here, all in `make test-long`
-each = pytest.mark.parametrize("file", small_runs.some(FILES, FILES[::12]), ids=lambda file: file.stem)
-PILORA = sorted(FOLDER.glob("pilora_*.yaml"))
-each_of_pilora = pytest.mark.parametrize(
-    "file", small_runs.some(PILORA, PILORA[::5]), ids=lambda file: file.stem
-)
-FPPL = sorted(FOLDER.glob("fppl_*.yaml"))
-each_of_fppl = pytest.mark.parametrize("file", small_runs.some(FPPL, FPPL[::5]), ids=lambda file: file.stem)
+def test_every_paper_is_there():
+    assert list(PAPERS) == ["fppl", "hepco", "pilora", "pmae", "vfcl"]
+    assert all(paper.method == name for name, paper in PAPERS.items())
 
 
-def test_every_row_of_fppl_in_the_papers_tables_has_a_file():
-    ablation = [f"fppl_table3_{parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")]
-    clients = [f"fppl_table4_{clients}-clients" for clients in (20, 30, 40)]
-    others = [
-        "fppl_table1_imagenet-r",
-        "fppl_table1_cub-200",
-        "fppl_table5_iid",
-        "fppl_table5_beta0.5",
-        "fppl_cifar-100",
-    ]
-    assert {*ablation, *clients, *others} <= {file.stem for file in FILES}
+def test_every_row_of_fppl_in_the_papers_tables_is_there():
+    ablation = {f"table3 {parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")}
+    clients = {f"table4 {clients}-clients" for clients in (20, 30, 40)}
+    others = {"table1 imagenet-r", "table1 cub-200", "table5 iid", "table5 beta0.5", "cifar-100"}
+    assert {column.key for column in columns("fppl")} == ablation | clients | others
 
 
-@each
-def test_the_header_names_source_expectation_status_and_cost(file):
-    assert table_of(file).title and table_of(file).rows
-    found = header(file)
-    assert (
-        found["status"] == "unverified" or found["cost"] != "not measured"
-    )  # who has run it knows what it cost
-
-
-@each
-def test_the_command_in_the_header_runs_this_file(file, monkeypatch):
-    monkeypatch.chdir(small_runs.ROOT)
-    method, paths, given = parts(header(file)["run"])
-    assert Path(paths["config"]).samefile(file)
-    assert running.settings(method, given, running.Paths(**paths)) == load(file)[1]
-    assert yaml.safe_load(file.read_text()).get("method", method) == method
-
-
-@each
-def test_the_first_seed_of_the_header_is_the_files(file):
-    first, *others = table_of(file).seeds
-    assert load(file)[1].seed == first
-    assert len({first, *others}) == 1 + len(others)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_row_is_a_run(file):
-    table = table_of(file)
-    for row in table.rows:
-        given = reproducing.read(row.method, row.options)
-        cfg = reproduce.settings_of(table, row, reproducing.read)
+@pytest.mark.parametrize("column", COLUMNS, indirect=True)
+def test_every_row_is_a_run(column):
+    assert column.entry.title and column.entry.source and column.rows
+    assert len(set(column.seeds)) == len(column.seeds)
+    for row in column.rows:
+        cfg = reproduce.settings_of(column, row)
+        given = running.parse_run(row.method, papers.words_of(row.options), "run", "")
         assert {name: getattr(cfg, name) for name in given} == given
-        shared = ("dataset", "checkpoint", "tasks", "seed", "fidelity", "lr", "rounds")
+        assert cfg.seed == column.seeds[0]
+        shared = ("dataset", "checkpoint", "tasks", "fidelity", "lr", "rounds")
         assert all(
-            getattr(cfg, name) == table.settings.get(name, getattr(cfg, name))
+            getattr(cfg, name) == column.settings.get(name, getattr(cfg, name))
             for name in shared
             if name not in given
         )
@@ -131,33 +100,26 @@ def test_every_row_is_a_run(file):
 
 def test_every_metric_is_a_summarys():
     summary = json.loads((small_runs.finished("linear") / "summary.json").read_text())
-    metrics = {metric for file in FILES for metric in table_of(file).metrics}
+    metrics = {metric for column in COLUMNS.values() for metric in column.metrics}
     assert len(metrics) > 5 and all(tables.value_of(summary, metric) is not None for metric in metrics)
 
 
-def test_the_row_of_a_files_own_method_has_its_settings():
-    for file in FILES[::8]:
-        table, (method, cfg) = table_of(file), load(file)
-        plain = [row for row in table.rows if row.words() == method]
-        assert [reproduce.settings_of(table, row, reproducing.read) for row in plain] == [cfg] * len(plain)
-
-
 def test_what_is_not_a_rows_own_is_dropped_and_nothing_else():
-    table = table_of(FOLDER / "vfcl_table1.yaml")
-    row = next(row for row in table.rows if row.method == "glfc")
-    cfg = reproduce.settings_of(table, row, reproducing.read)
+    (column,) = papers.find(FOLDER, "vfcl", "table1")
+    row = next(row for row in column.rows if row.method == "glfc")
+    cfg = reproduce.settings_of(column, row)
     assert (cfg.lr, cfg.full_lr, cfg.optimiser) == (0.01, 0.01, "sgd") and not hasattr(cfg, "prior_weight")
-    alone = table_of(FOLDER / "hepco_table1_cifar-100.yaml").rows[1]
-    cfg = reproduce.settings_of(table_of(FOLDER / "hepco_table1_cifar-100.yaml"), alone, reproducing.read)
+    first, *_ = papers.find(FOLDER, "hepco", "table1")
+    cfg = reproduce.settings_of(first, first.rows[1])
     assert (cfg.partition, cfg.clients, cfg.rounds, cfg.epochs) == ("iid", 1, 1, 20)
-    wrong = table._replace(settings=dict(table.settings) | {"prior_wait": 1})
-    with pytest.raises(InputError, match=r"vfcl_table1.yaml: row 'glfc': .*unknown key 'prior_wait'"):
-        reproduce.settings_of(wrong, row, reproducing.read)
+    wrong = column._replace(settings=dict(column.settings) | {"prior_wait": 1})
+    with pytest.raises(InputError, match=r"vfcl.yaml: table1: row 'glfc': .*unknown key 'prior_wait'"):
+        reproduce.settings_of(wrong, row)
 
 
-@each_of_fppl
-def test_settings_are_the_papers(file):
-    _, cfg = load(file)
+@some("fppl", 5)
+def test_settings_are_the_papers(column):
+    cfg = own(column)
     assert cfg.tasks * cfg.rounds in TOTAL_ROUNDS[cfg.dataset]
     assert CLASSES[cfg.dataset] % cfg.tasks == 0
     assert (cfg.backbone, cfg.image_size, cfg.normalise) == ("vit_b16", 224, "unit")
@@ -165,26 +127,17 @@ def test_settings_are_the_papers(file):
     assert cfg.lr == cfg.server_lr
 
 
-@each_of_fppl
-def test_nothing_that_the_paper_fixes_is_left_to_a_default(file):
-    values = set(yaml.safe_load(file.read_text()))
-    fixed = {
-        "tasks",
-        "clients",
-        "partition",
-        "rounds",
-        "epochs",
-        "batch_size",
-        "lr",
-        "seed",
-        "fidelity",
-        "normalise",
-        "augment",
-    }
+@some("fppl", 5)
+def test_nothing_that_the_paper_fixes_is_left_to_a_default(column):
+    values = set(column.settings)
+    fixed = {"tasks", "clients", "partition", "rounds", "epochs", "batch_size", "lr", "seed", "fidelity"}
     # a preset may change; what made the table's numbers does not
-    disputed = set(METHODS["fppl"].fidelity["intended"]) | set(ADAPTERS["prompts"].fidelity["intended"])
-    assert fixed | disputed <= values
-    assert values >= {"alpha"} or load(file)[1].partition == "iid"
+    readings = [
+        dataclasses.asdict(config.preset("fppl", fidelity=name)) for name in typing.get_args(Fidelity)
+    ]
+    disputed = {name for name in readings[0] if len({reading[name] for reading in readings}) > 1}
+    disputed -= {"positions"}  # which weights decide
+    assert fixed | {"normalise", "augment", "alpha"} | disputed <= values
 
 
 def network_with_shapes(name):
@@ -197,13 +150,13 @@ def network_with_shapes(name):
     return network, Frozen(parameter_shapes(vit), decoder_shapes(decoder))
 
 
-@each
-def test_the_upload_in_the_header_is_what_a_client_sends(file):
-    method, cfg = load(file)
+@some("", 12)
+def test_the_upload_is_what_a_client_sends(column):
+    method, cfg = column.paper.method, own(column)
     classes = CLASSES[cfg.dataset]
     sizes = Sizes(classes, cfg.tasks, classes // cfg.tasks, cfg.clients, cfg.rounds, examples=100)
     network, frozen = network_with_shapes(cfg.backbone)
-    built = make_method(method, cfg, sizes, network)
+    built = make_method(cfg, sizes, network)
     nothing = Scenario(None, None, make_tasks(classes, cfg.tasks), None, None)
     unused = Experiment(*[None] * len(Experiment._fields))
     key = jax.random.key(0)
@@ -211,121 +164,105 @@ def test_the_upload_in_the_header_is_what_a_client_sends(file):
     sent, *others = traffic_by_round(exp, payload_shapes(exp))
     assert not any(other.upload_scalars for other in others)
     restore = payload_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
-    rest = sent.upload_scalars - communication.scalars(restore)
-    assert header(file)["upload"].startswith(f"{rest:,} numbers per client and round")
+    assert column.upload == sent.upload_scalars - communication.scalars(restore)
 
 
-def test_the_rows_of_table_three_turn_the_parts_on_that_their_names_say():
-    for file in FOLDER.glob("fppl_table3_*.yaml"):
-        parts = file.stem.removeprefix("fppl_table3_").replace("none", "")
-        _, cfg = load(file)
+def test_the_columns_of_table_three_turn_the_parts_on_that_their_names_say():
+    for column in papers.find(FOLDER, "fppl", "table3"):
+        cfg = own(column)
         on = {"u": not cfg.wo_unified, "f": not cfg.wo_fusion, "d": not cfg.wo_debias}
-        assert "".join(part for part, is_on in on.items() if is_on) == parts
+        assert "".join(part for part, is_on in on.items() if is_on) == column.name.replace("none", "")
 
 
 # ---- HePCo -------------------------------------------------------------------------------------------------
 
-HEPCO = sorted(FOLDER.glob("hepco_*.yaml"))
-each_of_hepco = pytest.mark.parametrize(
-    "file", small_runs.some(HEPCO, HEPCO[::4]), ids=lambda file: file.stem
-)
 
-
-def test_every_table_of_hepco_has_its_files():
+def test_every_table_of_hepco_has_its_columns():
     sets = ("cifar-100", "imagenet-r", "domainnet")
-    names = [f"table1_{name}" for name in sets] + ["table3", "table4"]
-    names += [f"table2_{name}_{imbalance}" for name in sets for imbalance in (0.05, 0.01)]
-    assert {file.stem for file in FILES if file.stem.startswith("hepco")} == {
-        f"hepco_{name}" for name in names
-    }
+    names = [f"table1 {name}" for name in sets] + ["table3", "table4"]
+    names += [f"table2 {name}_{imbalance}" for name in sets for imbalance in (0.05, 0.01)]
+    assert {column.key for column in columns("hepco")} == set(names)
 
 
-@each_of_hepco
-def test_the_settings_of_hepco_are_the_papers(file):
-    method, cfg = load(file)
+@some("hepco", 4)
+def test_the_settings_of_hepco_are_the_papers(column):
+    cfg = own(column)
     assert (cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size, cfg.lr) == (5, 10, 10, 64, 1e-3)
     assert (cfg.partition, cfg.split_ratio, cfg.category_ratio) == ("sampled", 0.1, 0.6)
     assert (cfg.pool_size, cfg.pool_length, cfg.pool_blocks) == (100, 20, 5)
     assert (cfg.backbone, cfg.normalise, cfg.aggregator) == ("vit_b16", "release", "uniform")
-    assert cfg.imbalance == (float(file.stem.rpartition("_")[2]) if "table2" in file.stem else 1)
-    if file.stem == "hepco_table3":  # it says what HePCo's generators see
-        return
+    assert cfg.imbalance == (float(column.name.rpartition("_")[2]) if column.table == "table2" else 1)
     for baseline in ("fedavg-prompt", "fedprox", "fed-cprompt", "fedavg-ft", "fedlwf-mc", "cfed", "target"):
-        assert running.settings(baseline, {}, running.Paths(config=str(file))).rounds == 10
+        assert reproduce.settings_of(column, Row(baseline, {}, ())).rounds == 10
 
 
 # ---- pMAE --------------------------------------------------------------------------------------------------
 
-PMAE = sorted(FOLDER.glob("pmae_*.yaml"))
-each_of_pmae = pytest.mark.parametrize("file", small_runs.some(PMAE, PMAE[::7]), ids=lambda file: file.stem)
-BETAS = ("0.5", "0.1", "0.05")
+ALPHAS = ("0.5", "0.1", "0.05")
 
 
-def test_every_table_and_figure_of_pmae_has_its_files():
-    names = [f"table{table}_{kind}_b{beta}" for table in (1, 2) for kind in ("sup", "ibot") for beta in BETAS]
-    names += [f"table{table}_b{beta}" for table in (3, 4) for beta in BETAS] + ["figure7", "figure8"]
-    assert {file.stem for file in PMAE} == {f"pmae_{name}" for name in names}
+def test_every_table_and_figure_of_pmae_has_its_columns():
+    names = [f"table{table} {kind}_b{x}" for table in (1, 2) for kind in ("sup", "ibot") for x in ALPHAS]
+    names += [f"table{table} b{x}" for table in (3, 4) for x in ALPHAS] + ["figure7", "figure8"]
+    assert {column.key for column in columns("pmae")} == set(names)
 
 
-@each_of_pmae
-def test_the_settings_of_pmae_are_the_papers(file):
-    _, cfg = load(file)
+@some("pmae", 7)
+def test_the_settings_of_pmae_are_the_papers(column):
+    cfg = own(column)
     assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (20, 10, 10, 5, 128)
     assert (cfg.restore_images, cfg.mask_ratio, cfg.tune_epochs, cfg.tune_batch) == (4, 0.75, 5, 128)
     assert (cfg.lr, cfg.tune_lr, cfg.vpt_length, cfg.vpt_blocks, cfg.recon_length) == (1e-3, 1e-3, 20, 5, 5)
     assert (cfg.backbone, cfg.normalise, cfg.partition) == ("vit_b16", "unit", "dirichlet")
-    ibot = "table4" in file.stem or "ibot" in file.stem or "figure8" in file.stem
+    ibot = column.table in ("table4", "figure8") or "ibot" in column.name
     assert ("ibot" in cfg.checkpoint) == ibot
-    assert cfg.alpha == (0.5 if "figure" in file.stem else float(file.stem.rpartition("_b")[2]))
+    assert cfg.alpha == (float(column.name.rpartition("b")[2]) if column.name else 0.5)
     pairs = [f"{name}{more}" for name in ("l2p", "dualprompt", "coda-prompt") for more in ("", "-pmae")]
     for method in pairs:
-        assert running.settings(method, {}, running.Paths(config=str(file))).rounds == 10
+        assert reproduce.settings_of(column, Row(method, {}, ())).rounds == 10
 
 
 # ---- VFCL --------------------------------------------------------------------------------------------------
 
-VFCL = sorted(FOLDER.glob("vfcl_*.yaml"))
+
+def test_every_table_of_vfcl_with_accuracies_is_there():
+    assert {column.key for column in columns("vfcl")} == {f"table{i}" for i in (1, 2, 4, 5, 6, 7, 10, 11)}
 
 
-def test_every_table_of_vfcl_with_accuracies_has_its_file():
-    assert {file.stem for file in VFCL} == {f"vfcl_table{table}" for table in (1, 2, 4, 5, 6, 7, 10, 11)}
-
-
-@pytest.mark.parametrize("file", small_runs.some(VFCL, VFCL[::3]), ids=lambda file: file.stem)
-def test_the_settings_of_vfcl_are_the_papers(file):
-    _, cfg = load(file)
+@some("vfcl", 3)
+def test_the_settings_of_vfcl_are_the_papers(column):
+    cfg = own(column)
     assert (cfg.tasks, cfg.epochs, cfg.batch_size, cfg.lr, cfg.full_lr) == (10, 5, 32, 0.01, 0.01)
     assert (cfg.prior_weight, cfg.global_share, cfg.samples, cfg.exemplars) == (1.0, 0.5, 1, 20)
-    assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", None)
-    fedweit = file.stem in ("vfcl_table5", "vfcl_table6")
+    assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", 0.0)
+    fedweit = column.key in ("table5", "table6")
     assert (cfg.clients, cfg.rounds) == ((5, 20) if fedweit else (10, 10))
-    assert (cfg.pool is not None) == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
-    assert cfg.backbone == ("densenet121" if file.stem in ("vfcl_table10", "vfcl_table11") else "resnet18")
+    assert (cfg.task_pool is not None) == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
+    assert cfg.backbone == ("densenet121" if column.key in ("table10", "table11") else "resnet18")
 
 
 # ---- PILoRA ------------------------------------------------------------------------------------------------
 
-COLUMNS = {
-    1: ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"),
-    2: ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"),
-    3: ("a6", "b0.5"),
+COLUMNS_OF_PILORA = {
+    "table1": ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"),
+    "table2": ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"),
+    "table3": ("a6", "b0.5"),
 }
 
 
-def test_every_column_of_pilora_s_tables_has_a_file():
-    assert {f"pilora_table{table}_{column}" for table in COLUMNS for column in COLUMNS[table]} <= {
-        file.stem for file in FILES
-    }
+def test_every_column_of_piloras_tables_is_there():
+    names = {f"{table} {name}" for table, known in COLUMNS_OF_PILORA.items() for name in known}
+    assert names == {column.key for column in columns("pilora")}
 
 
-@each_of_pilora
-def test_the_settings_of_a_column_are_the_papers(file):
-    _, cfg = load(file)
-    column = file.stem.rpartition("_")[2]
-    assert (cfg.partition, cfg.classes_per_client if column[0] == "a" else cfg.alpha) == (
-        ("quantity", int(column[1:])) if column[0] == "a" else ("task_dirichlet", float(column[1:]))
+@some("pilora", 5)
+def test_the_settings_of_pilora_are_the_papers(column):
+    cfg = own(column)
+    assert (cfg.partition, cfg.classes_per_client if column.name[0] == "a" else cfg.alpha) == (
+        ("quantity", int(column.name[1:]))
+        if column.name[0] == "a"
+        else ("task_dirichlet", float(column.name[1:]))
     )
     assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (10, 10, 30, 5, 64)
-    tiny = cfg.dataset == "tiny_imagenet"
-    assert (cfg.lr, cfg.lora_lr) == ((5e-3, 5e-6) if tiny else (2e-3, 1e-5))
+    assert cfg.lr == (5e-3 if cfg.dataset == "tiny_imagenet" else 2e-3)
     assert (cfg.backbone, cfg.preprocess, cfg.normalise) == ("vit_b16", "pilora", "release")

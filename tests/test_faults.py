@@ -3,6 +3,7 @@
 import json
 import shlex
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,8 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
-from fcljax.runs import loop
+from fcljax.runs import rounds
+from fcljax.settings import FaultOptions
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -70,7 +72,7 @@ def sent(method: Method, label=(3, 4, 5, 1, 3), task: Task = TASK, which: int = 
 
 
 def same(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    chex.assert_trees_all_equal(left, right)
 
 
 def of_client(tree, which: int):
@@ -130,7 +132,7 @@ def test_everything_else_of_the_method_is_the_same_object():
 
 def test_nobody_malicious_is_the_method_itself():
     assert faults.corrupt(METHOD, "nan", malicious=0) is METHOD
-    assert faults.FaultOptions().malicious == 0
+    assert FaultOptions().malicious == 0
 
 
 def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():
@@ -269,14 +271,14 @@ def test_a_run_with_faults_says_how_many_uploads_were_left_out(tmp_path, capsys)
 @pytest.mark.long
 def test_uploads_are_looked_through_one_by_one_after_a_bad_one(tmp_path, monkeypatch):
     """So that a client whose uploads are bad has a round played twice once, and not in every round."""
-    told, play = [], loop.run_round
+    told, play = [], rounds.run_round
 
     def watched(*args, guarded, **options):
         result = play(*args, guarded=guarded, **options)
         told.append((guarded, result[2].rejected))
         return result
 
-    monkeypatch.setattr(loop, "run_round", watched)
+    monkeypatch.setattr(rounds, "run_round", watched)
     options = [*COMMON, "--rounds", "3", "--clients", "4", "--faults", "late=0.2"]
     assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "late")]) == 0
     before = np.cumsum([0, *(rejected for _, rejected in told)])[:-1]

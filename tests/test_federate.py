@@ -32,7 +32,7 @@ from micro import (
     train,
 )
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
@@ -58,7 +58,7 @@ BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 
 def run_of(adapter="linear", training=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
-    built = ADAPTERS[adapter].build(options, SIZES, FORMULA)
+    built = find_adapter(adapter).build(options, SIZES, FORMULA)
     return Run(SIZES, FORMULA, built, training, make_aggregation(AggregationOptions(**aggregation)))
 
 

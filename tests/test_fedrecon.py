@@ -68,7 +68,7 @@ def embedded(rows, scale=1.0):
 
 def means_of(task, scale=1.0):
     """The prototypes of a task's classes in plain numpy: of all rows that anybody holds."""
-    rows = DEALS[task].rows
+    rows = DEALS[task].indices
     own = np.flatnonzero(STREAM[task].current)
     return own, np.stack([embedded(rows[LABEL[rows] == c], scale).mean(0) for c in own])
 
@@ -83,7 +83,7 @@ def batch_of(rows):
 
 def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
     method, history = played(False)
-    assert [(each.when, each.who) for each in method.rounds] == [("opening", "everyone")]
+    assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     rows = np.arange(20)
     logits = method.predict(round_context_of(TASKS[1], frozen=SCALE), history[-1], batch_of(rows))
     prototypes = np.concatenate([means_of(task)[1] for task in (0, 1)])
@@ -178,7 +178,7 @@ def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
 
 def test_prototypes_are_those_of_the_embedding_that_the_first_task_ends_with():
     method, history = played(True)
-    assert [each.when for each in method.rounds] == ["round", "closing"]
+    assert [each.when for each in method.rounds] == ["round", "task_end"]
     scales = [np.asarray(server.params.adapter["scale"]) for server in history]
     assert np.abs(scales[1] - 1).max() > 1e-3
     for later in scales[2:]:  # a mean of what is equal, up to its rounding
@@ -198,7 +198,7 @@ def test_prototypes_are_embedded_as_in_evaluation():
 
     network = FORMULA._replace(apply=apply)
     method = fedrecon(FedReconOptions(), run_of(True, network))
-    (survey,) = [each for each in method.rounds if each.when == "closing"]
+    (survey,) = [each for each in method.rounds if each.when == "task_end"]
     server = compiled(method.init)(KEY, Frozen(SCALE.network))
     found = sums_of(survey.program, method, server, [rows_of([0, 1, 0])])
     image = rows_of([0, 1, 0]).image

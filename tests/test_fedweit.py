@@ -54,7 +54,8 @@ from fcljax.methods.fedweit.fedweit import (
     remember,
     sparsity,
 )
-from fcljax.models.resnet import RESNETS, resnet_network
+from fcljax.models.resnet import resnet_network
+from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import ClientStep, Run, Training
 from fcljax.parts.learner import Params, learner
@@ -269,7 +270,9 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
     moved = part.adapter - server.params.adapter.base
     close(part.classifier.adaptive[0], 2 * moved)
     slow = weit(run_of(rate=RATE), **off)
-    close(train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10)
+    close(
+        train(slow, server, TASKS[0], OF_FIRST)[1].trainable.adapter - server.params.adapter.base, moved / 10
+    )
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------

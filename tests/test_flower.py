@@ -126,9 +126,15 @@ def test_pieces_that_are_alike_are_counted_once():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"partition": "sampled"}, "partition: 'sampled' clients are drawn anew.*nearest: 'task_dirichlet'"),
-        ({"population": "redrawn"}, "population: 'redrawn' deals all rows afresh.*nearest: 'static'"),
-        ({"partition": "private", "pool": "order"}, "pool: 'order' makes the tasks from the rows of all"),
+        (
+            {"partition": "sampled"},
+            "partition: 'sampled' clients are drawn from all.*nearest: 'task_dirichlet'",
+        ),
+        ({"population": "redrawn"}, "population: 'redrawn' assigns all examples anew.*nearest: 'static'"),
+        (
+            {"partition": "private", "task_pool": "order"},
+            "task_pool: 'order' makes the tasks from the examples of all",
+        ),
         ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: None"),
         ({"method": "ewc"}, "method: 'ewc' given; name one method"),
     ],
@@ -205,7 +211,7 @@ def test_wrong_and_missing_uploads_are_left_out_and_counted(identity, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["rejected"] for line in lines] == [1, 1, 0, 0]
     assert [line["participants"] for line in lines] == [3, 2, 3, 3]
-    assert [line["wire_dropped"] for line in lines] == [0, 1, 0, 0]
+    assert [line["traffic_dropped"] for line in lines] == [0, 1, 0, 0]
     assert summary["rejected_uploads"] == 2
     assert np.isfinite(summary["A_last"])
 
@@ -238,7 +244,7 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
     with pytest.raises(InputError, match="partition-id: two nodes say that they are client 1"):
         run_here(grid, tmp_path / "out", **TINY)
     grid = Here(client_app("linear", **TINY), [{"partition-id": 0}])
-    with pytest.raises(InputError, match="3 wanted.*2 had not come, the first with partition-id 1"):
+    with pytest.raises(InputError, match="3 wanted.*2 had not connected, the first with partition-id 1"):
         run_here(grid, tmp_path / "out", **TINY)
     assert not (tmp_path / "out").exists()
 
@@ -263,7 +269,7 @@ FPPL = {"prompt_blocks": 2, "prompt_length": 2, "server_epochs": 1}
 )
 def test_flowers_simulation_gives_the_numbers_of_ours(method, more):
     module, settings = beside(), TINY | more
-    states, _ = module.simulated(*node.settings_of(method, settings))
+    states, _ = module.simulated(node.settings_of(method, settings))
     found = module.flowered(method, settings, TINY["clients"])
     assert len(found) == TINY["tasks"] * TINY["rounds"]
     apart = [module.largest_difference(*pair) for pair in zip(states, found, strict=True)]
@@ -290,10 +296,10 @@ def test_a_killed_node_drops_out_and_comes_back(tmp_path, kept):
         here.submit(settings)
         here.wait_for(lambda: len(lines()) >= 1)
         here.kill("node-1")
-        here.wait_for(lambda: any(line["wire_dropped"] for line in lines()))
+        here.wait_for(lambda: any(line["traffic_dropped"] for line in lines()))
         here.node(1, where)
         here.wait_for(lambda: (out / "summary.json").exists())
-    dropped = [line["wire_dropped"] for line in lines()]
+    dropped = [line["traffic_dropped"] for line in lines()]
     assert dropped[0] == 0 and sum(dropped) >= 1 and dropped[-1] == 0
-    assert sum(line["wire_restarted"] for line in lines()) == (0 if kept else 1)
+    assert sum(line["traffic_restarted"] for line in lines()) == (0 if kept else 1)
     assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])

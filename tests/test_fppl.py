@@ -5,7 +5,6 @@ Most tests run the method on a network that is a formula: the feature of an imag
 prompt of every block.
 """
 
-import dataclasses
 import functools
 from functools import partial
 
@@ -16,16 +15,16 @@ import pytest
 from micro import aggregate_of, begin, compiled, context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters import ADAPTERS
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
-from fcljax.methods.fppl import FIDELITY, FPPLOptions, debias, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
-from fcljax.models.vit import VITS, Block, ViTConfig, apply_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import Experiment
 from fcljax.runs.summary import payload_shapes
@@ -506,7 +505,9 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     first, second = batch([1, 1, 1]), batch([1, 1], seed=9)
     context, local = start(method, server, TASKS[0], rows=5)
     trained = adapter_of(server).prompt[2]
-    local = local._replace(trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained)))
+    local = local._replace(
+        trainable=local.trainable._replace(adapter=local.trainable.adapter._replace(prompt=trained))
+    )
     for data in (first, second):
         local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
     own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]
@@ -526,14 +527,6 @@ def test_padding_rows_change_no_upload():
 
 
 # ---- where paper and release differ ------------------------------------------------------------------------
-
-
-def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
-    follow_the_client = {"server_lr", "server_batch_size"}
-    open_ = lambda options: {field.name for field in dataclasses.fields(options) if field.default is None}
-    adapter = ADAPTERS["prompts"]
-    assert all(set(preset) == open_(FPPLOptions) - follow_the_client for preset in FIDELITY.values())
-    assert all(set(preset) == open_(adapter.options) for preset in adapter.fidelity.values())
 
 
 def test_a_given_value_wins_over_the_preset():

@@ -1,6 +1,7 @@
 """GLFC and LGA: the published numbers, what a client notices and keeps, what a proxy can rebuild and which
 model it chooses."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import small_runs
 from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SIZES, TASKS, info_of, method_of, round_context_of
 
 from fcljax.errors import InputError
-from fcljax.methods import METHODS
+from fcljax.methods import find_method
 from fcljax.methods.glfc import glfc as G
 from fcljax.methods.glfc import lga
 from fcljax.methods.glfc import proxy as P
@@ -29,8 +30,8 @@ NAMES = [field.name for field in G.dataclasses.fields(lga.LGAOptions)]
 
 
 def options_of(options=G.GLFCOptions, fidelity="intended", **values):
-    entry = METHODS["glfc" if options is G.GLFCOptions else "lga"]
-    return options(**dict(entry.fidelity[fidelity]) | values)
+    entry = find_method("glfc" if options is G.GLFCOptions else "lga")
+    return dataclasses.replace(entry.presets[fidelity].options, **values)
 
 
 def batch_of(label, mask=None):
@@ -462,11 +463,11 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
 
 
 def test_released_values_are_those_of_the_release():
-    found = METHODS["glfc"].fidelity["released"]
-    assert (found["memory_size"], found["entropy_rise"], found["entropy_unit"]) == (2000, 1.2, "nats")
-    assert (found["match_steps"], found["monitor_images"], found["reset_best"]) == (5000, 20, "never")
-    assert METHODS["lga"].fidelity["released"]["reset_best"] == "second"
-    assert found["rate_schedule"] == "released" and found["memory_repeats"]
+    found = find_method("glfc").presets["released"].options
+    assert (found.memory_size, found.entropy_rise, found.entropy_unit) == (2000, 1.2, "nats")
+    assert (found.match_steps, found.monitor_images, found.reset_best) == (5000, 20, "never")
+    assert find_method("lga").presets["released"].options.reset_best == "second"
+    assert found.lr_schedule == "released" and found.memory_repeats
 
 
 def test_a_run_that_does_not_know_the_rows_is_refused():

@@ -13,7 +13,7 @@ from small_runs import some
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.pool import Pool, PoolOptions, pool, prefix_injection, weighted_prompts
 from fcljax.data.partition import sample_client
 from fcljax.data.tasks import python_order
@@ -21,7 +21,8 @@ from fcljax.errors import InputError
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
 from fcljax.models.heads import Head, cross_entropy, init_head
-from fcljax.models.vit import VITS, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload, Run, Training
 from fcljax.parts.learner import Params, learner
@@ -41,7 +42,7 @@ FEW = {
 
 
 def options(fidelity="intended", **values):
-    cfg = config.resolve("hepco", config.from_mapping("hepco", {"fidelity": fidelity, **values}, "test"))
+    cfg = config.resolve(config.from_mapping("hepco", {"fidelity": fidelity, **values}, "test"))
     return config.part(H.HepcoOptions, cfg)
 
 
@@ -263,7 +264,7 @@ def test_batch_normalisation_uses_the_batch_in_training_and_what_it_remembers_af
 
 @functools.cache
 def learns():
-    adapter = ADAPTERS["pool"].build(PoolOptions(**SMALL), SIZES, FORMULA)
+    adapter = find_adapter("pool").build(PoolOptions(**SMALL), SIZES, FORMULA)
     model = learner(FORMULA, adapter, linear(FORMULA.width, SIZES.classes))
     return Run(SIZES, FORMULA, adapter, Training(1, 4, 0.1)), model
 
@@ -272,7 +273,7 @@ def world(**values):
     """A learner on the formula network, three clients' parts around the server's, and what the step reads in
     the second task."""
     seen = {} if "fidelity" in values else {"generator_mse": "sum"}  # every part of the loss has its word
-    cfg = config.resolve("hepco", config.from_mapping("hepco", SMALL | FEW | seen | values, "test"))
+    cfg = config.resolve(config.from_mapping("hepco", SMALL | FEW | seen | values, "test"))
     run, model = learns()
     params = model.init(KEY, SCALE)
     noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)

@@ -16,7 +16,7 @@ from small_runs import assert_same_run
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.runs import hosts
-from fcljax.runs.hosts import HostOptions
+from fcljax.runs.hosts import HostOptions, Hosts
 
 TINY = shlex.split("--tasks 2 --rounds 1 --epochs 1 --clients 2 --image-size 8 --batch-size 64 --lanes 2")
 # long enough to be killed in the middle
@@ -81,7 +81,7 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
         ("--host-timeout 60", "host_timeout: it needs a coordinator"),
         ("--coordinator here:1 --processes 2 --process 2", "process: 2, but 2 processes have the numbers"),
         ("--coordinator here:1 --processes 0 --process 0", "processes: 0"),
-        ("--coordinator auto --processes 2", "processes: with coordinator 'auto' it is found out"),
+        ("--coordinator auto --processes 2", "processes: coordinator 'auto' finds it by itself"),
         ("--coordinator here:1 --processes 2 --process 0 --host-timeout 1", "host_timeout: 1"),
         ("--coordinator here:1 --processes 2 --process 0 --seeds 2", "seeds: processes with a coordinator"),
     ],
@@ -106,13 +106,15 @@ def test_what_differs_between_processes_is_named(monkeypatch):
 
     def check(**theirs):
         other = {kind: own | theirs.get(kind, {}) for kind, own in ours.items()}
-        monkeypatch.setattr(hosts, "gathered", lambda text: [text, json.dumps(other)])
-        hosts.check_same(ours)
+        monkeypatch.setattr(Hosts, "gather", lambda self, text: [text, json.dumps(other)])
+        Hosts().check_same(ours)
 
     check()
-    with pytest.raises(InputError, match=r"^lr: process 1 has 0.2, process 0 0.1; they must be the same$"):
+    with pytest.raises(
+        InputError, match=r"^lr: process 1 has 0.2, process 0 has 0.1; they must be the same$"
+    ):
         check(settings={"lr": 0.2})
-    with pytest.raises(InputError, match="^images: process 1 has 'bbb.*, process 0 'aaa"):
+    with pytest.raises(InputError, match="^images: process 1 has 'bbb.*, process 0 has 'aaa"):
         check(digests={"images": "b" * 64})
 
 
@@ -128,7 +130,7 @@ def test_options_that_say_who_plays_pass(options):
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (["--lr", "0.5"], "lr: process 1 has 0.5, process 0 "),
+        (["--lr", "0.5"], "lr: process 1 has 0.5, process 0 has "),
         (["--dataset", "npz:/nowhere.npz"], "dataset: "),
         (
             ["--devices", "3"],

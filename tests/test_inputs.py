@@ -18,32 +18,24 @@ from PIL import Image
 from small_runs import OPTIONS, assert_same_run
 
 from fcljax import cli, config
-from fcljax.config import InputConfig, settle
+from fcljax.config import InputConfig
 from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.check import check_method
 from fcljax.models.networks import network_name
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, init_vit
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
-from fcljax.runs import build, queries
-from fcljax.runs.inputs import (
-    feature_file,
-    fetch,
-    frozen_features,
-    load_inputs,
-    make_splits,
-    read_clean,
-    save_features,
-    saved_features,
-    surrogate_images,
-)
+from fcljax.runs import build
+from fcljax.runs.features import feature_file, frozen_features, save_features, saved_features
+from fcljax.runs.inputs import fetch, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
 
-SMALL = settle(InputConfig(image_size=8))  # 8 pixels are one patch of vit_micro
+SMALL = InputConfig(image_size=8)  # 8 pixels are one patch of vit_micro
 
 
 def mib(count):
@@ -61,7 +53,7 @@ def mib(count):
 
 def where(budget, eval_batch_size=1):
     dataset = mib(8)
-    return make_splits(dataset, dataset.y_train, dataset.y_test, budget, eval_batch_size)
+    return make_splits(dataset, (dataset.y_train, dataset.y_test), budget, eval_batch_size)
 
 
 # ---- pixels ------------------------------------------------------------------------------------------------
@@ -94,8 +86,8 @@ def test_digits_fill_their_frame_and_lose_no_margin(inputs):
 
 @pytest.mark.long
 def test_augment_decides_over_the_data_set():
-    cfg = config.resolve("linear", config.from_mapping("linear", {"image_size": "8"}, "test"))
-    augments = lambda value: build.build("linear", dataclasses.replace(cfg, augment=value)).inputs.augments
+    cfg = config.resolve(config.from_mapping("linear", {"image_size": "8"}, "test"))
+    augments = lambda value: build.build(dataclasses.replace(cfg, augment=value)).inputs.augments
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
 
@@ -131,9 +123,7 @@ def test_a_chunk_has_as_many_clients_as_its_memory_holds():
 def test_joint_training_has_all_classes_in_one_task():
     def tasks(method):
         values = {"image_size": "8", "tasks": "5"}
-        return build.build(
-            method, config.resolve(method, config.from_mapping(method, values, "test"))
-        ).scenario.tasks
+        return build.build(config.resolve(config.from_mapping(method, values, "test"))).scenario.tasks
 
     assert [len(tasks(method)) for method in ("joint", "fedclm")] == [1, 5]
 
@@ -141,7 +131,7 @@ def test_joint_training_has_all_classes_in_one_task():
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
-    found = load_inputs(settle(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors"))))
+    found = load_inputs(InputConfig(checkpoint=str(tmp_path / "tiny.safetensors")))
     assert found.backbone.config == tiny
     assert network_name(tiny) == "vit of width 64, depth 1, 1 heads, patch 8"
 
@@ -174,7 +164,7 @@ def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, p
     assert dataset.x_train.shape == (24, 30, 30, 3)
     assert {tuple(size) for size in dataset.size_train} == {(40, 60), (60, 40), (50, 50)}
     assert dataset.x_test.shape == (6, *({"fppl": (9, 9), "hepco": (8, 8)}[pipeline]), 3)
-    train, test = make_splits(dataset, dataset.y_train, dataset.y_test, None, 4)
+    train, test = make_splits(dataset, (dataset.y_train, dataset.y_test), None, 4)
     rows, keys = jnp.arange(24), jax.random.split(jax.random.key(0), 24)
     image, label, _ = fetch(found.preprocess, True, train, rows, keys, True)
     expected = train_view(
@@ -207,7 +197,7 @@ def test_a_run_over_photographs_of_many_sizes_streams_and_finishes(photographs, 
         "1",
         "--epochs",
         "1",
-        "--min-rows",
+        "--min-examples",
         "1",
         "--eval-batch-size",
         "2",
@@ -279,7 +269,7 @@ def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_imag
 @pytest.fixture(scope="module")
 def splits(inputs):
     dataset = inputs.dataset
-    return make_splits(dataset, dataset.y_train, dataset.y_test, None, 64)
+    return make_splits(dataset, (dataset.y_train, dataset.y_test), None, 64)
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +340,9 @@ def test_a_run_takes_the_features_that_embed_has_left(tmp_path, monkeypatch, cap
     reference = small_runs.finished("fppl")
     common = ["--data-dir", str(tmp_path / "data")]
     assert cli.main(["embed", "--image-size", "8", *common, "--out", str(tmp_path / "digits.npz")]) == 0
-    monkeypatch.setattr(queries, "frozen_features", lambda *a, **k: lambda *a: pytest.fail("computed again"))
+    monkeypatch.setattr(
+        "fcljax.runs.features.frozen_features", lambda *a, **k: lambda *a: pytest.fail("computed again")
+    )
     assert cli.main(["run", "fppl", *OPTIONS["fppl"], *common, "--out", str(tmp_path / "run")]) == 0
     assert_same_run(tmp_path / "run", reference, but=("config",))
     capsys.readouterr()

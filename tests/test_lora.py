@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.adapters.lora import init_pairs, l1, lora_injection, orthogonality, pair_of, put_pair, summed
+from fcljax.adapters.lora import init_pairs, l1, lora_injection, merge_pair, orthogonality, pair_of, summed
 from fcljax.models.vit import Lora, ViTConfig, apply_vit, parameter_shapes
 
 TASKS, BLOCKS, RANK, WIDTH = 3, 2, 2, 5
@@ -82,7 +82,7 @@ def test_the_product_of_sums_is_not_the_sum_of_products():  # O7
 @pytest.mark.parametrize("task", range(TASKS))
 def test_rules_on_random_pairs(task):
     pairs, current = draw(), pair_of(draw(1), 0)
-    slots = put_pair(pairs, task, current)
+    slots = merge_pair(pairs, task, current)
     sum_of = lambda leaf: np.asarray(leaf)[: task + 1].sum(0)
     product_of_sums = updates(jax.tree.map(sum_of, slots))
     sum_of_products = sum(updates(pair_of(slots, i)) for i in range(task + 1))

@@ -25,7 +25,8 @@ from fcljax.models.mae import (
     sincos_positions,
     unpatchify,
 )
-from fcljax.models.vit import VITS, Block, Injection, ViTConfig, apply_vit, parameter_shapes
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit, parameter_shapes
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=2, heads=2, mlp=32)
 SMALL = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=12, depth=2, heads=2, mlp=20)

@@ -7,10 +7,10 @@ import typing
 import pytest
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError
-from fcljax.methods import METHODS
-from fcljax.options import check_ranges, fields_of, option, resolved
+from fcljax.methods import METHODS, find_method
+from fcljax.options import check_ranges, check_read, fields_of, help_of, option
 from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.pretraining.encoder import PretrainConfig
 from fcljax.runs.embed import EmbedConfig
@@ -74,12 +74,21 @@ def test_a_value_out_of_its_range_is_one_line_that_names_it_and_what_is_valid(va
     assert str(error.value) == message
 
 
-def test_an_option_that_no_preset_has_filled_in_is_refused():
-    assert resolved("sum") == "sum" and resolved(0.0) == 0.0
-    with pytest.raises(
-        InputError, match=r"^options: None, where a value is needed that `config.resolve` fills"
-    ):
-        resolved(None)
+@dataclasses.dataclass(frozen=True)
+class Deciding:
+    """An option that is read with some values of another only."""
+
+    rule: str = "mean"
+    trim: float = option(0.1, only=("rule", "trimmed"))
+
+
+def test_an_option_that_nothing_reads_is_refused_where_it_was_given():
+    check_read(Deciding())
+    check_read(Deciding("trimmed", 0.3))
+    check_read(Deciding("mean", 0.3), usual=Deciding("mean", 0.3))
+    message = "^trim: only trimmed reads it, and rule is 'mean'; nearest: --rule trimmed$"
+    with pytest.raises(InputError, match=message):
+        check_read(Deciding("mean", 0.3))
 
 
 # ---- the package's own options -----------------------------------------------------------------------------
@@ -95,10 +104,25 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(("method", "adapter"), RUNS)
-def test_a_run_s_defaults_are_valid_and_resolve_to_themselves(method, adapter):
-    cfg = config.resolve(method, config.run_class(method, adapter)())
+def test_a_run_s_defaults_are_valid_and_those_of_the_intended_preset(method, adapter):
+    cfg = config.resolve(config.run_class(method, adapter)())
     check_ranges(cfg)
-    assert cfg.adapter == adapter and config.resolve(method, cfg) == cfg
+    assert (cfg.method, cfg.adapter, cfg.fidelity) == (method, adapter, "intended")
+    assert config.resolve(cfg) == cfg == config.from_mapping(method, {"adapter": adapter}, "test")
+
+
+@pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
+def test_every_option_has_a_sentence_of_help_and_one_default(options):
+    for field in fields_of(options):
+        text = help_of(options).get(field.name, "")
+        assert text[:1].isupper() and text.endswith("."), f"{options.__name__}.{field.name}: {text!r}"
+        assert len(text.split()) > 2 and "default" not in text.lower(), f"{field.name}: {text!r}"
+
+
+@pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
+def test_none_is_an_option_s_default_only_where_help_says_what_it_means(options):
+    for field in fields_of(options):
+        assert field.default is not None or field.metadata["unset"], f"{options.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
@@ -122,34 +146,29 @@ def test_a_learning_rate_or_a_temperature_of_zero_is_refused(options):
 
 
 @pytest.mark.parametrize("fidelity", PRESETS)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_preset_leaves_no_disputed_field_open(method, fidelity):
-    """Of the method's and of every adapter that it goes with."""
-    entry = METHODS[method]
-    assert set(entry.fidelity) <= set(PRESETS)
-    for adapter in ADAPTERS:
-        if adapter in entry.excludes:
-            continue
-        cfg = config.resolve(method, config.run_class(method, adapter)(fidelity=fidelity))
-        tables = ADAPTERS[adapter].fidelity, entry.fidelity
-        preset = config.preset_of(tables[0], fidelity) | config.preset_of(tables[1], fidelity)
-        for name, value in preset.items():
-            if hasattr(cfg, name):
-                assert getattr(cfg, name) == (entry.defaults.get(name, value))
+@pytest.mark.parametrize(("method", "adapter"), RUNS)
+def test_a_preset_is_what_runs(method, adapter, fidelity):
+    """Its instances of the options' dataclasses, field by field; `improved` is `intended` where it does not
+    say."""
+    entry = find_method(method)
+    assert set(entry.presets) <= set(PRESETS)
+    chosen = entry.presets.get(fidelity, entry.presets["intended"])
+    cfg = config.from_mapping(method, {"adapter": adapter, "fidelity": fidelity}, "test")
+    of_adapters = {type(each): each for each in chosen.adapters}
+    usual = find_adapter(adapter).presets
+    own = of_adapters.get(find_adapter(adapter).options, usual.get(fidelity, usual["intended"]))
+    for options in (config.part(entry.options(adapter), chosen.options), own):
+        assert config.part(type(options), cfg) == options
+    assert all(type(each) in {find_adapter(name).options for name in ADAPTERS} for each in chosen.adapters)
+    assert (cfg.lr, cfg.partition) == (chosen.run.lr, chosen.run.partition)
 
 
-@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_preset_decides_what_any_of_them_decides(method, fidelity):
-    """Of a method's and an adapter's own options none is left to whoever reads it first."""
-    entry = METHODS[method]
-    for adapter in set(ADAPTERS) - set(entry.excludes):
-        cfg = config.resolve(method, config.run_class(method, adapter)(fidelity=fidelity))
-        own = (entry.options_with.get(adapter, entry.options), ADAPTERS[adapter].options)
-        names = {field.name for options in own for field in fields_of(options)}
-        tables = (*entry.fidelity.values(), *ADAPTERS[adapter].fidelity.values())
-        for name in names & {name for table in tables for name in table}:
-            assert getattr(cfg, name) is not None, f"{method}, {adapter}, {fidelity}: {name}"
+def test_few_options_of_a_method_and_its_adapter_are_none(method):
+    entry = find_method(method)
+    own = (entry.options(entry.adapter), find_adapter(entry.adapter).options)
+    unset = [field.name for options in own for field in fields_of(options) if field.default is None]
+    assert unset == (["server_batch_size", "server_lr"] if method == "fppl" else [])
 
 
 # What the sources use (specifications: FPPL 0, PILoRA 0, HePCo 5, baselines A and C), as they are by default.
@@ -166,7 +185,7 @@ SOURCES = {
         wo_fusion=False,
     ),
     "pilora": dict(
-        pl_weight=1e-3,
+        prototype_weight=1e-3,
         hardness=1.0,
         reweight_temperature=0.2,
         prototype_init=0.1,
@@ -243,7 +262,6 @@ SOURCES = {
         pool_length=20,
         pool_blocks=5,
         split_ratio=0.1,
-        category_ratio=0.6,
         imbalance=1.0,
         wo_previous=False,
         wo_kl=False,
@@ -293,7 +311,7 @@ SOURCES = {
         full_lr=0.01,
         lr=0.01,
         optimiser="sgd",
-        momentum=None,
+        momentum=0.0,
         rounds=10,
         epochs=5,
         batch_size=32,
@@ -306,7 +324,7 @@ SOURCES = {
         memory_size=200,
         memory_repeats=False,
         entropy_unit="share",
-        rate_schedule="constant",
+        lr_schedule="constant",
         reset_best="arrival",
         monitor_images=4,
         gradient_side=32,
@@ -330,12 +348,12 @@ SOURCES = {
 
 @pytest.mark.parametrize("method", SOURCES)
 def test_the_defaults_are_the_sources_numbers(method):
-    cfg = config.resolve(method, config.run_class(method)())
+    cfg = config.preset(method)
     assert {name: getattr(cfg, name) for name in SOURCES[method]} == SOURCES[method]
 
 
 def test_target_as_released_never_ends_its_warm_up():
-    run = lambda fidelity: config.resolve("target", config.run_class("target")(fidelity=fidelity))
+    run = lambda fidelity: config.from_mapping("target", {"fidelity": fidelity}, "test")
     fields = ("synthesis_batch", "generator_steps", "generator_channels", "student_steps", "student_lr")
     for fidelity, rounds in (("released", 10), ("paper", 32)):
         assert [getattr(run(fidelity), name) for name in fields] == [256, 10, 64, 400, 0.2]
@@ -344,14 +362,14 @@ def test_target_as_released_never_ends_its_warm_up():
 
 
 def test_fedweits_release_does_not_train_what_earlier_tasks_have_and_starts_elsewhere():
-    run = lambda fidelity: config.resolve("fedweit", config.run_class("fedweit")(fidelity=fidelity))
+    run = lambda fidelity: config.from_mapping("fedweit", {"fidelity": fidelity}, "test")
     of = lambda fidelity: [getattr(run(fidelity), x) for x in ("retroactive", "mask_start", "adaptive_start")]
     assert of("intended") == of("improved") == [True, 0.9, 0.0]
     assert (of("paper"), of("released")) == ([True, 0.5, 1 / 3], [False, 0.5, 1 / 3])
 
 
 def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():
-    run = lambda fidelity: config.resolve("pilora", config.run_class("pilora")(fidelity=fidelity))
+    run = lambda fidelity: config.from_mapping("pilora", {"fidelity": fidelity}, "test")
     fields = ("preprocess", "normalise", "positions", "train_share", "class_order", "population")
     of = lambda fidelity: tuple(getattr(run(fidelity), name) for name in fields)
     assert of("released") == ("pilora", "release", "plain", 0.8, "natural", "independent")
@@ -361,13 +379,13 @@ def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():
 
 
 def test_what_is_given_wins_over_a_preset_of_the_run_s_own_fields():
-    given = config.run_class("pilora")(fidelity="released", train_share=0.5, population="static")
-    found = config.resolve("pilora", given)
+    given = {"fidelity": "released", "train_share": 0.5, "population": "static"}
+    found = config.from_mapping("pilora", given, "test")
     assert (found.train_share, found.population, found.class_order) == (0.5, "static", "natural")
 
 
 def test_fppl_s_prototypes_are_of_augmented_images_unless_improved():
-    view = lambda fidelity: config.resolve("fppl", config.run_class("fppl")(fidelity=fidelity)).prototype_view
+    view = lambda fidelity: config.from_mapping("fppl", {"fidelity": fidelity}, "test").prototype_view
     assert [view(fidelity) for fidelity in PRESETS] == ["augmented", "clean", "augmented", "augmented"]
 
 
@@ -377,11 +395,10 @@ def test_fppl_s_prototypes_are_of_augmented_images_unless_improved():
 def entry_with(name):
     """A method's entry with one option of this name."""
     options = dataclasses.make_dataclass("Options", [(name, float, 1.0)], frozen=True)
-    return METHODS["linear"]._replace(options=options)
+    return METHODS["linear"]._replace(presets=options)
 
 
 def test_the_package_s_own_names_do_not_collide():
-    config.check_tables()
     for method, adapter in RUNS:
         groups = config.option_groups(method, adapter).values()
         names = [field.name for group in groups for field in dataclasses.fields(group)]
@@ -395,13 +412,13 @@ def test_an_option_that_takes_the_name_of_another_is_refused(name, owner, monkey
     """Of the run's, or of any adapter's, though it is not the method's default."""
     monkeypatch.setitem(METHODS, "mine", entry_with(name))
     with pytest.raises(InputError) as error:
-        config.check_tables()
+        for adapter in ADAPTERS:
+            config.option_groups("mine", adapter)
     assert str(error.value) == f"method: mine and {owner} both have an option {name!r}; rename one"
 
 
 def test_an_option_of_its_own_name_is_taken(monkeypatch):
     monkeypatch.setitem(METHODS, "mine", entry_with("my_weight"))
-    config.check_tables()
     assert config.run_class("mine", "linear")().my_weight == 1.0
     config.run_class.cache_clear()
 

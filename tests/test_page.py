@@ -251,8 +251,8 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
     (command,) = re.findall(r"fcljax run linear [^\n]*", found.text)
     given = running.parse_run("linear", shlex.split(command)[3:], "", "")
     stored = json.loads((out / "summary.json").read_text())
-    assert config.resolve("linear", config.from_mapping("linear", given, "test")) == config.resolve(
-        "linear", config.from_mapping("linear", stored["config"], "test")
+    assert config.resolve(config.from_mapping("linear", given, "test")) == config.resolve(
+        config.from_mapping("linear", stored["config"], "test")
     )
     assert len(command) < 300, "only what differs from the defaults"
     assert len(stored["holdings"]) == 3 and sum(map(sum, stored["holdings"])) == 1438
@@ -261,9 +261,8 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
 
 
 def test_the_command_of_an_unknown_method_names_every_setting():
-    words = repeat.command(
-        "absent", {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
-    )
+    settings = {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
+    words = repeat.command({"method": "absent"} | settings)
     assert words[2:] == ["absent", "--seed=3", "--lr=-0.5", "--no-augment", "--wo-pool", "--decoder=None"]
 
 

@@ -202,7 +202,7 @@ def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
     found = [*accelerator.ceilings(accelerator.SMALL)]
     found += accelerator.training(accelerator.SMALL._replace(lanes=(2,)), "bfloat16", "vmap")
     text = bench_gpu.markdown(found)
-    assert "| bfloat16 | vmap | 2 |" in text and "not told |" in text
+    assert "| bfloat16 | vmap | 2 |" in text and "unknown |" in text
     assert "Default for bfloat16: 2 lanes, vmap" in text
 
 

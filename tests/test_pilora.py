@@ -5,7 +5,6 @@ Most tests run the method on a network that is a formula: the feature of an imag
 LoRA updates.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,16 +18,16 @@ from micro import begin as first_state
 from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters import ADAPTERS
 from fcljax.adapters.lora import l1, orthogonality, pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
-from fcljax.methods.pilora import FIDELITY, PiloraLoraOptions, learning_rate_factor
+from fcljax.methods.pilora import PRESETS, learning_rate_factor
 from fcljax.models.prototypes import dce_loss, distances, pl_loss
-from fcljax.models.vit import VITS, ViTConfig, init_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes
 
@@ -200,7 +199,7 @@ def counts(fidelity="intended", classes=100, **fields):
     return jax.eval_shape(client, KEY, Frozen(VIT_B16))
 
 
-@pytest.mark.parametrize("fidelity", FIDELITY)
+@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize(("classes", "up", "down"), [(100, 27_648, 19_968), (200, 43_008, 27_648)])
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
@@ -264,18 +263,6 @@ def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
 
 
 # ---- presets -----------------------------------------------------------------------------------------------
-
-
-def test_every_field_of_a_preset_is_a_field_of_the_config_and_every_open_field_is_decided():
-    """Its own fields and those of its adapter."""
-    undecided = {
-        field.name
-        for options in (PiloraLoraOptions, ADAPTERS["lora"].options)
-        for field in dataclasses.fields(options)
-        if field.default is None
-    }
-    of_the_run = {"train_share", "preprocess", "class_order", "population"}
-    assert all(set(preset) - of_the_run == undecided for preset in FIDELITY.values())
 
 
 @pytest.mark.parametrize(
@@ -410,7 +397,10 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
     context, local = begin(method, server, TASKS[1])
     for phase in (train, extract):
         local, _ = phase.step(context, local, data, KEY)
-    sent, scale = finish(method, server, TASKS[1], local, 2).gather["features"], local.trainable.adapter["scale"]
+    sent, scale = (
+        finish(method, server, TASKS[1], local, 2).gather["features"],
+        local.trainable.adapter["scale"],
+    )
     assert np.abs(scale - 1).min() > 0.09
     np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
 
@@ -464,7 +454,7 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
     np.testing.assert_allclose(prototypes_of(after)[2, :2], expected, atol=5e-6)
 
 
-@pytest.mark.parametrize("fidelity", FIDELITY)
+@pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize(
     ("prototypes", "means", "expected"),
     [

@@ -21,12 +21,14 @@ from micro import (
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS, coda, dualprompt, l2p
+from fcljax.adapters import coda, dualprompt, find_adapter, l2p
+from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.methods import METHODS
 from fcljax.models.heads import cosine, init_truncated
-from fcljax.models.vit import VITS, Injection, apply_vit, init_vit, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import Injection, apply_vit, init_vit, parameter_shapes, vit_network
 from fcljax.runs.build import make_method
 from fcljax.types import Features, Frozen, Sizes
 
@@ -36,12 +38,12 @@ OLD, NEW = TASKS
 
 
 def options_of(name, **values):
-    cfg = config.resolve("linear", config.from_mapping("linear", {"adapter": name, **values}, "test"))
-    return config.part(ADAPTERS[name].options, cfg)
+    cfg = config.resolve(config.from_mapping("linear", {"adapter": name, **values}, "test"))
+    return config.part(find_adapter(name).options, cfg)
 
 
 def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
-    return ADAPTERS[name].build(options_of(name, **values), sizes, network)
+    return find_adapter(name).build(options_of(name, **values), sizes, network)
 
 
 # ---- counts (specification 9) ------------------------------------------------------------------------------
@@ -59,8 +61,8 @@ def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
 )
 def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     sizes, vit = Sizes(200, 20, 10, 10), VITS["vit_b16"]
-    cfg = config.resolve(method, config.run_class(method)(fidelity=fidelity))
-    made = make_method(method, cfg, sizes, vit_network(vit))
+    cfg = config.resolve(config.run_class(method)(fidelity=fidelity))
+    made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
     part = jax.eval_shape(
         lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server
@@ -124,7 +126,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
     np.testing.assert_allclose(l2p.pull(key, query, chosen, jnp.ones(2, bool)), 1.0, atol=1e-6)
     one = l2p.pull(key, query.at[1].set(jnp.nan), chosen, jnp.array([True, False]))
     np.testing.assert_allclose(one, 1.0, atol=1e-6)
-    adapter = adapter_of("l2p", l2p_size=5, l2p_chosen=5, l2p_length=1)
+    adapter = adapter_of("l2p", l2p_size=5, l2p_top_k=5, l2p_length=1)
     part = l2p.KeyedPrompts(jnp.zeros((5, 1, WIDTH)), key[:5])
     np.testing.assert_allclose(adapter.loss(part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
     # keys are all that the term moves, towards the queries
@@ -136,7 +138,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
 
 
 def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
-    adapter = adapter_of("l2p", l2p_size=4, l2p_chosen=2, l2p_length=3)
+    adapter = adapter_of("l2p", l2p_size=4, l2p_top_k=2, l2p_length=3)
     part = adapter.init(KEY, None)
     tokens = adapter.inject((), part, QUERY, OLD, True, EVERY).tokens
     assert tokens.shape == (4, 6, WIDTH)
@@ -145,7 +147,7 @@ def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
     np.testing.assert_allclose(found, tokens.mean(1), atol=1e-6)
     with pytest.raises(InputError, match="l2p: the network gives back no injected tokens"):
         adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}))
-    with pytest.raises(InputError, match="l2p_chosen: 5 of a pool of 4; nearest: 4"):
+    with pytest.raises(InputError, match="l2p_top_k: 5 of a pool of 4; nearest: 4"):
         adapter_of("l2p", l2p_size=4)
 
 
@@ -170,7 +172,9 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
-    inject = lambda bug: of(bug).inject(cached, dualprompt.current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    inject = lambda bug: (
+        of(bug).inject(cached, Slots(("own", "key")).current(part, OLD), QUERY, OLD, True, EVERY).prefix
+    )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
@@ -320,7 +324,7 @@ def test_first_classifiers_are_those_of_the_releases():
 
 
 SMALL = {
-    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_chosen": 2},
+    "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": DUAL,
     "coda-prompt": CODA,
 }
@@ -329,7 +333,7 @@ SMALL = {
 @pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
-    pull = {"l2p": "l2p_pull", "dualprompt": "dual_pull"}[name]
+    pull = {"l2p": "l2p_key_weight", "dualprompt": "dual_key_weight"}[name]
     plain = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name])).params
     without = by_hand(method_of(name, network=FORMULA, lr=0.05, **SMALL[name] | {pull: 0.0})).params
     first = compiled(method_of(name, network=FORMULA, **SMALL[name]).init)(KEY, SCALE).params

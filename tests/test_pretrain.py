@@ -14,7 +14,8 @@ from flax.traverse_util import flatten_dict
 
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, Style, glyphs
 from fcljax.errors import InputError
-from fcljax.models.vit import VITS, init_vit, parameter_shapes
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import init_vit, parameter_shapes
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.pretraining.encoder import PretrainConfig, eased, features, normalise, pretrain
 from fcljax.results.metrics import nearest_class_mean

@@ -17,7 +17,7 @@ from PIL import Image
 from vit_files import TINY, same
 
 from fcljax import cli
-from fcljax.config import InputConfig, settle
+from fcljax.config import InputConfig
 from fcljax.data.augment import Preprocess, clean_view, sample_crops
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, glyph_fields, glyphs
 from fcljax.errors import InputError
@@ -76,7 +76,6 @@ def load(here, decoder="first", **options):
 
 def prepared(cfg):
     """(plan, encoder, images) of a training before its first step."""
-    cfg = settle(cfg)
     backbone = module.load_network(cfg, cfg.image_size)
     images = module._from_dataset(cfg, backbone.config.image_size)
     return module._plan(cfg, backbone, images), backbone.params, images
@@ -103,7 +102,7 @@ def test_visible_patches_are_painted_where_they_count(here):
         cfg = config(here, f"visible{weight}", steps=100, lr=1.0, visible_weight=weight)
         pretrain_decoder(cfg)
         plan, encoder, images = prepared(cfg)
-        seen, masking = module._held_out(plan, *map(jnp.asarray, images.held_out[:1]), None, jnp.int32(0))
+        seen, masking = module._held_out(plan, images.held_out, jnp.int32(0))
         decoder = load(here, f"visible{weight}").decoder.params
         patches = module._reconstruct(plan, encoder, decoder, seen, masking)
         errors[weight] = float(reconstruction_loss(patches, seen, ~masking.masked))
@@ -148,11 +147,15 @@ def test_killed_and_resumed_equals_uninterrupted(here, first, monkeypatch):
         pretrain_decoder(config(here, "killed"))
     monkeypatch.setattr(module.checkpoint, "save", save)
     assert not (here / "killed.safetensors").exists()
-    with pytest.raises(InputError, match="^out: .*killed.checkpoints' holds an unfinished training; go on"):
+    with pytest.raises(
+        InputError, match="^out: .*killed.checkpoints' holds an unfinished training; continue"
+    ):
         pretrain_decoder(config(here, "killed"))
     with pytest.raises(InputError, match=r"^resume: .* other settings: lr \(0.1, not [\d.]+\)$"):
         pretrain_decoder(config(here, "killed", lr=0.1, resume=True))
-    monkeypatch.setattr(module, "_step", lambda *arguments: steps.append(arguments[-3]) or step(*arguments))
+    monkeypatch.setattr(
+        module, "_step", lambda *arguments: steps.append(arguments[-1].step) or step(*arguments)
+    )
     pretrain_decoder(config(here, "killed", resume=True))
     assert steps == [4, 5]
     for kind in ("safetensors", "png"):
@@ -163,7 +166,9 @@ def test_killed_and_resumed_equals_uninterrupted(here, first, monkeypatch):
 @pytest.mark.long
 def test_a_training_that_diverges_ends_at_once_says_so_and_leaves_nothing(here, monkeypatch):
     before, steps, step = set(here.iterdir()), [], module._step
-    monkeypatch.setattr(module, "_step", lambda *arguments: steps.append(arguments[-3]) or step(*arguments))
+    monkeypatch.setattr(
+        module, "_step", lambda *arguments: steps.append(arguments[-1].step) or step(*arguments)
+    )
     with pytest.raises(InputError, match="^lr: 1.0 made the training diverge; nearest to try: 0.1$"):
         pretrain_decoder(config(here, "b", lr=1.0, weight_decay=1e30))
     assert set(here.iterdir()) == before and len(steps) < 6
@@ -173,7 +178,9 @@ def test_a_training_that_diverges_ends_at_once_says_so_and_leaves_nothing(here, 
 def test_mixed_precision_keeps_parameters_and_loss_in_float32(here):
     plan, encoder, images = prepared(config(here, dtype="bfloat16"))
     assert plan.decoder.dtype == plan.encoder.dtype == "bfloat16"
-    state, loss = module._step(plan, encoder, module._start(plan), *images.batch(0), 0, 0, np.float32(1))
+    state, loss = module._step(
+        plan, encoder, module._start(plan), images.batch(0), module.Moment(0, 0, np.float32(1))
+    )
     kinds = {x.dtype.name for x in jax.tree.leaves((state.params, state.curve, loss))}
     assert kinds == {"float32"} and np.isfinite(loss)
     assert encoder["block_00"]["attn"]["qkv"]["kernel"].dtype == jnp.bfloat16
@@ -186,7 +193,10 @@ def test_masks_and_crops_are_new_in_every_step(here):
 
     def losses(plan):
         step = functools.partial(module._step, plan, encoder)
-        return [float(step(module._start(plan), image, None, i, 0, np.float32(1))[1]) for i in (0, 1, 0)]
+        return [
+            float(step(module._start(plan), module.Shown(image), module.Moment(i, 0, np.float32(1)))[1])
+            for i in (0, 1, 0)
+        ]
 
     masked, cropped = losses(plan._replace(crops=False)), losses(plan)
     assert masked[0] == masked[2] != masked[1] and cropped[0] == cropped[2] != masked[0]
@@ -264,16 +274,16 @@ def test_the_mean_patch_by_hand(here):
     plan = plan._replace(preprocess=dataclasses.replace(plan.preprocess, margin=1.0))
     image = np.zeros((2, 8, 8, 3), np.uint8)
     image[1] = 255  # -1 and 1 around a mean of 0
-    assert module.baseline_loss(plan, (image, None)) == pytest.approx(1.0)
+    assert module.baseline_loss(plan, module.Shown(image)) == pytest.approx(1.0)
     image[:, :4] = 100  # places that are alike in all images can be guessed
     expected = hidden(plan)[:, 2:].sum() / 6  # three of each image's four patches are hidden
-    assert module.baseline_loss(plan, (image, None)) == pytest.approx(expected)
+    assert module.baseline_loss(plan, module.Shown(image)) == pytest.approx(expected)
 
 
 def hidden(plan):
     """Which of the four patches are hidden, of two images."""
     return np.asarray(
-        module._held_out(plan, jnp.zeros((2, 8, 8, 3), jnp.uint8), None, jnp.int32(0))[1].masked
+        module._held_out(plan, module.Shown(jnp.zeros((2, 8, 8, 3), jnp.uint8)), jnp.int32(0))[1].masked
     )
 
 
@@ -346,10 +356,10 @@ def test_the_file_tells_what_is_needed_to_use_it(here, first):
 def test_a_run_takes_the_file_as_an_option(here, first):
     given = InputConfig(checkpoint=str(here / "encoder.safetensors"), heads=2)
     named = dataclasses.replace(given, decoder=str(here / "first.safetensors"))
-    assert load_inputs(settle(given)).backbone.decoder is None
-    same(load_inputs(settle(named)).backbone.decoder.params, load(here).decoder.params)
+    assert load_inputs(given).backbone.decoder is None
+    same(load_inputs(named).backbone.decoder.params, load(here).decoder.params)
     with pytest.raises(InputError, match="^decoder: 'encoder.safetensors' has no decoder$"):
-        load_inputs(settle(dataclasses.replace(given, decoder=given.checkpoint)))
+        load_inputs(dataclasses.replace(given, decoder=given.checkpoint))
 
 
 @pytest.mark.long

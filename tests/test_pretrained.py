@@ -17,7 +17,8 @@ from vit_files import TINY, TINY_DECODER, same, wrapped
 
 from fcljax.errors import InputError
 from fcljax.models.mae import decoder_shapes, sincos_positions
-from fcljax.models.vit import VITS, ViTConfig, apply_vit, parameter_shapes
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.pretrained import WeightOptions, interpolate_positions, load_backbone
 from fcljax.pixels import NORMALISE

@@ -6,9 +6,14 @@ import pytest
 
 from fcljax import config
 from fcljax.data.streaming import Host
-from fcljax.runs import build, loop, queries
-from fcljax.runs.inputs import frozen_features
-from fcljax.runs.queries import make_queries, rows_evaluated, rows_held, with_queries
+from fcljax.runs import build, features, loop, rounds
+from fcljax.runs.features import (
+    frozen_features,
+    make_fill,
+    newly_assigned,
+    newly_evaluated,
+    with_queries,
+)
 
 SETTINGS = {
     "tasks": 5,
@@ -22,12 +27,12 @@ SETTINGS = {
     "server_epochs": 1,
     "participation": 0.5,
 }
-CFG = config.resolve("fppl", config.from_mapping("fppl", SETTINGS, "test"))
+CFG = config.resolve(config.from_mapping("fppl", SETTINGS, "test"))
 
 
 @pytest.fixture(scope="module")
 def exp():
-    return build.build("fppl", CFG)
+    return build.build(CFG)
 
 
 def tasks_of(exp, rows, label):
@@ -38,9 +43,12 @@ def tasks_of(exp, rows, label):
 
 def test_a_task_needs_the_images_of_its_own_classes(exp):
     for t in range(5):
-        assert tasks_of(exp, rows_held(exp.scenario, t), exp.scenario.train_label) == {t}
-        assert tasks_of(exp, rows_evaluated(exp.scenario, t), exp.scenario.test_label) == {t}
-    for rows_of, label in ((rows_held, exp.scenario.train_label), (rows_evaluated, exp.scenario.test_label)):
+        assert tasks_of(exp, newly_assigned(exp.scenario, t), exp.scenario.train_label) == {t}
+        assert tasks_of(exp, newly_evaluated(exp.scenario, t), exp.scenario.test_label) == {t}
+    for rows_of, label in (
+        (newly_assigned, exp.scenario.train_label),
+        (newly_evaluated, exp.scenario.test_label),
+    ):
         everything = np.concatenate([rows_of(exp.scenario, t) for t in range(5)])
         assert np.array_equal(np.sort(everything), np.arange(len(label)))
 
@@ -51,21 +59,21 @@ def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
         split = Host(jax.tree.map(np.asarray, exp.train), 100)
         exp = exp._replace(train=split)
     expected = np.asarray(frozen_features(exp.inputs, CFG.eval_batch_size)(exp.frozen, exp.train))
-    fill = make_queries(exp, CFG)
+    fill = make_fill(exp)
     found = fill(fill(exp, (0,)), (1, 2))
     query = lambda exp: np.asarray(exp.train.tree.query if host else exp.train.query)
-    known = np.concatenate([rows_held(exp.scenario, t) for t in range(3)])
+    known = np.concatenate([newly_assigned(exp.scenario, t) for t in range(3)])
     np.testing.assert_array_equal(query(found)[known], expected[known])
     later = np.setdiff1d(np.arange(len(expected)), known)
     assert len(later) and np.isnan(query(found)[later]).all()
     np.testing.assert_array_equal(query(fill(found, (3, 4))), expected)
-    np.testing.assert_array_equal(query(with_queries(exp, CFG)), expected)
+    np.testing.assert_array_equal(query(with_queries(exp)), expected)
 
 
 @pytest.mark.long
 def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, monkeypatch):
     events = []
-    compute, play = queries.frozen_features, loop.run_round
+    compute, play = features.frozen_features, rounds.run_round
 
     def told(*args, **options):
         inner = compute(*args, **options)
@@ -75,16 +83,16 @@ def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, mo
         events.append("round")
         return play(*args, **options)
 
-    monkeypatch.setattr(queries, "frozen_features", told)
-    monkeypatch.setattr(loop, "run_round", round_)
-    loop.run("fppl", CFG, tmp_path / "run")
-    numbers = [[len(of(exp.scenario, t)) for of in (rows_evaluated, rows_held)] for t in range(5)]
+    monkeypatch.setattr(features, "frozen_features", told)
+    monkeypatch.setattr(rounds, "run_round", round_)
+    loop.run(CFG, tmp_path / "run")
+    numbers = [[len(of(exp.scenario, t)) for of in (newly_evaluated, newly_assigned)] for t in range(5)]
     shown = [event for i, event in enumerate(events) if event != "round" or events[i - 1] != "round"]
     assert shown == [event for pair in numbers for event in (*pair, "round")]
 
 
 def test_a_split_that_nobody_reads_has_none(exp):
-    assert with_queries(exp, CFG, ("test",)).train.query is None
-    lora = config.resolve("fedavg", config.from_mapping("fedavg", {"adapter": "lora"}, "test"))
-    plain = build.build("fedavg", lora)
-    assert make_queries(plain, lora)(plain, range(5)).test.query is None
+    assert with_queries(exp, ("test",)).train.query is None
+    lora = config.resolve(config.from_mapping("fedavg", {"adapter": "lora"}, "test"))
+    plain = build.build(lora)
+    assert make_fill(plain)(plain, range(5)).test.query is None

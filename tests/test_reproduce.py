@@ -3,53 +3,62 @@
 import dataclasses
 import functools
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_runs
-from test_experiments import FILES, FOLDER, network_with_shapes
+from test_experiments import FOLDER, TABLES, network_with_shapes
 
 from fcljax import cli, config
-from fcljax.commands.reproducing import _command, read
+from fcljax.commands import running
+from fcljax.commands.reproducing import _command
 from fcljax.data.files.dataset import Dataset
 from fcljax.errors import InputError
 from fcljax.methods import find_method
 from fcljax.runs.build import make_method
 from fcljax.scenario import make_scenario
-from fcljax.studies import paper_tables as tables
-from fcljax.studies import reproduce, sweeps
+from fcljax.studies import papers, reproduce, sweeps
 from fcljax.studies.mini import FACTORS, MOST, USUAL, VALUES, mini
 from fcljax.studies.sweeps import Outcome
 from fcljax.types import Sizes
 
-TINY = """# A table of one file
-# source: nobody, table 1
-# metrics: A_avg A_last
-# row: linear = {0} -
-# row: linear --lr 0.01 = {1} 50
-# claim: a slow one learns less
-# upload: 3 numbers
-# seeds: 7, 8, 9
-# status: unverified
-# cost: not measured
-# run: fcljax run linear --config x_table1.yaml
-{{dataset: digits, tasks: 2, clients: 2, rounds: 1, epochs: 1, batch_size: 64, image_size: 8, seed: 7}}
+TINY = """paper: nobody
+method: linear
+seeds: [7, 8, 9]
+base: {dataset: digits, tasks: 2, clients: 2, rounds: 1, epochs: 1, batch_size: 64, image_size: 8}
+tables:
+  table1:
+    title: a table
+    source: table 1
+    metrics: [A_avg, A_last]
+    upload: 3
+    claims: [a slow one learns less]
+    rows:
+    - {method: linear, numbers: [FIRST, null]}
+    - {method: linear, options: {lr: 0.01}, numbers: [SECOND, 50]}
+verified: {}
 """
+
+
+def tiny(first, second):
+    """The file, with the first numbers of its rows."""
+    return TINY.replace("FIRST", first).replace("SECOND", second)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder `experiments` with one file, in the working directory."""
+    """A folder `experiments` with one paper, in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "x_table1.yaml").write_text(TINY.format("40+-1", "90+-1"))
+    (tmp_path / "experiments" / "x.yaml").write_text(tiny("[40, 1]", "[90, 1]"))
     return tmp_path / "experiments"
 
 
-def planned(system, table, scale="mini", seeds=None, folder=FOLDER):
-    return reproduce.plan(reproduce.find(folder, system, table), scale, seeds, read)
+def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
+    return reproduce.plan(papers.find(folder, system, table), scale, seeds, row)
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
@@ -68,9 +77,13 @@ def planned(system, table, scale="mini", seeds=None, folder=FOLDER):
         (["fppl", "table3", "--jobs", "0"], "jobs: 0 is too small; nearest valid value: 1"),
         (["fppl", "table3", "--sed", "1"], "did you mean '--seeds'?"),
         (["fppl", "table3", "--out", "a", "--resume", "b"], "resume: 'b' has its own folder"),
+        (
+            ["fppl", "table3", "--row", "fppl [non]"],
+            "row: unknown value 'fppl [non]'; did you mean 'fppl [none]'?",
+        ),
         (["fppl", "table3", "--resume", "nothing"], "resume: 'nothing' is no folder of a sweep"),
         (["fppl", "table3", "--experiments", "nowhere"], "experiments: no folder 'nowhere'"),
-        (["fppl", "table3", "--experiments", "."], "experiments: no file in '.' has a header"),
+        (["fppl", "table3", "--experiments", "."], "experiments: no file in '.' has a paper's tables"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
@@ -83,8 +96,8 @@ def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
 
 
 def test_a_row_that_is_no_run_is_named(folder, capsys):
-    path = folder / "x_table1.yaml"
-    path.write_text(path.read_text().replace("linear --lr", "linear --lora-lr"))
+    path = folder / "x.yaml"
+    path.write_text(path.read_text().replace("{lr: 0.01}", "{lora_lr: 0.01}"))
     assert cli.main(["reproduce", "x", "table1"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "--lora-lr goes with" in err
@@ -98,16 +111,40 @@ def test_rows_are_runs_with_the_files_first_seeds(folder):
     assert [run.cfg.lr for run in made.runs] == [1e-3] * 3 + [1e-2] * 3
     assert made.runs[3].given["lr"] == 0.01 and "lr" not in made.runs[0].given
     assert [len(part.runs) for part in made.parts] == [3, 3]
-    (table,) = reproduce.find(folder, "x", "table1")
-    assert reproduce.seeds_of(table, "mini", None) == [7]
-    assert reproduce.seeds_of(table, "paper", None) == [7, 8, 9]
-    assert reproduce.seeds_of(table, "mini", 5) == [7, 8, 9, 10, 11]
+    (column,) = papers.find(folder, "x", "table1")
+    assert reproduce.seeds_of(column, "mini", None) == [7]
+    assert reproduce.seeds_of(column, "paper", None) == [7, 8, 9]
+    assert reproduce.seeds_of(column, "mini", 5) == [7, 8, 9, 10, 11]
 
 
 def test_what_the_plan_gives_a_run_is_all_of_it():
-    run = planned("hepco", "table3").runs[2]
-    again = config.resolve(run.method, config.from_mapping(run.method, run.given, "given"))
-    assert again == run.cfg
+    for run in first_of_each():
+        again = config.from_mapping(run.method, run.given, "given")
+        assert again == run.cfg
+
+
+def test_the_printed_command_makes_the_same_run():
+    for run in first_of_each():
+        program, verb, method, *options = shlex.split(reproduce.command(run))
+        assert (program, verb, method) == ("fcljax", "run", run.method)
+        given = running.parse_run(method, options, "run", "")
+        assert running.settings(method, given, running.Paths()) == run.cfg
+
+
+def test_one_row_is_run_alone_with_the_settings_that_it_has_in_the_table(capsys):
+    whole = planned("hepco", "table1")
+    assert len(whole.parts) == 24 and len({run.cfg for run in whole.runs}) < 24
+    alone = planned("hepco", "table1", row="target --lr 5e-5 [domainnet]")
+    (part,) = alone.parts
+    (same,) = [each for each in whole.parts if each.label == part.label]
+    settings = {run.name: run.cfg for run in whole.runs}
+    assert [run.cfg for run in alone.runs] == [settings[name] for name in same.runs]
+    columns = planned("hepco", "table1", row="target --lr 5e-5").parts
+    assert [part.column.name for part in columns] == ["cifar-100", "domainnet", "imagenet-r"]
+    arguments = ["fppl", "table3", "--row", "fppl [ud]", "--dry-run", "--experiments", str(FOLDER)]
+    assert cli.main(["reproduce", *arguments]) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fcljax run")]
+    assert "--wo-fusion" in command and "--wo-debias" not in command
 
 
 def test_rows_with_the_same_settings_share_their_runs():
@@ -136,7 +173,7 @@ def labels_only(cfg):
 def first_of_each():
     """A run for each method and adapter of all tables, at mini scale."""
     found = {}
-    for name in sorted({tables.name_of(file)[:2] for file in FILES}):
+    for name in TABLES:
         for run in planned(*name).runs:
             found.setdefault((run.method, run.cfg.adapter, run.cfg.partition), run)
     return list(found.values())
@@ -150,7 +187,7 @@ def test_mini_runs_can_be_built_of_every_method():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted({tables.name_of(file)[:2] for file in FILES}), ids="-".join)
+@pytest.mark.parametrize("name", TABLES, ids="-".join)
 def test_every_mini_run_can_be_built(name):
     made = planned(*name)
     assert not [part.why for part in made.parts if part.why]
@@ -169,15 +206,15 @@ def can_be_built(run):
     scenario = make_scenario(labels_only(cfg), cfg, cfg.rounds, find_method(run.method).joint)
     first = scenario.tasks[0]
     sizes = Sizes(len(first.seen), len(scenario.tasks), len(first.classes), cfg.clients, cfg.rounds, 50)
-    assert make_method(run.method, cfg, sizes, network(cfg.backbone))
+    assert make_method(cfg, sizes, network(cfg.backbone))
     rows = sum(int(partition.count.sum()) for of_task in scenario.partitions for partition in of_task[:1])
     assert 200 <= rows <= 10_000
 
 
 def test_mini_keeps_the_design_and_what_a_row_sets():
-    (table,) = reproduce.find(FOLDER, "hepco", "table3")
-    full = reproduce.settings_of(table, table.rows[1], read)
-    small = mini("hepco", full, "hepco")
+    (column,) = papers.find(FOLDER, "hepco", "table3")
+    full = reproduce.settings_of(column, column.rows[1])
+    small = mini(full, "hepco")
     same = ("partition", "imbalance", "category_ratio", "wo_previous", "class_order", "fidelity", "pool_size")
     assert all(getattr(small, name) == getattr(full, name) for name in same) and small.wo_previous
     assert (small.tasks, small.clients, small.rounds, small.epochs, small.batch_size) == (5, 5, 3, 3, 16)
@@ -187,14 +224,14 @@ def test_mini_keeps_the_design_and_what_a_row_sets():
         None,
         "checkpoint",
     )
-    assert mini("hepco", full, "hepco", {"epochs"}).epochs == 10
+    assert mini(full, "hepco", {"epochs"}).epochs == 10
     changed = {
         field.name
         for field in dataclasses.fields(full)
         if getattr(full, field.name) != getattr(small, field.name)
     }
-    told = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "pool"}
-    assert changed <= told and all(
+    known = {*VALUES, *MOST, *USUAL, "dataset", "backbone", "glyph_train", "classes_per_client", "task_pool"}
+    assert changed <= known and all(
         name in mini.__doc__ for name in ("classes_per_client", "surrogate", "exemplars")
     )
 
@@ -207,7 +244,7 @@ def test_mini_takes_the_methods_own_rates_and_the_rows():
         "sgd",
         0.9,
     )
-    assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", None)
+    assert (runs["fedclm"].optimiser, runs["fedclm"].momentum) == ("adam", 0.0)
     weights = [run.cfg.prior_weight for run in planned("vfcl", "table4").runs]
     assert weights == [1e-4, 1e-2, 1.0, 1e2, 1e4]
 
@@ -232,13 +269,13 @@ def test_mini_has_the_packaged_network_in_place_of_convolutional_ones():
     rates = [(runs[name].lr, runs[name].full_lr) for name in ("vfcl", "glfc")]
     assert rates == [pytest.approx((0.05, 0.003)), pytest.approx((0.03, 3e-4))]
     assert [runs[name].optimiser for name in ("vfcl", "glfc")] == ["sgd", "adam"]
-    assert (runs["vfcl"].pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
+    assert (runs["vfcl"].task_pool, runs["vfcl"].exemplars, runs["cfed"].surrogate) == ("order", 2, "digits")
 
 
 @pytest.mark.parametrize("system", FACTORS)
 def test_factors_are_of_methods_and_rates_in_the_systems_tables(system):
-    names = sorted({tables.name_of(file)[1] for file in FILES if tables.name_of(file)[0] == system})
-    rows = {(run.method, run.cfg.adapter) for name in names for run in planned(system, name).runs}
+    names = [name for name in TABLES if name[0] == system]
+    rows = {(run.method, run.cfg.adapter) for name in names for run in planned(*name).runs}
     for method, factors in FACTORS[system].items():
         options = [config.run_class(name, adapter)() for name, adapter in rows if name == method]
         assert options and all(any(hasattr(each, rate) for each in options) for rate in factors)
@@ -264,10 +301,10 @@ def test_all_rows_of_a_file_see_the_same_images():
 
 
 def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
-    def refuse(method, settings, system, kept):
+    def refuse(settings, system, kept):
         if settings.lr == 0.01:
             raise InputError("lr: not so fast")
-        return mini(method, settings, system, kept)
+        return mini(settings, system, kept)
 
     monkeypatch.setattr(reproduce, "mini", refuse)
     made = planned("x", "table1", folder=folder)
@@ -306,7 +343,7 @@ def swept(monkeypatch):
 
 
 def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsys):
-    before = (folder / "x_table1.yaml").read_bytes()
+    before = (folder / "x.yaml").read_bytes()
     assert cli.main(["reproduce", "x", "table1", "--seeds", "3", "--out", "out"]) == 0
     said, out = capsys.readouterr().out, Path("out")
     text = (out / "table.md").read_text()
@@ -316,28 +353,28 @@ def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsy
     found = json.loads((out / "table.json").read_text())
     assert found["order"]["alike"] == 1 and found["rows"][1]["metrics"]["A_avg"]["values"] == [89, 90, 91]
     assert (out / "accuracy.png").stat().st_size > 1000
-    assert (folder / "x_table1.yaml").read_bytes() == before
+    assert (folder / "x.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("paper", "seeds", "status"),
-    [("90+-1", "3", "reproduced"), ("70+-9", "3", "not reproduced"), ("90", "2", "unverified")],
+    [("[90, 1]", "3", "reproduced"), ("[70, 9]", "3", "not reproduced"), ("90", "2", None)],
 )
 def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, folder, swept, capsys):
-    path = folder / "x_table1.yaml"
-    path.write_text(TINY.format("40", paper))
+    path = folder / "x.yaml"
+    path.write_text(tiny("40", paper))
     before = path.read_text()
     arguments = ["reproduce", "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
     assert cli.main(arguments) == 0
-    table = tables.parse(str(path), path.read_text(), {})
-    assert table.fields["status"] == status
-    assert ("stays as it was" in capsys.readouterr().out) == (status == "unverified")
-    if status == "unverified":
+    (column,) = papers.find(folder, "x", "table1")
+    assert ("stays as it was" in capsys.readouterr().out) == (status is None)
+    if status is None:
         assert path.read_text() == before
     else:
-        assert table.fields["cost"].startswith("6 runs, 0.0") and " hours in all, cpu" in table.fields["cost"]
-        lines = zip(before.splitlines(), path.read_text().splitlines(), strict=True)
-        assert [old[:8] for old, new in lines if old != new] == ["# status", "# cost: "]
+        found = column.paper.verified["table1"]
+        assert found.status == status
+        assert found.cost.startswith("6 runs, 0.0") and " hours in all, cpu" in found.cost
+        assert path.read_text().startswith(before.partition("verified:")[0])
     assert not list(folder.glob(".*"))
 
 
@@ -347,11 +384,11 @@ def test_a_run_that_failed_is_said_and_counts_for_nothing(folder, monkeypatch, c
         return {run.name: Outcome("failed", 2, "dataset: 'x' is not here", None) for run in runs}
 
     monkeypatch.setattr(sweeps, "sweep", sweep)
-    before = (folder / "x_table1.yaml").read_bytes()
+    before = (folder / "x.yaml").read_bytes()
     assert cli.main(["reproduce", "x", "table1", "--scale", "paper", "--out", "out"]) == 1
     assert "failed: dataset: 'x' is not here" in Path("out/table.md").read_text()
     assert "Of 1 further pairs a row was not run." in capsys.readouterr().out
-    assert (folder / "x_table1.yaml").read_bytes() == before
+    assert (folder / "x.yaml").read_bytes() == before
 
 
 def test_only_the_plan_is_listed_when_nothing_is_to_be_run(folder, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_runs import COMMON
 
-from fcljax import cli, config
+from fcljax import cli
 from fcljax.config import PartitionConfig
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.streams import SUPERCLASSES, own_streams, pool_of, shared_streams
@@ -80,7 +80,7 @@ def test_pools_are_of_neighbours_of_superclasses_or_of_one_source_each():
     pool = pool_of("sources", ["x"] * 6, sources, 2, None)
     assert [list(task) for task in pool] == [[0, 2], [4, 5], [1, 3]]
     assert len(pool_of("sources", ["x"] * 6, sources, 2, 1)) == 2
-    with pytest.raises(InputError, match="pool: 'superclasses' gives no task"):
+    with pytest.raises(InputError, match="task_pool: 'superclasses' gives no task"):
         pool_of("superclasses", ["0", "1"], nothing[:2], 5, None)
 
 
@@ -94,12 +94,12 @@ def test_tasks_of_any_classes_say_what_was_seen_before():
 
 
 def scenario_of(**values):
-    cfg = config.settle(PartitionConfig(partition="private", **values))
+    cfg = PartitionConfig(partition="private", **values)
     return make_scenario(load_dataset("digits"), cfg, 2, False)
 
 
 def test_a_scenario_gives_every_client_its_own_task_and_remembers_what_it_has_learned():
-    made = scenario_of(tasks=3, clients=4, pool="order", pool_classes=2)
+    made = scenario_of(tasks=3, clients=4, task_pool="order", task_pool_classes=2)
     for t, (task, of_task) in enumerate(zip(made.tasks, made.partitions, strict=True)):
         (partition, again) = of_task
         assert partition is again and partition.task.current.shape == (4, 10)
@@ -136,10 +136,13 @@ def test_a_mixture_has_all_classes_in_one_size_and_its_pool_keeps_sources_apart(
     assert dataset.class_names[:5] == (*(f"{first}/{name}" for name in "abcd"), f"{second}/0")
     assert dataset.x_train.shape == (80, 8, 8, 3) and dataset.sources == (0,) * 4 + (1,) * 6
     assert (dataset.x_train[dataset.y_train == 9] == 50).all()
-    cfg = config.settle(
-        PartitionConfig(
-            partition="private", pool="sources", pool_classes=2, tasks=1, clients=5, class_order="natural"
-        )
+    cfg = PartitionConfig(
+        partition="private",
+        task_pool="sources",
+        task_pool_classes=2,
+        tasks=1,
+        clients=5,
+        class_order="natural",
     )
     made = make_scenario(dataset, cfg, 1, False)
     owned = made.holdings > 0
@@ -158,19 +161,25 @@ def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--pool", "order"], "pool: only private clients have it, and partition is 'iid'"),
+        (["--task-pool", "order"], "task_pool: only private reads it, and partition is 'iid'"),
         (
-            ["--partition", "private", "--pool-classes", "2"],
-            "pool_classes: nothing reads it where pool is None",
+            ["--partition", "private", "--task-pool-classes", "2"],
+            "task_pool_classes: only order, superclasses and sources read it, and task_pool is None",
         ),
-        (["--partition", "private", "--pool", "order", "--category-ratio", "0.5"], "category_ratio: nothing"),
         (
-            ["--partition", "private", "--pool", "order", "--pool-most", "2"],
-            "pool_most: it counts the tasks of",
+            ["--partition", "private", "--task-pool", "order", "--category-ratio", "0.5"],
+            "category_ratio: nothing",
+        ),
+        (
+            ["--partition", "private", "--task-pool", "order", "--task-pool-limit", "2"],
+            "task_pool_limit: only sources reads it, and task_pool is 'order'",
         ),
         (["--partition", "private", "--population", "redrawn"], "population: private clients are static"),
-        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled clients have it"),
-        (["--partition", "private", "--pool", "superclasses"], "pool: 'superclasses' gives no task"),
+        (["--partition", "private", "--split-ratio", "0.5"], "split_ratio: only sampled reads it"),
+        (
+            ["--partition", "private", "--task-pool", "superclasses"],
+            "task_pool: 'superclasses' gives no task",
+        ),
     ],
 )
 def test_settings_of_private_streams_come_with_them(options, line, tmp_path, capsys):
@@ -183,7 +192,7 @@ def test_settings_of_private_streams_come_with_them(options, line, tmp_path, cap
 def test_a_run_on_streams_of_their_own_ends_in_a_table(tmp_path):
     """Of a method whose global model counts: it is evaluated on everybody's classes, and where the task is
     told it is right at least as often."""
-    options = ["--partition", "private", "--pool", "order", "--pool-classes", "2", "--tasks", "2"]
+    options = ["--partition", "private", "--task-pool", "order", "--task-pool-classes", "2", "--tasks", "2"]
     out = tmp_path / "run"
     assert cli.main(["run", "linear", *COMMON, *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())

@@ -30,7 +30,7 @@ from micro import (
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.errors import InputError
 from fcljax.methods import cfed as C
 from fcljax.methods.target import target as T
@@ -120,7 +120,7 @@ def history(method):
 
 def model():
     """A classifier on frozen features."""
-    adapter = ADAPTERS["linear"].build(ADAPTERS["linear"].options(), SIZES, NETWORK)
+    adapter = find_adapter("linear").build(find_adapter("linear").options(), SIZES, NETWORK)
     return learner(NETWORK, adapter, linear(NETWORK.width, SIZES.classes))
 
 

@@ -15,7 +15,7 @@ import pytest
 from small_runs import ROOT, finished
 
 from fcljax import cli
-from fcljax.runs.loop import alone
+from fcljax.runs.folder import locked
 from fcljax.studies import sweeps
 from fcljax.studies.engines import SlurmOptions, Task, slurm_parameters
 from fcljax.studies.grid import plan_of
@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(out="out"):
+def record(out="out"):
     """sweep.json: name -> what became of the run."""
     return {run["name"]: run for run in json.loads((Path(out) / "sweep.json").read_text())["runs"]}
 
@@ -133,7 +133,7 @@ def test_what_became_of_a_run_and_why(here):
     found = sweeps.outcome(run, here, 2)
     assert (found.state, found.exit_code) == ("failed", 2) and found.why.endswith("set: no [such] file")
     log.write_bytes(b"")
-    assert sweeps.outcome(run, here, -9).why == "it said nothing"
+    assert sweeps.outcome(run, here, -9).why == "no output"
     shutil.copytree(finished("linear"), here / run.name)
     assert sweeps.outcome(run, here, None).state == sweeps.outcome(run, here, 0).state == "finished"
     path = here / run.name / "summary.json"
@@ -179,7 +179,7 @@ def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
     )
     assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--jobs", "2"]) == 1
     said = capsys.readouterr()
-    good, bad = told()["linear_good_seed-2023"], told()["linear_bad_seed-2023"]
+    good, bad = record()["linear_good_seed-2023"], record()["linear_bad_seed-2023"]
     assert (good["state"], good["exit_code"]) == ("finished", 0) and 0 < good["A_last"] <= 1
     assert (bad["state"], bad["exit_code"]) == ("failed", 2) and "no such file: 'missing.npz'" in bad["why"]
     assert "linear_bad_seed-2023" in said.out and "FAILED" in said.err
@@ -199,7 +199,7 @@ def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
         assert cli.main(["sweep", *arguments.split()]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err
-    with alone(here / "out"):
+    with locked(here / "out"):
         assert cli.main(["sweep", "sweep.yaml", "--resume", "out"]) == 2
     assert "another process is at work" in capsys.readouterr().err
 
@@ -208,7 +208,7 @@ def two_runs(*options):
     """A sweep of two runs from start to end, and its metrics."""
     Path("two.yaml").write_text(TWO)
     assert cli.main(["sweep", "two.yaml", "--out", "out", "--jobs", "2", *options]) == 0
-    assert [told()[name]["state"] for name in NAMES] == ["finished", "finished"]
+    assert [record()[name]["state"] for name in NAMES] == ["finished", "finished"]
     assert sorted(metrics()) == NAMES
     return metrics()
 
@@ -251,9 +251,9 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
     said = process.communicate()[1]
     assert process.returncode == 128 + number, said
     assert "go on with: fcljax sweep two.yaml --resume out" in said
-    assert {run["state"] for run in told().values()} == {"not finished"}
+    assert {run["state"] for run in record().values()} == {"not finished"}
     assert not any((here / "out" / name / "summary.json").exists() for name in NAMES)
-    with alone(here / "out" / NAMES[0]), alone(here / "out" / NAMES[1]):
+    with locked(here / "out" / NAMES[0]), locked(here / "out" / NAMES[1]):
         pass  # nobody is at work there any more
     assert subprocess.run([*arguments, "--resume", "out"], env=own).returncode == 0
     stopped = metrics()
@@ -270,13 +270,13 @@ def test_other_engines_leave_the_same_and_are_stopped(engine, package, here):
     own = dict(os.environ)
     done = subprocess.run([*arguments, "--engine", engine, "--out", "out"], env=own)
     assert done.returncode == 0
-    assert [told()[name]["state"] for name in NAMES] == ["finished", "finished"]
+    assert [record()[name]["state"] for name in NAMES] == ["finished", "finished"]
     assert subprocess.run([*arguments, "--out", "local"], env=own).returncode == 0
     assert metrics() == metrics("local")
     # a run that fails, and one that is stopped
     (here / "bad.yaml").write_text("{method: linear, base: {dataset: 'npz:missing.npz'}}")
     done = subprocess.run([*arguments[:-1], "bad.yaml", "--engine", engine, "--out", "bad"], env=own)
-    assert done.returncode == 1 and "missing.npz" in told("bad")["linear_seed-2023"]["why"]
+    assert done.returncode == 1 and "missing.npz" in record("bad")["linear_seed-2023"]["why"]
     (here / "long.yaml").write_text("{method: linear, base: {rounds: 1000, epochs: 1}}")
     process = subprocess.Popen([*arguments[:-1], "long.yaml", "--engine", engine, "--out", "cut"], env=own)
     log, end = here / "cut" / "linear_seed-2023" / "metrics.jsonl", time.monotonic() + 300
@@ -284,5 +284,5 @@ def test_other_engines_leave_the_same_and_are_stopped(engine, package, here):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(timeout=60) == 143
-    with alone(log.parent):
+    with locked(log.parent):
         pass

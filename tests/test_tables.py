@@ -1,69 +1,137 @@
-"""Tables of papers: headers, numbers by hand, orders, Markdown, and what makes a file `reproduced`."""
+"""Tables of papers: the files, numbers by hand, orders, Markdown, and what makes a column `reproduced`."""
 
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
+import yaml
 
 from fcljax.errors import InputError
 from fcljax.studies import paper_tables as tables
-from fcljax.studies.paper_tables import Number, Result, Row
+from fcljax.studies import papers
+from fcljax.studies.paper_tables import Result
+from fcljax.studies.papers import Number, Row, Verified
 
-HEADER = """# A title: with a colon
-# source: a paper, table 1
-# metrics: A_avg communication.upload_bytes
-# row: fppl = 70.5+-0.25 10
-# row: fedavg --lr 5e-5 --aggregator median = 60 -
-# claim: the first is better
-# note: nothing
-# upload: 3 numbers
-# seeds: 7, 8, 9
-# status: unverified
-# cost: not measured
-# run: fcljax run fppl --config experiments/x_table1_c.yaml
-dataset: digits
+TEXT = """# A comment
+paper: a paper
+method: fppl
+seeds: [7, 8, 9]
+notes: [nothing]
+base: {dataset: digits, tasks: 2}
+tables:
+  table1:
+    title: "A title: with a colon"
+    source: table 1
+    metrics: [A_avg, communication.upload_bytes]
+    upload: 3
+    settings: {tasks: 3}
+    claims:
+    - the first is better
+    columns:
+      c: {settings: {clients: 4}, upload: 5, seeds: [1]}
+      d: {}
+    rows:
+    - {method: fppl, numbers: {c: [[70.5, 0.25], 10], d: [1, 2]}}
+    - {method: fedavg, options: {lr: 5e-5, aggregator: median, wo: true}, numbers: {c: [60, null]}}
+  table2:
+    title: without columns
+    source: table 2
+    metrics: [A_avg]
+    upload: 3
+    rows:
+    - {method: fppl, numbers: [4.5]}
+    - {method: ewc}
+# Nothing yet
+verified: {}
 """
 
 
-def table(text=HEADER, path="experiments/x_table1_c.yaml", **settings):
-    return tables.parse(path, text, settings)
+def read(text=TEXT):
+    return papers.parse("x.yaml", yaml.safe_load(text))
 
 
-def test_a_header_is_read():
-    found = table()
-    assert found.name == ("x", "table1", "c") and tables.name_of("fppl_cifar-100.yaml") == (
-        "fppl",
-        "cifar-100",
-        "",
+def column(path="a_table1_x.yaml", **settings):
+    """A column of a table: SYSTEM_TABLE_COLUMN."""
+    system, table, name = Path(path).stem.split("_")
+    (found, _) = papers.columns("x.yaml", read(), "table1")
+    return found._replace(system=system, table=table, name=name, settings=settings)
+
+
+def with_entry(made, **changes):
+    """A column with other metrics or rows."""
+    entry = dataclasses.replace(made.entry, metrics=changes.get("metrics", made.metrics))
+    return made._replace(entry=entry, rows=changes.get("rows", made.rows))
+
+
+def test_a_file_is_read():
+    first, second = papers.columns("x.yaml", read(), "table1")
+    assert (first.system, first.table, first.name, first.key) == ("x", "table1", "c", "table1 c")
+    assert first.entry.title == "A title: with a colon" and first.entry.claims == ["the first is better"]
+    assert (first.seeds, second.seeds) == ((1,), (7, 8, 9)) and (first.upload, second.upload) == (5, 3)
+    assert first.metrics == ["A_avg", "communication.upload_bytes"]
+    options = {"lr": "5e-5", "aggregator": "median", "wo": True}
+    assert first.rows == (
+        Row("fppl", {}, (Number(70.5, 0.25), Number(10, None))),
+        Row("fedavg", options, (Number(60, None), None)),
     )
-    assert (found.title, found.seeds) == ("A title: with a colon", (7, 8, 9))
-    assert found.metrics == ("A_avg", "communication.upload_bytes")
-    assert found.rows == (
-        Row("fppl", (), (Number(70.5, 0.25), Number(10, None))),
-        Row("fedavg", ("--lr", "5e-5", "--aggregator", "median"), (Number(60, None), None)),
-    )
-    assert found.claims == ("the first is better",) and found.fields["cost"] == "not measured"
-    assert found.label(found.rows[1]) == "fedavg --lr 5e-5 --aggregator median [c]"
+    assert second.rows[1].numbers == (None, None)
+    assert first.label(first.rows[1]) == "fedavg --lr 5e-5 --aggregator median --wo [c]"
+    (alone,) = papers.columns("x.yaml", read(), "table2")
+    assert alone.key == "table2" and alone.label(alone.rows[1]) == "ewc"
+    assert [row.numbers for row in alone.rows] == [(Number(4.5, None),), (None,)]
+
+
+def test_later_settings_win():
+    text = TEXT.replace("{clients: 4}", "{clients: 4, tasks: 9}")
+    first, second = papers.columns("x.yaml", read(text), "table1")
+    assert first.settings == {"dataset": "digits", "tasks": 9, "clients": 4, "seed": 1}
+    assert second.settings == {"dataset": "digits", "tasks": 3, "seed": 7}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("# metrics: ", "# metric: ", "'metric: A_avg communication.upload_bytes' is no line"),
-        ("# seeds: 7, 8, 9\n", "", "no line '# seeds: ...'"),
-        ("# seeds: 7, 8, 9", "# seeds: 7; 8", "seeds: '7; 8' is no list"),
-        ("# cost: not", "# cost: x\n# cost: not", "cost: 2 lines of it"),
-        ("status: unverified", "status: reproducd", "status: 'reproducd' is none of"),
-        ("fppl = 70.5+-0.25 10", "fppl = 70.5", "has 1 numbers of 2 metrics"),
-        ("fppl = 70.5+-0.25 10", "fppl: 70.5 10", "is not METHOD"),
-        ("fppl = 70.5+-0.25 10", "'fppl = 70.5 10", "is not METHOD"),
-        ("70.5+-0.25", "70,5", "'70,5' is no number"),
-        ("fedavg --lr 5e-5 --aggregator median =", "fppl =", "two rows have the same"),
+        (
+            "    metrics: [A_avg]",
+            "    metric: [A_avg]",
+            "tables.table2: unknown key 'metric'; did you mean 'metrics'?",
+        ),
+        ("base: {", "bas: {", "x.yaml: unknown key 'bas'; did you mean 'base'?"),
+        ("seeds: [7, 8, 9]\n", "", "the key 'seeds' is missing"),
+        ("    source: table 2\n", "", "tables.table2: the key 'source' is missing"),
+        ("seeds: [7, 8, 9]", "seeds: [7, eight]", "seeds[1]: 'eight' is not a whole number"),
+        ("seeds: [7, 8, 9]", "seeds: [7, true]", "seeds[1]: True is not a whole number"),
+        ("seeds: [7, 8, 9]", "seeds: []", "seeds: none given"),
+        ("base: {dataset: digits, tasks: 2}", "base: digits", "base: 'digits' is not a mapping"),
+        (
+            "c: {settings: {clients: 4}",
+            "c: {setting: {clients: 4}",
+            "columns.c: unknown key 'setting'; did you",
+        ),
+        (
+            "numbers: [4.5]",
+            "numbers: [4.5, 3]",
+            "rows[0].numbers: [4.5, 3] is no list with a number for each",
+        ),
+        ("c: [[70.5, 0.25], 10]", "c: [70.5]", "rows[0].numbers.c: [70.5] is no list with a number for each"),
+        ("c: [[70.5, 0.25], 10]", "c: [[7, 2, 1], 1]", "rows[0].numbers.c: [7, 2, 1] is not a number"),
+        ("c: [[70.5, 0.25], 10]", "c: ['70,5', 1]", "rows[0].numbers.c: '70,5' is not a number"),
+        ("c: [[70.5, 0.25], 10]", "e: [1, 2]", "rows[0].numbers: unknown value 'e'"),
+        ("fedavg, options: {lr: 5e-5, aggregator: median, wo: true}", "fppl", "two rows have the same"),
+        (
+            "verified: {}",
+            "verified: {table1 e: {status: reproduced, cost: x}}",
+            "verified: unknown value 'table1 e'; did you mean",
+        ),
+        ("verified: {}", "verified: {table1 c: {status: reproducd, cost: x}}", "did you mean 'reproduced'?"),
+        ("notes: [nothing]", "verified: {}", "verified: it must be the last key"),
     ],
 )
-def test_a_mistake_in_a_header_is_one_line(old, new, said):
-    assert old in HEADER
-    with pytest.raises(InputError, match=r"^experiments/x_table1_c.yaml: ") as found:
-        table(HEADER.replace(old, new))
+def test_a_mistake_in_a_file_is_one_line(old, new, said):
+    assert old in TEXT
+    with pytest.raises(InputError, match=r"^x.yaml: ") as found:
+        read(TEXT.replace(old, new))
     assert said in str(found.value) and "\n" not in str(found.value)
 
 
@@ -80,15 +148,15 @@ def test_values_of_a_summary_in_the_papers_units():
 def test_difference_and_interval_are_those_of_a_calculation_by_hand():
     # values 69, 70, 74: mean 71; deviations -2, -1, 3; population variance 14 / 3, sample variance 7;
     # half width 4.302653 * sqrt(7 / 3)
-    found = tables.compared(Number(72.0, 0.5), [69.0, 70.0, 74.0])
+    found = tables.compared("A_avg", Number(72.0, 0.5), [69.0, 70.0, 74.0])
     assert (found.mean, found.difference) == (71.0, -1.0)
     assert found.deviation == pytest.approx(math.sqrt(14 / 3))
     half = 4.302653 * math.sqrt(7 / 3)
     assert found.interval == pytest.approx((-1 - half, -1 + half), abs=1e-5)
-    one = tables.compared(Number(72.0, 0.5), [69.0])
+    one = tables.compared("A_avg", Number(72.0, 0.5), [69.0])
     assert (one.mean, one.deviation, one.difference, one.interval) == (69.0, 0.0, -3.0, None)
-    assert tables.compared(None, [1.0])[3:] == (None, None)
-    assert tables.compared(Number(1.0, None), [])[1:] == (None,) * 4
+    assert tables.compared("A_avg", None, [1.0])[-2:] == (None, None)
+    assert tables.compared("A_avg", Number(1.0, None), [])[-4:] == (None,) * 4
 
 
 @pytest.mark.parametrize(
@@ -104,19 +172,20 @@ def test_difference_and_interval_are_those_of_a_calculation_by_hand():
     ],
 )
 def test_what_counts_as_met(metric, paper, values, is_met):
-    assert tables.met(metric, tables.compared(Number(paper, 50.0), values)) == is_met
+    assert tables.compared(metric, Number(paper, 50.0), values).met == is_met
 
 
 def test_a_row_without_a_number_is_met_by_anything():
-    assert tables.met("A_avg", tables.compared(None, [3.0]))
+    assert tables.compared("A_avg", None, [3.0]).met
 
 
 def result(numbers, values, method="fppl", path="a_table1_x.yaml", seeds=3, of=None, **settings):
     """A row of a table of its own with these numbers (mean, deviation) of A_avg, A_last."""
-    row = Row(method, (), tuple(None if each is None else Number(*each) for each in numbers))
-    made = table(path=path, **settings)._replace(metrics=("A_avg", "A_last")[: len(numbers)], rows=(row,))
-    made = made._replace(rows=of) if of else made
-    return Result(made, row, tuple(map(tuple, values)), seeds)
+    row = Row(method, {}, tuple(None if each is None else Number(*each) for each in numbers))
+    made = with_entry(
+        column(path, **settings), metrics=["A_avg", "A_last"][: len(numbers)], rows=of or (row,)
+    )
+    return Result(made._replace(seeds=(7, 8, 9)), row, tuple(map(tuple, values)), seeds)
 
 
 def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
@@ -129,8 +198,8 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
         result([None], [[99.0]], "glfc"),  # no number
     ]
     pairs = tables.orderings(rows)
-    told = {(pair.more.split()[0], pair.less.split()[0]): pair for pair in pairs}
-    assert set(told) == {
+    by_name = {(pair.more.split()[0], pair.less.split()[0]): pair for pair in pairs}
+    assert set(by_name) == {
         ("fppl", "ewc"),
         ("fppl", "lwf"),
         ("icarl", "ewc"),
@@ -140,9 +209,9 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
         ("lwf", "joint"),
         ("icarl", "joint"),
     }
-    assert told["fppl", "lwf"].alike and told["fppl", "lwf"][3:] == (10.0, 11.0)
-    assert not told["fppl", "ewc"].alike and told["fppl", "ewc"].ours == -4.0
-    assert told["fppl", "joint"].ours is None and not told["fppl", "joint"].alike
+    assert by_name["fppl", "lwf"].alike and by_name["fppl", "lwf"][3:] == (10.0, 11.0)
+    assert not by_name["fppl", "ewc"].alike and by_name["fppl", "ewc"].ours == -4.0
+    assert by_name["fppl", "joint"].ours is None and not by_name["fppl", "joint"].alike
     lines = tables.order_lines(pairs)
     assert "Of 4 pairs" in lines[0] and " 1 are ordered alike" in lines[0] and "Of 4 further" in lines[1]
     assert len(tables.otherwise(pairs)) == 3
@@ -166,26 +235,32 @@ def test_rows_of_two_files_are_compared_where_only_what_the_table_varies_differs
 
 def test_a_file_is_reproduced_when_all_its_numbers_are_met_with_enough_seeds():
     good, bad = [[70.1, 69.9, 70.0]], [[60.1, 59.9, 60.0]]
-    rows = (Row("fppl", (), (Number(70.0, None),)), Row("ewc", (), (Number(60.0, None),)))
-    make = lambda row, values, seeds=3: Result(
-        table()._replace(metrics=("A_avg",), rows=rows), row, tuple(map(tuple, values)), seeds
-    )
-    assert tables.status_of([make(rows[0], good), make(rows[1], bad)]) == "reproduced"
-    assert tables.status_of([make(rows[0], bad), make(rows[1], bad)]) == "not reproduced"
-    assert tables.status_of([make(rows[0], good)]) is None  # a row is missing
-    assert tables.status_of([make(rows[0], good), make(rows[1], [[60.0]], 1)]) is None  # a seed alone
-    single = [make(row, [[value]], 1) for row, value in zip(rows, (70.5, 60.0), strict=True)]
-    single = [each._replace(table=each.table._replace(seeds=(7,))) for each in single]
-    assert tables.status_of(single) == "reproduced"  # the paper had one run too
-    claim = (Row("fppl", (), (None,)),)
+    rows = (Row("fppl", {}, (Number(70.0, None),)), Row("ewc", {}, (Number(60.0, None),)))
+    whole = with_entry(column(), metrics=["A_avg"], rows=rows)._replace(seeds=(7, 8, 9))
+
+    def made(row, values, seeds=3, column=whole):
+        return Result(column, row, tuple(map(tuple, values)), seeds)
+
+    assert tables.status_of([made(rows[0], good), made(rows[1], bad)]) == "reproduced"
+    assert tables.status_of([made(rows[0], bad), made(rows[1], bad)]) == "not reproduced"
+    assert tables.status_of([made(rows[0], good)]) is None  # a row is missing
+    assert tables.status_of([made(rows[0], good), made(rows[1], [[60.0]], 1)]) is None  # a seed alone
+    one = whole._replace(seeds=(7,))  # the paper had one run too
+    single = [made(row, [[value]], 1, one) for row, value in zip(rows, (70.5, 60.0), strict=True)]
+    assert tables.status_of(single) == "reproduced"
+    claim = (Row("fppl", {}, (None,)),)
     assert tables.status_of([result([None], [[1.0]], of=claim)]) is None
 
 
-def test_status_and_cost_alone_change_in_a_file():
-    text = tables.with_status(HEADER, "not reproduced", r"3 runs, \1 hours")
-    assert text.splitlines()[9:11] == ["# status: not reproduced", r"# cost: 3 runs, \1 hours"]
-    kept = [line for line in HEADER.splitlines() if "status" not in line and "cost" not in line]
-    assert [line for line in text.splitlines() if "status" not in line and "cost" not in line] == kept
+def test_status_and_cost_alone_change_in_a_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(TEXT)
+    found = {"table1 c": Verified("not reproduced", r"3 runs, \1 hours: a")}
+    papers.write_verified(path, found)
+    assert path.read_text().startswith(TEXT.partition("verified:")[0])
+    papers.write_verified(path, {"table2": Verified("reproduced", "x")})
+    assert path.read_text().startswith(TEXT.partition("verified:")[0])
+    assert read(path.read_text()).verified == {**found, "table2": Verified("reproduced", "x")}
 
 
 def test_markdown_has_every_number_and_escapes_names():

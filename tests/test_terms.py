@@ -24,7 +24,7 @@ from micro import (
 )
 from small_runs import some
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
@@ -45,7 +45,7 @@ OWN = {
     "pool": dict(pool_size=3, pool_length=2, pool_blocks=2),
     "linear": {},
     "vpt": dict(vpt_length=2, vpt_blocks=2),
-    "l2p": dict(l2p_size=3, l2p_length=2, l2p_chosen=2),
+    "l2p": dict(l2p_size=3, l2p_length=2, l2p_top_k=2),
     "dualprompt": dict(dual_length=2, dual_shared_length=2, dual_blocks=1, dual_shared_blocks=1),
     "coda": dict(coda_components=4, coda_length=2, coda_blocks=2),
 }
@@ -53,7 +53,7 @@ OWN = {
 
 def with_rules(*client_rules: ClientRule):
     """FedAvg of a linear classifier by gradient descent, with these rules."""
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
     run = Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity()))
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=client_rules)
 

@@ -30,7 +30,9 @@ from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
 from fcljax.results import figures
-from fcljax.runs import archive, build, checkpoint, loop, origin, signals
+from fcljax.runs import build, checkpoint, loop, signals
+from fcljax.runs.folder import LOCK, created
+from fcljax.runs.resume import check_settings, plain_settings
 from fcljax.types import ReplayBuffer
 
 ONE_TASK = [*COMMON, "--tasks", "1", "--clients", "2", "--optimiser", "sgd"]
@@ -55,9 +57,7 @@ def resume(out, *options, method="linear"):
 
 
 def content(folder):
-    return {
-        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != loop.LOCK
-    }
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
 
 def refused(capsys, out, *options):
@@ -177,8 +177,8 @@ def test_the_number_of_rounds_may_change_before_the_first_task_is_over(had, now,
     """Of checkpoints after 1 to 6 rounds: those that both numbers have in common. What a method of one's own
     makes of the number is not known."""
     settings = lambda rounds: running.settings("linear", {"rounds": rounds}, running.Paths())
-    before = {"settings": origin.plain_settings(method, settings(had)), "digests": {}}
-    check = lambda steps: origin.check_settings(before, method, settings(now), steps, tmp_path)
+    before = {"settings": plain_settings(settings(had)), "digests": {}}
+    check = lambda steps: check_settings(before, settings(now), steps, tmp_path)
     if found:
         assert check([6, 5, 4, 3, 2, 1]) == found
     with pytest.raises(InputError, match="^rounds: "):
@@ -215,17 +215,17 @@ def test_other_tasks_are_another_run(linear, tmp_path, capsys):
 
 
 def test_a_second_process_gets_one_line_and_changes_nothing(cut, capsys):
-    with owned(cut / loop.LOCK):
-        assert "another process is at work" in refused(capsys, cut)
+    with owned(cut / LOCK):
+        assert "another process works" in refused(capsys, cut)
 
 
 def test_of_two_that_make_the_same_folder_one_does(tmp_path, capsys):
     settings = running.settings("linear", {}, running.Paths())
-    with loop.claimed(tmp_path / "out", "linear", settings):
+    with created(tmp_path / "out", settings):
         before = content(tmp_path)
-        loop_check = pytest.raises(InputError, match="another process is at work")
-        with loop_check, loop.claimed(tmp_path / "out", "linear", settings):
-            pytest.fail("claimed twice")
+        loop_check = pytest.raises(InputError, match="another process works")
+        with loop_check, created(tmp_path / "out", settings):
+            pytest.fail("created twice")
         assert content(tmp_path) == before and (tmp_path / "out" / "figures").is_dir()
 
 
@@ -307,12 +307,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp
 
 def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_noted(tmp_path):
     kept = lambda number: ReplayBuffer(np.full((2, 3), number, np.float32), np.arange(2), np.ones(2, bool))
-    noted = [archive.save_task(tmp_path / "kept", task, kept(task)) for task in range(2)]
-    found = archive.load_tasks(tmp_path / "kept", noted, kept(0))
+    noted = [checkpoint.save_task(tmp_path / "kept", task, kept(task)) for task in range(2)]
+    found = checkpoint.load_tasks(tmp_path / "kept", noted, kept(0))
     assert [each.rows[0, 0] for each in found] == [0, 1]
     shutil.copy(tmp_path / "kept" / "task-000.npz", tmp_path / "kept" / "task-001.npz")
     with pytest.raises(InputError, match="task-001.npz' cannot be read: it does not have the checksum"):
-        archive.load_tasks(tmp_path / "kept", noted, kept(0))
+        checkpoint.load_tasks(tmp_path / "kept", noted, kept(0))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -367,7 +367,7 @@ def test_images_that_were_touched_are_compared_with_their_checksum(shelf, tmp_pa
 
 
 def test_rot_that_leaves_size_and_time_is_found_by_verify(shelf, tmp_path, capsys):
-    options = ["--tasks", "2", "--clients", "1", "--min-rows", "0", "--data-dir", str(tmp_path / "data")]
+    options = ["--tasks", "2", "--clients", "1", "--min-examples", "0", "--data-dir", str(tmp_path / "data")]
     show = lambda *more: cli.main(["data", "show", f"folder:{tmp_path / 'raw'}", *options, *more])
     assert show("--out", str(tmp_path / "first")) == 0
     file = images_file(tmp_path)
@@ -562,7 +562,7 @@ def test_a_warning_is_asked_for_after_every_round_and_ends_it_with_a_checkpoint(
     shutil.rmtree(cut / "checkpoints")
     settings = running.settings("linear", {"checkpoint_every": 2}, running.Paths(resume=str(cut)))
     with pytest.raises(signals.Stopped) as caught:
-        loop.run("linear", settings, cut, True, stop=lambda: 10)
+        loop.run(settings, cut, True, loop.Observer(stop=lambda: 10))
     assert caught.value.number == 10 and checkpoint.steps(cut / "checkpoints") == [1]
     assert (cut / "metrics.jsonl").read_text().count("\n") == 1
 
@@ -643,7 +643,7 @@ def test_files_and_folders_have_the_user_s_umask(umask, shelf, tmp_path):
     try:
         write_text(tmp_path / "a.txt", "a")
         shelf()
-        with loop.claimed(tmp_path / "run", "linear", running.settings("linear", {}, running.Paths())):
+        with created(tmp_path / "run", running.settings("linear", {}, running.Paths())):
             pass
     finally:
         os.umask(before)

@@ -88,7 +88,9 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
     method = method_of(sigma=0.5, **OFF)
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
-    one, other = (train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1))
+    one, other = (
+        train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1)
+    )
     assert float(jnp.abs(one.classifier.mean.kernel - other.classifier.mean.kernel).max()) > 1e-4
     run = run_of()
     inner = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
@@ -285,8 +287,8 @@ def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_ha
 @pytest.mark.long
 def test_a_run_on_private_streams_evaluates_every_client_as_itself_and_goes_on_after_a_stop(tmp_path):
     """[task learned][client][task], with the task untold and told; a summary of a resumed run is the same."""
-    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--pool", "order"]
-    options += ["--pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
+    options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--task-pool", "order"]
+    options += ["--task-pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
     out = tmp_path / "run"
     assert cli.main(["run", "vfcl", *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())

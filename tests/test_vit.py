@@ -12,8 +12,8 @@ import pytest
 from fcljax.federated.communication import scalars
 from fcljax.models.heads import init_head
 from fcljax.models.products import matmul
+from fcljax.models.shapes import VITS
 from fcljax.models.vit import (
-    VITS,
     Injection,
     Lora,
     Prefix,

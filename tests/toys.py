@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -470,7 +471,7 @@ def plain_batch(fetch, augment: bool, size: int, data, chosen: np.ndarray, mask:
     return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), query)
 
 
-def plain_recall(
+def plain_replay(
     fetch, phase: Phase, data, memory, context: ClientContext, local, batch: Batch, key
 ) -> Batch:
     """The batch, and after it the rows whose ids the client chooses from its memory, under the clean view."""
@@ -495,14 +496,14 @@ def plain_client(program: Program, fetch, context: ClientContext, state, data, m
                 there = np.ones(len(chosen), bool)
                 batch = plain_batch(fetch, phase.view.augment, size, data, chosen, there, fold(step_key, 0))
                 if phase.replay:
-                    batch = plain_recall(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
+                    batch = plain_replay(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
                 local, got = work(context, local, batch, fold(step_key, 1))
                 metrics, step = [*metrics, got], step + 1
     upload, state = jax.jit(program.finish)(context, local, state)
     return jax.jit(program.receive)(context, upload) if program.receive else upload, state, metrics
 
 
-def plain_sweep(
+def plain_clients(
     program: Program,
     fetch,
     round_context: RoundContext,
@@ -582,7 +583,7 @@ def plain_exchange(
     """One of the method's rounds: (server, states, metrics, uploads by id)."""
     each, broadcast = method.rounds[index], jax.jit(method.broadcast)(round_context, server)
     wanted = ids if each.who == "sampled" else range(CLIENTS)
-    uploads, states, steps = plain_sweep(
+    uploads, states, steps = plain_clients(
         each.program, fetch, round_context, broadcast, states, data, partition, wanted, key
     )
     if each.server and any(upload is not None for upload in uploads.values()):
@@ -756,13 +757,9 @@ def receive(engine: Engine, frozen, server, states, data, partition, ids, task, 
 
 def close(left, right, atol: float = 1e-5) -> None:
     """Assert that two pytrees hold the same numbers up to rounding."""
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol, rtol=1e-5),
-        left,
-        right,
-    )
+    chex.assert_trees_all_close(left, right, atol=atol, rtol=1e-5)
 
 
 def same(left, right) -> None:
     """Assert that two pytrees are equal bit for bit."""
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    chex.assert_trees_all_equal(left, right)

@@ -126,7 +126,7 @@ def steps_alone(work: Work, game: Game) -> Callable[[], Any]:
     sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     info = ClientInfo(jnp.int32(0), jnp.int32(work.batch), jnp.ones(CLASSES, jnp.int32), jnp.int32(0))
     context, ids = (
-        ClientContext(game.frozen, sent.payload, sent.held, task, info),
+        ClientContext(game.frozen, sent.payload, sent.cached, task, info),
         jnp.arange(work.batch, dtype=jnp.int32),
     )
     size = work.vit.image_size

@@ -16,7 +16,8 @@ import numpy as np
 
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
-from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig
 from peers.contest import has_torch
 from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, seconds
@@ -77,8 +78,8 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
 
 
 def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop", "unroll"]) -> Iterator[Found]:
-    """Client images per second by the number of lanes, from few to many: memory is the peak so far. What is
-    begun is told first, for who would stop it."""
+    """Client images per second by the number of lanes, from few to many: memory is the peak so far. Each
+    setting is announced before it begins, so that a stopped process leaves a trace."""
     work = work_of(sizes, dtype)
     game = game_of(work)
     for i, lanes in enumerate(sizes.lanes):

@@ -20,7 +20,7 @@ from fcljax.parts.client import Training
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.types import Features, Frozen, Network, Sizes
-from peers.game import KEY, Game, add_tree, deal, rows_of, task_of
+from peers.game import KEY, Game, add_tree, partition, rows_of, task_of
 
 SAME = Window((1, 1), ((1, 1), (1, 1)))
 Order = Callable[[int, int, int], np.ndarray]  # (client, epoch, rows) -> a permutation of them
@@ -98,7 +98,7 @@ def game_of(work: Dense) -> Game:
         frozen,
         jax.jit(method.init)(KEY, frozen),
         (jnp.asarray(image), jnp.asarray(label)),
-        deal(work.rows, label, work.classes),
+        partition(work.rows, label, work.classes),
         task_of(0, work.classes, 1),
         fetch,
     )

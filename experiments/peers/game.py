@@ -31,7 +31,7 @@ class Game(NamedTuple):
     fetch: Fetch
 
 
-def deal(rows: Sequence[int], label: np.ndarray, classes: int) -> ClientPartition:
+def partition(rows: Sequence[int], label: np.ndarray, classes: int) -> ClientPartition:
     """Clients with so many rows each, in the order of the rows."""
     ends = np.cumsum(rows)
     owned = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])

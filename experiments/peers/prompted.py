@@ -22,10 +22,10 @@ from fcljax.data.store import Split
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
-from fcljax.runs.features import Predicted, make_predict
 from fcljax.runs.inputs import fetch, read_clean
+from fcljax.runs.predict import Predicted, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
-from peers.game import KEY, Game, deal, mean_tree, rows_of, task_of
+from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
 
 TASKS, TASK_CLASSES = 2, 10
 CLASSES = TASKS * TASK_CLASSES
@@ -82,11 +82,11 @@ def game_of(work: Work) -> Game:
     if work.method == "pilora":
         settings["weight_decay"] = DECAY if work.optimiser == "adam" else 0.0
         settings["lora_lr"] = LORA_RATE if work.optimiser == "adam" else work.rate
-    resolved = config.resolve(work.method, config.from_mapping(work.method, settings, "bench"))
+    resolved = config.resolve(config.from_mapping(work.method, settings, "bench"))
     sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)
-    method, frozen = make_method(work.method, resolved, sizes, network), frozen_of(work.vit)
+    method, frozen = make_method(resolved, sizes, network), frozen_of(work.vit)
     server = jax.jit(method.init)(KEY, frozen)
     server = with_past(work, method.begin_task(RoundContext.on_host(frozen, task, 0, False), server, KEY))
     return Game(
@@ -94,7 +94,7 @@ def game_of(work: Work) -> Game:
         frozen,
         server,
         Split(jnp.asarray(image), jnp.asarray(label)),
-        deal(work.rows, label, CLASSES),
+        partition(work.rows, label, CLASSES),
         task,
         functools.partial(fetch, preprocess, work.augment),
     )
@@ -357,8 +357,8 @@ def rows_seen(work: Work) -> int:
 
 
 def clients_step(game: Game, image: Array, label: Array) -> tuple[float, PyTree, PyTree]:
-    """A client's first step on one batch without augmentation: (loss, trainable parameters before it, and after
-    it)."""
+    """A client's first step on one batch without augmentation: the loss, and the trainable parameters
+    before and after it."""
     task: Task = game.task
     sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     ids = jnp.arange(len(label), dtype=jnp.int32)

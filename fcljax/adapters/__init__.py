@@ -1,80 +1,79 @@
-"""The adapters by name: what a method may train inside a network. One table, written out."""
+"""The adapters by name: what a method may train inside a network. The table is written out; the code of an
+adapter is loaded when it is asked for."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fcljax.adapters import coda, dualprompt, full, l2p, linear, lora, pool, prompts, vpt
-from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Sizes
+from fcljax.errors import choose
+from fcljax.options import load
 
 
 class AdapterEntry(NamedTuple):
-    """How the command line makes an adapter.
-
-    options: frozen dataclass of the adapter's own settings; None values are filled from the method's
-      fidelity preset, else from `fidelity`.
-    build(options, setting, network) -> Adapter
-    attention: does it work inside attention, so that the network must be a ViT?
-    """
+    """How the command line makes an adapter."""
 
     summary: str
-    options: type
-    build: Callable[[Any, Sizes, Network], Adapter]
-    fidelity: Mapping[str, Mapping[str, object]]
+    """One line for `fcljax list`."""
+    presets: Any
+    """Fidelity -> the adapter's options, or the dataclass of its options, whose defaults are the one preset.
+    A method's preset may say otherwise."""
+    build: Any
+    """(options, sizes: `types.Sizes`, network: `types.Network`) -> `parts.learner.Adapter`."""
     attention: bool = True
+    """Whether it works inside attention, so that the network must be a ViT."""
 
+    @property
+    def options(self) -> type:
+        """The dataclass of the adapter's options."""
+        return type(self.presets["intended"])
 
-_NONE: dict[str, dict[str, object]] = {"intended": {}, "paper": {}, "released": {}}
 
 ADAPTERS: dict[str, AdapterEntry] = {
     "linear": AdapterEntry(
         "nothing inside the network: only the classifier trains",
-        linear.LinearOptions,
-        linear.linear,
-        _NONE,
+        "linear:LinearOptions",
+        "linear:linear",
         attention=False,
     ),
     "lora": AdapterEntry(
         "low-rank updates of queries and values, one pair or one per task (PILoRA)",
-        lora.LoraOptions,
-        lora.lora,
-        lora.FIDELITY,
+        "lora:LoraOptions",
+        "lora:lora",
     ),
     "prompts": AdapterEntry(
-        "a prompt per task, fused for every image by a gate (FPPL)",
-        prompts.PromptOptions,
-        prompts.prompts,
-        prompts.FIDELITY,
+        "a prompt per task, fused for every image by a gate (FPPL)", "prompts:PRESETS", "prompts:prompts"
     ),
     "pool": AdapterEntry(
-        "a pool of prompts, weighted for every image by their keys (HePCo)",
-        pool.PoolOptions,
-        pool.pool,
-        _NONE,
+        "a pool of prompts, weighted for every image by their keys (HePCo)", "pool:PoolOptions", "pool:pool"
     ),
     "vpt": AdapterEntry(
-        "prompts in the first blocks, the same for all images and tasks (pMAE)",
-        vpt.VPTOptions,
-        vpt.vpt,
-        _NONE,
+        "prompts in the first blocks, the same for all images and tasks (pMAE)", "vpt:VPTOptions", "vpt:vpt"
     ),
     "l2p": AdapterEntry(
         "a pool of prompts, chosen by their keys, that go through the whole network (L2P)",
-        l2p.L2POptions,
-        l2p.l2p,
-        _NONE,
+        "l2p:L2POptions",
+        "l2p:l2p",
     ),
     "dualprompt": AdapterEntry(
         "prefixes that all tasks share, and one of each task's own (DualPrompt)",
-        dualprompt.DualPromptOptions,
-        dualprompt.dualprompt,
-        dualprompt.FIDELITY,
+        "dualprompt:PRESETS",
+        "dualprompt:dualprompt",
     ),
     "coda": AdapterEntry(
         "prefixes that are summed from components, weighted for every image (CODA-Prompt)",
-        coda.CodaOptions,
-        coda.coda,
-        coda.FIDELITY,
+        "coda:PRESETS",
+        "coda:coda",
     ),
-    "full": AdapterEntry("the whole network", full.FullOptions, full.full, _NONE, attention=False),
+    "full": AdapterEntry("the whole network", "full:FullOptions", "full:full", attention=False),
 }
+
+
+def find_adapter(name: str) -> AdapterEntry:
+    """The entry of an adapter with its code.
+
+    Raises:
+      InputError: for an unknown name.
+    """
+    entry = ADAPTERS[choose("adapter", name, ADAPTERS)]
+    presets = load("fcljax.adapters", entry.presets)
+    if isinstance(presets, type):
+        presets = {"intended": presets()}
+    return entry._replace(presets=presets, build=load("fcljax.adapters", entry.build))

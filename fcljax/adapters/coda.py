@@ -1,9 +1,10 @@
 """CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend to it (Smith et al.,
-CVPR 2023), as pMAE's release has it (specification 6.3).
+CVPR 2023), as in pMAE's release (specification 6.3).
 
-Every task has components of its own: a prompt P, a key K and an attention vector A each. The weight of a
-component is the cosine of (query times A) and K, without a softmax. Those of the current task train, those of
-earlier tasks stay, those of coming tasks are not used. Half of a prompt's tokens become keys, half values.
+Every task has its own components: a prompt P, a key K and an attention vector A each. The weight of a
+component is the cosine of (query times A) and K, without a softmax. Components of the current task train,
+those of earlier tasks are constant, those of later tasks are not used. Half of a prompt's tokens become keys,
+half values.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.adapters.pool import check_even, prefix_injection
+from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.models.heads import unit
 from fcljax.models.vit import Injection, check_blocks
@@ -21,32 +23,37 @@ from fcljax.options import option
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
 
-EPSILON = 1e-12  # of the lengths of vectors
+EPSILON = 1e-12  # least length of a vector
 
 
 @dataclasses.dataclass(frozen=True)
 class CodaOptions:
-    """Options of the adapter `coda`; the values are those of pMAE's release. Fields with default None take
-    the value of the fidelity preset."""
+    """Options of the adapter `coda`; the values are those of pMAE's release."""
 
-    coda_components: int = 100  # of all tasks together, equally many for each
-    coda_length: int = option(8, least=2)  # tokens of a prompt, half of them keys and half values; even
-    coda_blocks: int = 5  # blocks 0..4
-    coda_orthogonality: float = 0.0  # weight of the distance of P, K and A from orthonormal rows
-    coda_gram_schmidt: bool = True  # do a task's components start orthogonal to those before them?
-    coda_upload: Literal["current", "all"] | None = None  # components that cross the wire
+    coda_components: int = 100
+    """Components of all tasks together, equally many for each."""
+    coda_length: int = option(8, least=2)
+    """Tokens of a prompt, half of them keys and half values; an even number."""
+    coda_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
+    coda_orthogonality: float = 0.0
+    """Weight of the distance of prompts, keys and attentions from orthonormal rows."""
+    coda_gram_schmidt: bool = True
+    """Whether a task's components start orthogonal to the earlier ones."""
+    coda_upload: Literal["current", "all"] = "current"
+    """Components that clients and server send: the current task's, or those of all tasks."""
 
 
-FIDELITY = {
-    "intended": dict(coda_upload="current"),
-    "paper": dict(coda_upload="current"),
-    "released": dict(coda_upload="all"),
+PRESETS = {
+    "intended": CodaOptions(),
+    "paper": CodaOptions(),
+    "released": CodaOptions(coda_upload="all"),
 }
 
 
 class Components(NamedTuple):
-    """Prompts, keys and attention vectors of n components of each task; as a part those of the current task,
-    without the axis of tasks."""
+    """Prompts, keys and attention vectors of n components of each task; what trains are those of the current
+    task, without the axis of tasks."""
 
     prompt: Float[Array, "*tasks blocks n length width"]
     key: Float[Array, "*tasks blocks n width"]
@@ -58,7 +65,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
 
     Args:
       options: resolved, no None.
-      setting: the stream's sizes.
+      sizes: of the stream.
       network: a ViT.
 
     Raises:
@@ -71,74 +78,67 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
             f"{sizes.tasks}"
         )
     check_even("coda_length", options.coda_length)
-    whole, each = options.coda_upload == "all", options.coda_components // sizes.tasks
+    slots = Slots(Components._fields, whole=options.coda_upload == "all")
+    each = options.coda_components // sizes.tasks
 
     def init(key: PRNGKeyArray, frozen) -> Components:
-        """Normal numbers: every task's draw, which Gram-Schmidt turns into its first values."""
+        """Normal values of every task, which Gram-Schmidt turns into its first values."""
         del frozen
         shape, keys = (sizes.tasks, options.coda_blocks, each), jax.random.split(key, 3)
-        draw = lambda key, *rest: jax.random.normal(key, (*shape, *rest, network.width))
-        return Components(draw(keys[0], options.coda_length), draw(keys[1]), draw(keys[2]))
+        prompt = jax.random.normal(keys[0], (*shape, options.coda_length, network.width))
+        return Components(prompt, *(jax.random.normal(k, (*shape, network.width)) for k in keys[1:]))
 
     def open_task(params: Components, task: Task) -> Components:
         return jax.tree.map(lambda x: orthogonal_start(x, task.index), params)
 
-    def part(params: Components, task: Task) -> Components:
-        return params if whole else current(params, task)
-
-    def trained(part: Components, task: Task) -> Components:
-        return current(part, task) if whole else part
-
-    def put(params: Components, task: Task, part: Components) -> Components:
-        if whole:
-            return part
-        return jax.tree.map(lambda all_, own: all_.at[task.index].set(own), params, part)
+    def cached(params: Components) -> Components | tuple[()]:
+        return () if slots.whole else params
 
     def prompt(
-        cached: Components | tuple[()], part: Components, query: Array, task: Task, constant: bool = True
+        cached: Components | tuple[()], trainable: Components, query: Array, task: Task, constant: bool = True
     ) -> Float[Array, "batch blocks length width"]:
-        past = part if whole or not isinstance(cached, Components) else cached
-        return combined(with_current(past, trained(part, task), task, constant), query, task)
+        past = trainable if slots.whole or not isinstance(cached, Components) else cached
+        return combined(with_current(past, slots.counted(trainable, task), task, constant), query, task)
 
     def inject(
-        cached: Components | tuple[()], part: Components, query: Array, task: Task, train: bool, mask: Array
+        cached: Components | tuple[()],
+        trainable: Components,
+        query: Array,
+        task: Task,
+        train: bool,
+        mask: Array,
     ) -> Injection:
         del mask
-        # a server that trains in the way of evaluation trains all components that it has (release)
-        return prefix_injection(prompt(cached, part, query, task, constant=train))
+        # a server that trains as in evaluation trains all components that it has (release)
+        return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
-    def loss(part: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
+    def loss(trainable: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del query, mask
-        each_apart = map(apart_from_orthonormal, trained(part, task))
-        return options.coda_orthogonality * sum(each_apart, jnp.zeros(()))
+        distances = map(apart_from_orthonormal, slots.counted(trainable, task))
+        return options.coda_orthogonality * sum(distances, jnp.zeros(()))
 
-    return Adapter(
+    adapter = Adapter(
         init,
-        open_task if options.coda_gram_schmidt else lambda params, task: params,
-        part,
-        put,
+        trainable=slots.trainable,
+        merge=slots.merge,
         inject=inject,
         prompt=prompt,
         loss=loss if options.coda_orthogonality else None,
         queries=True,
-        counted=trained,
-        cached=lambda params: () if whole else params,
+        counted=slots.counted,
+        cached=cached,
     )
-
-
-def current(params: Components, task: Task) -> Components:
-    """The components that train now."""
-    return jax.tree.map(lambda x: x[task.index], params)
+    return adapter._replace(open_task=open_task) if options.coda_gram_schmidt else adapter
 
 
 def with_current(params: Components, own: Components, task: Task, constant: bool) -> Components:
-    """All components with the current task's in their place; the others are `constant` or get a gradient."""
+    """All components, those of the current task from `own`; the others are `constant` or get a gradient."""
 
-    def put(every: Array, mine: Array) -> Array:
+    def merged(every: Array, mine: Array) -> Array:
         is_current = (jnp.arange(len(every)) == task.index).reshape(-1, *[1] * (every.ndim - 1))
         return jnp.where(is_current, mine, jax.lax.stop_gradient(every) if constant else every)
 
-    return jax.tree.map(put, params, own)
+    return jax.tree.map(merged, params, own)
 
 
 def combined(

@@ -15,7 +15,8 @@ from fcljax.types import Frozen, Network, Sizes
 class FullOptions:
     """Options of the adapter `full`."""
 
-    full_lr: float = option(1e-5, positive=True)  # learning rate of the network
+    full_lr: float = option(1e-5, positive=True)
+    """Learning rate of the network."""
 
 
 def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:
@@ -27,4 +28,7 @@ def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:
         weights = network.split(frozen.network)[0] if network.split else frozen.network
         return jax.tree.map(lambda x: x.astype(jnp.float32), weights)
 
-    return Adapter(init, network=lambda part: part, rate=options.full_lr)
+    def network_of(trainable: PyTree) -> PyTree:
+        return trainable
+
+    return Adapter(init, network=network_of, rate=options.full_lr)

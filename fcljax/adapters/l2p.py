@@ -1,10 +1,10 @@
 """L2P: prompts of a pool are chosen by their keys and go through the whole network (Wang et al., CVPR 2022),
-as pMAE's release has it (specification 6.1).
+as in pMAE's release (specification 6.1).
 
-The prompts stand between class token and patches, all with the class token's position embedding; the
-classifier reads the mean of what becomes of them. A batch chooses together: every image votes for its nearest
-keys, and all images get the prompts with the most votes, in training and in evaluation, so that what an image
-gets depends on its batch; padding has no vote. `batchwise` off lets every image choose by itself.
+The prompts are between class token and patches, all with the class token's position embedding; the classifier
+reads the mean of their outputs. A batch chooses together: every image votes for its nearest keys, and all
+images get the prompts with the most votes, in training and in evaluation. So the prompts of an image depend
+on its batch; padding has no vote. Without `batchwise` every image chooses by itself.
 """
 
 import dataclasses
@@ -25,11 +25,16 @@ from fcljax.types import Features, Network, Sizes, Task
 class L2POptions:
     """Options of the adapter `l2p`; the values are those of pMAE's release."""
 
-    l2p_size: int = 10  # prompts in the pool
-    l2p_length: int = 5  # tokens of a prompt
-    l2p_chosen: int = 5  # prompts that an image gets
-    l2p_pull: float = 0.1  # weight of the cosine of the chosen keys and the query, which is raised
-    l2p_batchwise: bool = True  # does a batch choose together?
+    l2p_size: int = 10
+    """Prompts in the pool."""
+    l2p_length: int = 5
+    """Tokens of a prompt."""
+    l2p_top_k: int = 5
+    """Prompts that are chosen for an image."""
+    l2p_key_weight: float = 0.1
+    """Weight of the cosine similarity of the chosen keys and the query."""
+    l2p_batchwise: bool = True
+    """Whether the images of a batch share their choice."""
 
 
 class KeyedPrompts(NamedTuple):
@@ -44,50 +49,59 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
 
     Args:
       options: of the pool.
-      setting: not read: the pool is the same for all tasks.
+      sizes: not read: the pool is the same for all tasks.
       network: a ViT.
 
     Raises:
       InputError: for a choice of more prompts than there are.
     """
     del sizes
-    if options.l2p_chosen > options.l2p_size:
+    if options.l2p_top_k > options.l2p_size:
         raise InputError(
-            f"l2p_chosen: {options.l2p_chosen} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
+            f"l2p_top_k: {options.l2p_top_k} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
         )
 
     def init(key: PRNGKeyArray, frozen) -> KeyedPrompts:
         """Uniform in [-1, 1], keys too."""
         del frozen
-        prompt, keys = jax.random.split(key)
-        draw = lambda key, *shape: jax.random.uniform(key, (*shape, network.width), minval=-1.0, maxval=1.0)
-        return KeyedPrompts(draw(prompt, options.l2p_size, options.l2p_length), draw(keys, options.l2p_size))
+        size, width = options.l2p_size, network.width
+        shapes = ((size, options.l2p_length, width), (size, width))
+        return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
 
-    def chosen(part: KeyedPrompts, query: Array, mask: Array) -> Int[Array, "batch chosen"]:
-        return choose(cosine(query, part.key), mask, options.l2p_chosen, options.l2p_batchwise)
+    def chosen(trainable: KeyedPrompts, query: Array, mask: Array) -> Int[Array, "batch chosen"]:
+        return choose(cosine(query, trainable.key), mask, options.l2p_top_k, options.l2p_batchwise)
 
-    def tokens(part: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
-        return part.prompt[chosen(part, query, mask)].reshape(len(query), -1, network.width)
+    def tokens(trainable: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
+        return trainable.prompt[chosen(trainable, query, mask)].reshape(len(query), -1, network.width)
 
-    def prompt(cached, part: KeyedPrompts, query: Array, task: Task) -> Float[Array, "batch tokens width"]:
+    def prompt(
+        cached, trainable: KeyedPrompts, query: Array, task: Task
+    ) -> Float[Array, "batch tokens width"]:
         del cached, task
-        return tokens(part, query, jnp.ones(len(query), bool))
+        return tokens(trainable, query, jnp.ones(len(query), bool))
 
-    def inject(cached, part: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+    def inject(
+        cached, trainable: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array
+    ) -> Injection:
         del cached, task, train
-        return Injection(tokens=tokens(part, query, mask))
+        return Injection(tokens=tokens(trainable, query, mask))
 
-    def loss(part: KeyedPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
+    def loss(trainable: KeyedPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
         del task
-        return -options.l2p_pull * pull(part.key, query, chosen(part, query, mask), mask)
+        return -options.l2p_key_weight * pull(trainable.key, query, chosen(trainable, query, mask), mask)
 
     return Adapter(
         init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, truncated=True, queries=True
     )
 
 
+def uniform(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """First values of prompts and keys, uniform in [-1, 1]."""
+    return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
+
+
 def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
-    """What the classifier reads."""
+    """The feature: the mean over the prompts' outputs."""
     if features.prompts is None:
         raise InputError("l2p: the network gives back no injected tokens; it works on a vision transformer")
     return features.prompts.mean(axis=1)
@@ -96,8 +110,8 @@ def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
 def choose(
     score: Float[Array, "batch size"], mask: Bool[Array, " batch"], count: int, batchwise: bool
 ) -> Int[Array, "batch count"]:
-    """Which prompts each image gets: those with the highest scores, or those that most images of the batch
-    would get. Of prompts with equally many votes it is the one with the lower number."""
+    """The prompts of each image: those with the highest scores, or those with the most votes of the batch.
+    Among prompts with equally many votes the one with the lower index wins."""
     nearest = jax.lax.top_k(score, count)[1]
     if not batchwise:
         return nearest
@@ -111,6 +125,6 @@ def pull(
     chosen: Int[Array, "batch count"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """The mean over the rows of the sum of the cosines of a query and its chosen keys."""
+    """The sum of the cosines of a query and its chosen keys, its mean over the examples in the mask."""
     near = jnp.take_along_axis(cosine(query, key), chosen, axis=1)
     return reduce_rows(jnp.sum(near, axis=1), mask, jnp.sum(mask), "mean")

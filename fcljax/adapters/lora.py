@@ -1,8 +1,8 @@
-"""A low-rank pair per task in a ViT's first blocks, and rules by which pairs of several tasks act as one.
+"""A low-rank pair per task in a ViT's first blocks, and how the pairs of several tasks are combined.
 
 PILoRA, section 4.1. The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the
-pair of one task has leaves [blocks, ...]. A task is an index that may be traced: slots of earlier tasks are
-constants, slots of later ones count as 0. Knows nothing of federation.
+pair of one task has leaves [blocks, ...]. A task is an index that may be traced: pairs of earlier tasks are
+constants, pairs of later ones count as 0.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fcljax.models.vit import Injection, Lora, check_blocks
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
 
@@ -28,7 +28,7 @@ def init_pairs(
 ) -> Lora:
     """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper).
 
-    The paper states no deviation: that of the uniform.
+    The paper states no standard deviation; it is that of the uniform draw.
 
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
@@ -50,13 +50,13 @@ def pair_of(pairs: Lora, task: ArrayLike) -> Lora:
     return jax.tree.map(lambda leaf: leaf[task], pairs)
 
 
-def put_pair(pairs: Lora, task: ArrayLike, pair: Lora) -> Lora:
-    """All pairs with that of one task replaced."""
+def merge_pair(pairs: Lora, task: ArrayLike, pair: Lora) -> Lora:
+    """All pairs, with that of one task replaced."""
     return jax.tree.map(lambda leaf, new: leaf.at[task].set(new), pairs, pair)
 
 
 def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
-    """The pair that acts for tasks 0..task; slot `task` is `current`, which alone gets a gradient.
+    """The pair that stands for tasks 0..task; that of `task` is `current`, which alone gets a gradient.
 
     Args:
       pairs: leaves [tasks, blocks, ...]; not read by the rule "current", which may have ().
@@ -86,8 +86,8 @@ def lora_injection(pair: Lora) -> Injection:
 def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
     """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs.
 
-    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not hold the
-    B for it.
+    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not cache
+    the B for it.
     """
     past = jnp.arange(pairs.a_q.shape[0]) < task
     return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
@@ -120,19 +120,22 @@ def _overlap(
 
 @dataclasses.dataclass(frozen=True)
 class LoraOptions:
-    """Options of the adapter `lora`. Fields with default None take the value of the fidelity preset."""
+    """Options of the adapter `lora`."""
 
-    lora_rank: int = 4  # r
-    lora_blocks: int = 1  # the first blocks of the network
-    lora_lr: float = option(1e-5, positive=True)  # learning rate of the pairs
-    lora_pairs: Literal["task", "one"] = "task"  # a pair for each task, or one that goes on training
-    local_lora: Literal["sum", "current", "products"] | None = None  # pairs in the client's network
-    global_lora: Literal["sum", "first", "products"] | None = None  # pairs in the network that is evaluated
-    lora_init: LoraInit | None = None  # of A; B starts at 0
-
-
-_USUAL = dict(local_lora="sum", global_lora="sum", lora_init="kaiming_uniform")
-FIDELITY = {"intended": _USUAL, "paper": _USUAL, "released": _USUAL}
+    lora_rank: int = 4
+    """Rank r of the low-rank updates."""
+    lora_blocks: int = 1
+    """Number of blocks with low-rank updates, the first ones."""
+    lora_lr: float = option(1e-5, positive=True)
+    """Learning rate of the LoRA pairs."""
+    lora_pairs: Literal["task", "one"] = "task"
+    """One LoRA pair for each task, or one that all tasks train."""
+    local_lora: Literal["sum", "current", "products"] = "sum"
+    """LoRA pairs that act in the client's network."""
+    global_lora: Literal["sum", "first", "products"] = "sum"
+    """LoRA pairs that act in the network that is evaluated."""
+    lora_init: LoraInit = "kaiming_uniform"
+    """Initial distribution of A; B starts at 0."""
 
 
 def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
@@ -140,7 +143,7 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
 
     Args:
       options: resolved, no None.
-      setting: the stream's sizes.
+      sizes: of the stream.
       network: a ViT.
 
     Raises:
@@ -148,32 +151,33 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     """
     check_blocks("lora_blocks", options.lora_blocks, network)
     one = options.lora_pairs == "one"
-    slot = (lambda task: 0) if one else (lambda task: task.index)
-    local, evaluated = resolved(options.local_lora), resolved(options.global_lora)
+    local, evaluated = options.local_lora, options.global_lora
+
+    def index(task: Task) -> ArrayLike:
+        return 0 if one else task.index
 
     def init(key: PRNGKeyArray, frozen) -> Lora:
         del frozen
         tasks = 1 if one else sizes.tasks
         blocks, rank = options.lora_blocks, options.lora_rank
-        return init_pairs(key, tasks, blocks, rank, network.width, resolved(options.lora_init))
+        return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
+
+    def trainable(params: Lora, task: Task) -> Lora:
+        return pair_of(params, index(task))
+
+    def merge(params: Lora, task: Task, trainable: Lora) -> Lora:
+        return merge_pair(params, index(task), trainable)
 
     def cached(params: Lora) -> Lora | tuple[()]:
-        """Of earlier pairs only A is read where the current pair acts alone: by the orthogonality loss."""
+        """Where the current pair acts alone the orthogonality loss reads the A of earlier pairs, and no B."""
         if one:
             return ()
-        # pyrefly: ignore[bad-argument-type]  # what clients do not need is None in what they hold
+        # pyrefly: ignore[bad-argument-type]  # None is what clients do not need
         return params._replace(b_q=None, b_v=None) if local == "current" else params
 
-    def inject(cached: Lora | tuple[()], part: Lora, query, task: Task, train: bool, mask) -> Injection:
+    def inject(cached: Lora | tuple[()], trainable: Lora, query, task: Task, train: bool, mask) -> Injection:
         del query, mask
         rule = "current" if one else local if train else evaluated
-        return lora_injection(summed(cached, part, slot(task), rule))
+        return lora_injection(summed(cached, trainable, index(task), rule))
 
-    return Adapter(
-        init,
-        trainable=lambda params, task: pair_of(params, slot(task)),
-        cached=cached,
-        inject=inject,
-        merge=lambda params, task, part: put_pair(params, slot(task), part),
-        rate=options.lora_lr,
-    )
+    return Adapter(init, trainable=trainable, merge=merge, cached=cached, inject=inject, rate=options.lora_lr)

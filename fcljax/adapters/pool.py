@@ -1,7 +1,7 @@
 """A weighted pool of prefix prompts (HePCo, section 4.1): every image's prompt is the sum of all prompts of
 the pool, each times the cosine of its key and the image's un-prompted features.
 
-The sum has no softmax and no best k: weights may be negative. Half of a prompt becomes keys, half values, of
+The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes keys, half values, of
 its block's attention; they bypass the block's own projection (prefix tuning).
 """
 
@@ -25,9 +25,12 @@ from fcljax.types import Network, Sizes, Task
 class PoolOptions:
     """Options of the adapter `pool`; the values are HePCo's."""
 
-    pool_size: int = option(100, least=1)  # M: prompts of a block
-    pool_length: int = option(20, least=2)  # tokens of a prompt, half of them keys and half values; even
-    pool_blocks: int = 5  # blocks 0..4
+    pool_size: int = option(100, least=1)
+    """Number M of prompts of a block."""
+    pool_length: int = option(20, least=2)
+    """Tokens of a prompt, half of them keys and half values; an even number."""
+    pool_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
 
 
 class Pool(NamedTuple):
@@ -42,7 +45,7 @@ def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
 
     Args:
       options: of the pool.
-      setting: not read: the pool is the same for all tasks.
+      sizes: not read: the pool is the same for all tasks.
       network: a ViT.
 
     Raises:
@@ -60,18 +63,20 @@ def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
         prompt = jax.random.uniform(first, (*shape, options.pool_length, network.width))
         return Pool(prompt, jax.random.uniform(second, (*shape, network.width)))
 
-    def prompt(cached, part: Pool, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+    def prompt(
+        cached, trainable: Pool, query: Array, task: Task
+    ) -> Float[Array, "batch blocks length width"]:
         del cached, task
-        return weighted_prompts(part, query)
+        return weighted_prompts(trainable, query)
 
-    def inject(cached, part: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+    def inject(cached, trainable: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
         del cached, task, train, mask
-        return prefix_injection(weighted_prompts(part, query))
+        return prefix_injection(weighted_prompts(trainable, query))
 
-    def mixture(cached, part: Pool, query: Array, task: Task) -> Mixture:
+    def mixture(cached, trainable: Pool, query: Array, task: Task) -> Mixture:
         del cached, task
-        basis = part.prompt.reshape(*part.prompt.shape[:2], -1)
-        return Mixture(jnp.stack(weights(part, query), axis=1), basis)
+        basis = trainable.prompt.reshape(*trainable.prompt.shape[:2], -1)
+        return Mixture(jnp.stack(weights(trainable, query), axis=1), basis)
 
     return Adapter(init, inject=inject, prompt=prompt, mixture=mixture, queries=True)
 

@@ -1,7 +1,6 @@
 """Task prompts that are fused per image by a gate on the un-prompted features.
 
-FPPL, section III-B; release `prompt.py`, `linears.py`. Knows networks, nothing of federation: every function
-takes prompts, queries and masks.
+FPPL, section III-B; release `prompt.py`, `linears.py`.
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.slots import Slots
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.parts.learner import Adapter
@@ -18,10 +18,10 @@ from fcljax.types import Network, Sizes, Task
 
 
 class Gate(NamedTuple):
-    """The coslinear gate g_psi: a direction per task and a scale sigma (None, as in the paper, means 1)."""
+    """The coslinear gate g_psi."""
 
-    psi: Float[Array, "tasks width"]
-    sigma: Float[Array, ""] | None
+    psi: Float[Array, "tasks width"]  # a direction per task
+    sigma: Float[Array, ""] | None  # a scale; None, as in the paper, is 1
 
 
 def init_prompts(
@@ -58,9 +58,9 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 2) with slot `task` taken from `current`.
+    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), that of `task` taken from `current`.
 
-    The other slots are constants, so only `current` gets a gradient.
+    The other prompts are constants, so only `current` gets a gradient.
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
     return jnp.einsum(
@@ -78,53 +78,58 @@ def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Inject
 
 @dataclasses.dataclass(frozen=True)
 class PromptOptions:
-    """Options of the adapter `prompts`. Fields with default None take the value of the fidelity preset."""
+    """Options of the adapter `prompts`."""
 
-    prompt_length: int = 20  # tokens per block
-    prompt_blocks: int = 5  # blocks 0..4
-    wo_fusion: bool = False  # ablation: the gate's best task alone, gate untrained
-    gate_scale: Literal["learnable", "fixed"] | None = None  # is sigma trained and sent, or 1
-    prompt_upload: Literal["current", "all"] | None = None  # prompts that cross the wire
+    prompt_length: int = 20
+    """Prompt tokens per block."""
+    prompt_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
+    wo_fusion: bool = False
+    """Ablation: the prompt of the gate's best task alone, with an untrained gate."""
+    gate_scale: Literal["learnable", "fixed"] = "learnable"
+    """Whether the gate's scale sigma is trained and sent, or 1."""
+    prompt_upload: Literal["current", "all"] = "current"
+    """Prompts that clients and server send: the current task's, or those of all tasks."""
 
 
-FIDELITY = {
-    "intended": dict(gate_scale="learnable", prompt_upload="current"),
-    "paper": dict(gate_scale="fixed", prompt_upload="current"),
-    "released": dict(gate_scale="learnable", prompt_upload="all"),
+PRESETS = {
+    "intended": PromptOptions(),
+    "paper": PromptOptions(gate_scale="fixed"),
+    "released": PromptOptions(prompt_upload="all"),
 }
 
 
 class Prompts(NamedTuple):
-    """Prompts and their gate; as a part, `prompt` is that of the current task, [blocks, length, width]."""
+    """Prompts and their gate; what trains has the prompt of the current task, [blocks, length, width]."""
 
     prompt: Float[Array, "tasks blocks length width"] | Float[Array, "blocks length width"]
     gate: Gate
 
 
-class HeldPrompts(NamedTuple):
-    """What clients hold besides their part: all prompts, and not the gate, which is in the part."""
+class CachedPrompts(NamedTuple):
+    """What clients cache: all prompts. They receive the gate, which trains."""
 
     prompt: Float[Array, "tasks blocks length width"]
 
 
-Held: TypeAlias = Prompts | HeldPrompts | tuple[()]  # the server's parameters, or what a client holds
+Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]  # the server's parameters, or a client's cache
 
 
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     """FPPL's adapter: a prompt per task, fused for every image by a gate on its query (eq. 1, 2).
 
-    With `prompt_upload` = "all" all prompts travel, as in the release, though only the current one trains.
+    With `prompt_upload` = "all" clients send all prompts, as in the release; only the current one trains.
 
     Args:
       options: resolved, no None.
-      setting: the stream's sizes.
+      sizes: of the stream.
       network: a ViT.
 
     Raises:
       InputError: for more blocks with prompts than the network has.
     """
     check_blocks("prompt_blocks", options.prompt_blocks, network)
-    whole = options.prompt_upload == "all"
+    slots = Slots(("prompt",), whole=options.prompt_upload == "all")
 
     def init(key: PRNGKeyArray, frozen) -> Prompts:
         del frozen
@@ -132,34 +137,31 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         prompt = init_prompts(keys[0], sizes.tasks, options.prompt_blocks, options.prompt_length, width)
         return Prompts(prompt, init_gate(keys[1], sizes.tasks, width, options.gate_scale == "learnable"))
 
-    def part(params: Prompts, task: Task) -> Prompts:
-        return params if whole else params._replace(prompt=params.prompt[task.index])
+    def cached(params: Prompts) -> Cached:
+        return () if slots.whole else CachedPrompts(params.prompt)
 
-    def put(params: Prompts, task: Task, part: Prompts) -> Prompts:
-        return part if whole else part._replace(prompt=params.prompt.at[task.index].set(part.prompt))
+    def prompt(cached: Cached, trainable: Prompts, query: Array, task: Task) -> Array:
+        seen = jnp.arange(sizes.tasks) <= task.index
+        weights = gate_weights(trainable.gate, query, seen, not options.wo_fusion)
+        past = cached if isinstance(cached, Prompts | CachedPrompts) and not slots.whole else trainable
+        return fuse(weights, past.prompt, slots.counted(trainable, task).prompt, task.index)
 
-    def current(part: Prompts, task: Task) -> Prompts:
-        return part._replace(prompt=part.prompt[task.index]) if whole else part
-
-    def prompt(cached: Held, part: Prompts, query: Array, task: Task) -> Array:
-        weights = gate_weights(part.gate, query, jnp.arange(sizes.tasks) <= task.index, not options.wo_fusion)
-        past = cached if isinstance(cached, Prompts | HeldPrompts) and not whole else part
-        return fuse(weights, past.prompt, current(part, task).prompt, task.index)
-
-    def inject(cached: Held, part: Prompts, query: Array, task: Task, train: bool, mask: Array) -> Injection:
+    def inject(
+        cached: Cached, trainable: Prompts, query: Array, task: Task, train: bool, mask: Array
+    ) -> Injection:
         del train, mask
-        return prompt_injection(prompt(cached, part, query, task))
+        return prompt_injection(prompt(cached, trainable, query, task))
 
     return Adapter(
         init,
         _transfer,
-        part,
-        put,
+        trainable=slots.trainable,
+        merge=slots.merge,
         inject=inject,
         prompt=prompt,
-        counted=current,
+        counted=slots.counted,
         queries=True,
-        cached=lambda params: () if whole else HeldPrompts(params.prompt),
+        cached=cached,
     )
 
 

@@ -1,7 +1,7 @@
-"""Deep visual prompts: tokens of one's own in every block, the same for all images and all tasks (Jia et al.,
-ECCV 2022; the discriminative prompts of pMAE, section IV-A, specification 1.4).
+"""Deep visual prompts: separate tokens in every block, the same for all images and tasks (Jia et al., ECCV
+2022; the discriminative prompts of pMAE, section IV-A, specification 1.4).
 
-They join a block's input and are dropped after it. Nothing is chosen by the image, so there is no query.
+They join a block's input and are dropped after it. They do not depend on the image, so there is no query.
 """
 
 import dataclasses
@@ -20,19 +20,21 @@ from fcljax.types import Network, Sizes, Task
 class VPTOptions:
     """Options of the adapter `vpt`; the values are pMAE's."""
 
-    vpt_length: int = 20  # tokens per block
-    vpt_blocks: int = 5  # blocks 0..4
+    vpt_length: int = 20
+    """Prompt tokens per block."""
+    vpt_blocks: int = 5
+    """Number of blocks with prompts, the first ones."""
 
 
 Prompts = Float[Array, "blocks length width"]
 
 
 def vpt(options: VPTOptions, sizes: Sizes, network: Network) -> Adapter:
-    """The adapter.
+    """The adapter of deep visual prompts.
 
     Args:
       options: of the prompts.
-      setting: not read: the prompts are the same for all tasks.
+      sizes: not read: the prompts are the same for all tasks.
       network: a ViT.
 
     Raises:
@@ -47,12 +49,14 @@ def vpt(options: VPTOptions, sizes: Sizes, network: Network) -> Adapter:
         del frozen
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
-    def inject(cached, part: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
+    def inject(cached, trainable: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
         del cached, query, task, train, mask
-        return prompt_injection(part[None])
+        return prompt_injection(trainable[None])
 
-    def prompt(cached, part: Prompts, query: Array, task: Task) -> Float[Array, "batch blocks length width"]:
+    def prompt(
+        cached, trainable: Prompts, query: Array, task: Task
+    ) -> Float[Array, "batch blocks length width"]:
         del cached, task
-        return jnp.broadcast_to(part, (len(query), *shape))
+        return jnp.broadcast_to(trainable, (len(query), *shape))
 
     return Adapter(init, inject=inject, prompt=prompt)

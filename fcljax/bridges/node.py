@@ -1,8 +1,9 @@
-"""What one machine of a federation has: a client its rows, the server the images that it evaluates on.
-Nothing here knows by which framework they talk to each other.
+"""One machine of a federation: a client with its examples, or the server with its test images. Nothing here
+depends on the framework by which they communicate.
 
-All machines have the same settings. Where they name a data set, every client loads it and takes the rows that
-the partition gives to it; a client with data of its own takes all of those, and nobody else sees them.
+All machines have the same settings. If these name a data set, every client loads it and takes the examples
+that the partition assigns to it; a client with data of its own takes all of those, which no other machine
+sees.
 """
 
 import dataclasses
@@ -22,154 +23,156 @@ from fcljax.errors import InputError
 from fcljax.federated.engine import Exchange, Work, client_states, work_alone
 from fcljax.federated.keys import RunKey
 from fcljax.methods import find_method
-from fcljax.runs import origin
+from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
+from fcljax.runs.features import with_queries
 from fcljax.runs.inputs import Inputs, load_inputs
-from fcljax.runs.loop import first_server
-from fcljax.runs.queries import with_queries
+from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
-OWN = "its own"  # in place of a digest of images
+OWN = "its own"  # stands for the digest of a client's own images
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def settings_of(method: str | None, given: dict[str, Any]) -> tuple[str, RunConfig]:
-    """The method and the resolved settings of a federation.
+def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
+    """The resolved settings of a federation.
 
     Args:
       method: its name or file; None: `given` has it under "method".
       given: settings by name, as `fcljax run` takes them.
 
     Raises:
-      InputError: for a wrong value, or for what only a simulation can do.
+      InputError: for a wrong value, or for settings that only a simulation can honour.
     """
     given = {name.replace("-", "_"): value for name, value in given.items()}
     named = given.pop("method", method)
     if not named or (method and named != method):
         raise InputError(f"method: {named!r} given; name one method, such as 'fppl'")
-    cfg = config.resolve(named, config.from_mapping(named, given, "settings"))
-    check_deployable(cfg)
-    return named, cfg
+    settings = config.resolve(config.from_mapping(named, given, "settings"))
+    check_deployable(settings)
+    return settings
 
 
-def check_deployable(cfg: RunConfig) -> None:
-    """Check that clients on machines of their own can do what the settings ask for.
+def check_deployable(settings: RunConfig) -> None:
+    """Check that clients on machines of their own can honour the settings.
 
     Raises:
-      InputError: naming what only a simulation can do.
+      InputError: naming the setting that only a simulation can honour.
     """
-    if cfg.partition == "sampled":
+    if settings.partition == "sampled":
         raise InputError(
-            "partition: 'sampled' clients are drawn anew from all rows in every round, so no machine can be "
+            "partition: 'sampled' clients are drawn from all examples in every round, so no machine can be "
             "one; nearest: 'task_dirichlet'"
         )
-    if cfg.population != "static":
+    if settings.population != "static":
         raise InputError(
-            f"population: {cfg.population!r} deals all rows afresh in every round, and clients keep theirs; "
-            f"nearest: 'static'"
+            f"population: {settings.population!r} assigns all examples anew in every round, and machines "
+            f"keep theirs; nearest: 'static'"
         )
-    if cfg.pool is not None:
+    if settings.task_pool is not None:
         raise InputError(
-            f"pool: {cfg.pool!r} makes the tasks from the rows of all clients, which no server has; nearest: "
-            f"None"
+            f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
+            "server has; "
+            f"nearest: None"
         )
     simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
     for field in dataclasses.fields(RunConfig):
         if field.name not in simulated or field.name == "eval_every_round":
             continue
-        if getattr(cfg, field.name) != field.default:
+        if getattr(settings, field.name) != field.default:
             raise InputError(
-                f"{field.name}: {getattr(cfg, field.name)!r} is for simulations: clients have machines of "
-                f"their own, and a server alone cannot go on where a run broke off; nearest: "
-                f"{field.default!r}"
+                f"{field.name}: {getattr(settings, field.name)!r} is for simulations: clients have machines "
+                f"of their own, and a server alone cannot resume a run; nearest: {field.default!r}"
             )
 
 
 # ---- a client ----------------------------------------------------------------------------------------------
 
 
-class Holding(NamedTuple):
-    """What a client has loaded. `own`: are the rows data of its own? Else they are dealt by the settings."""
+class OwnData(NamedTuple):
+    """Data of a client's own: the arrays x_train and y_train of a .npz file."""
+
+    client: int
+    path: str
+    class_names: tuple[str, ...]  # of the whole federation; labels number them
+
+
+class ClientData(NamedTuple):
+    """What a client has loaded."""
 
     inputs: Inputs
     scenario: Scenario
-    own: bool
+    own: bool  # is it data of the client's own? Otherwise the settings' partition assigns it
 
-    def rows(self, client: int) -> list[int]:
-        """Rows of a client in each task."""
+    def examples(self, client: int) -> list[int]:
+        """How many examples a client has in each task."""
         return [int(of_task[0].count[client]) for of_task in self.scenario.partitions]
 
 
 class Facts(NamedTuple):
-    """What a client says of itself before it takes part. `rows`: in each task. `settings`: of the run, as
-    YAML has them. `digests`: of all that it reads, by what it is; data of its own have none."""
+    """What a client reports before it takes part."""
 
     client: int
-    rows: list[int]
-    settings: dict[str, Any]
-    digests: dict[str, str]
-
-
-class Own(NamedTuple):
-    """Data of a client's own: the arrays x_train and y_train of a .npz file. `class_names`: of the whole
-    federation, which the labels number."""
-
-    client: int
-    path: str
-    class_names: tuple[str, ...]
+    examples: list[int]  # in each task
+    settings: dict[str, Any]  # as YAML has them
+    digests: dict[str, str]  # of everything that it reads, by name; `OWN` for its own data
 
 
 @functools.lru_cache(maxsize=2)
-def hold(method: str, cfg: RunConfig, own: Own | None) -> Holding:
-    """What a client holds; what the settings deal is the same for all clients of a machine.
+def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
+    """A client's data; the partition of the settings is the same for all clients of a machine.
 
     Raises:
-      InputError: for anything in settings or files that cannot work.
+      InputError: for settings or files that cannot work.
     """
-    joint = find_method(method).joint
+    joint = find_method(settings.method).joint
     if own is None:
-        inputs = load_inputs(cfg)
-        return Holding(inputs, make_scenario(inputs.dataset, cfg, cfg.rounds, joint), False)
-    dataset = load_part(cfg.dataset, own.path, "train", own.class_names)
-    scenario = scenario_of_one(dataset, cfg, cfg.rounds, joint, own.client)
-    return Holding(load_inputs(cfg, dataset), scenario, True)
+        inputs = load_inputs(settings)
+        scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
+        return ClientData(inputs, scenario, False)
+    dataset = load_part(settings.dataset, own.path, "train", own.class_names)
+    scenario = scenario_of_one(dataset, settings, settings.rounds, joint, own.client)
+    return ClientData(load_inputs(settings, dataset), scenario, True)
 
 
-def check_client(cfg: RunConfig, client: object) -> int:
+def check_client(settings: RunConfig, client: object) -> int:
     """A client's id.
 
     Raises:
-      InputError: for one that the settings do not have.
+      InputError: for an id beyond the settings' clients.
     """
-    if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < cfg.clients:
-        raise InputError(f"partition-id: {client!r} of {cfg.clients} clients; choose 0 to {cfg.clients - 1}")
+    count = settings.clients
+    if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < count:
+        raise InputError(f"partition-id: {client!r} of {count} clients; choose 0 to {count - 1}")
     return client
 
 
-def facts(method: str, cfg: RunConfig, client: int, holding: Holding) -> Facts:
-    """What the client tells the server."""
-    digests = origin.digests(holding.inputs)
-    digests["images"] = OWN if holding.own else digests["images"]
-    return Facts(client, holding.rows(client), origin.plain_settings(method, cfg), digests)
+def facts(settings: RunConfig, client: int, data: ClientData) -> Facts:
+    """What the client reports to the server."""
+    digests = resume.digests(data.inputs)
+    digests["images"] = OWN if data.own else digests["images"]
+    return Facts(client, data.examples(client), resume.plain_settings(settings), digests)
 
 
 @functools.lru_cache(maxsize=2)
-def client_experiment(method: str, cfg: RunConfig, own: Own | None, rows: int) -> Experiment:
-    """All that a client works with.
+def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -> Experiment:
+    """The experiment of a client.
 
     Args:
-      rows: the most that any client of the federation has in a round, which decides over shapes.
+      settings: of the federation.
+      own: data of the client's own, if it has some.
+      examples: the most that any client of the federation has in a round, which decides the shapes.
 
     Raises:
-      InputError: as `hold`.
+      InputError: as `load_client`.
     """
-    holding = hold(method, cfg, own)
-    sizes = sizes_of(holding.scenario, cfg)._replace(examples=rows)
-    exp = assemble(method, cfg, holding.inputs, holding.scenario, sizes, by_itself=True)
-    return with_queries(exp, cfg, ("train",))
+    data = load_client(settings, own)
+    sizes = sizes_of(data.scenario)._replace(examples=examples)
+    exp = assemble(settings, data.inputs, data.scenario, sizes, single=True)
+    return with_queries(exp, ("train",))
 
 
 def first_state(exp: Experiment, client: int) -> PyTree:
@@ -198,54 +201,55 @@ def _round_context(exp: Experiment, task: int, round_: int) -> RoundContext:
     return RoundContext.on_host(exp.frozen, exp.scenario.tasks[task], round_, False)
 
 
-class Order(NamedTuple):
-    """What a client is to do: which of the method's rounds, in which task and round, with which key."""
+class Request(NamedTuple):
+    """What the server asks of a client."""
 
-    index: int
+    index: int  # of the method's round
     task: int
     round: int
     key: Array
 
 
-def work(exp: Experiment, client: int, order: Order, broadcast: Broadcast, state: PyTree) -> Work:
-    """A client's part of a round.
+def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> Work:
+    """A client's part of an exchange.
 
     Raises:
-      InputError: for a task or a round that there is not.
+      InputError: for a task or a round that does not exist.
     """
     sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.sizes.rounds)
-    for name, value, size in zip(("index", "task", "round"), order[:3], sizes, strict=True):
+    for name, value, size in zip(("index", "task", "round"), request[:3], sizes, strict=True):
         if not 0 <= value < size:
-            raise InputError(f"order: {name} {value} of {size}")
-    partition = exp.scenario.partitions[order.task][order.round]
-    round_context = _round_context(exp, order.task, order.round)
-    exchange = Exchange(order.index, round_context, broadcast, partition, np.array([client]), order.key)
+            raise InputError(f"request: {name} {value} of {size}")
+    partition = exp.scenario.partitions[request.task][request.round]
+    round_context = _round_context(exp, request.task, request.round)
+    ids = np.array([client])
+    exchange = Exchange(request.index, round_context, broadcast, partition, ids, request.key)
     return work_alone(exp.engine, exchange, state, exp.train)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
 
 
-def load_server(cfg: RunConfig, test: str | None) -> Inputs:
-    """The network, and the test images: those of a .npz file `test`, or of the settings' data set, of which
-    no training image stays.
+def load_server(settings: RunConfig, test: str | None) -> Inputs:
+    """The network and the test images: those of a .npz file `test`, or of the settings' data set, of which no
+    training image is kept.
 
     Raises:
-      InputError: for anything in settings or files that cannot work.
+      InputError: for settings or files that cannot work.
     """
     if test is None:
-        inputs = load_inputs(cfg)
+        inputs = load_inputs(settings)
         return inputs._replace(dataset=_without_training(inputs.dataset))
-    if cfg.holdout:
-        raise InputError(f"holdout: {cfg.holdout} is a share of training images, and test names others")
-    return load_inputs(cfg, load_part(cfg.dataset, test, "test"))
+    if settings.holdout:
+        raise InputError(f"holdout: {settings.holdout} is a share of training images, and test names others")
+    return load_inputs(settings, load_part(settings.dataset, test, "test"))
 
 
-def server_facts(method: str, cfg: RunConfig, inputs: Inputs, test: str | None) -> Facts:
+def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts:
     """What a client's facts are compared with."""
-    digests = origin.digests(inputs)
+    digests = resume.digests(inputs)
     digests["images"] = digests["images"] if test is None else OWN
-    return Facts(-1, [], origin.plain_settings(method, cfg), digests)
+    return Facts(-1, [], resume.plain_settings(settings), digests)
 
 
 def _without_training(dataset: Dataset) -> Dataset:
@@ -255,17 +259,15 @@ def _without_training(dataset: Dataset) -> Dataset:
     return dataset._replace(x_train=black, y_train=np.zeros(1, np.int64), size_train=size)
 
 
-def server_experiment(
-    method: str, cfg: RunConfig, inputs: Inputs, rows: Int[np.ndarray, "T K"]
-) -> Experiment:
-    """All that the server works with, where clients have so many rows in each task.
+def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndarray, "T K"]) -> Experiment:
+    """The experiment of the server, whose clients have so many examples in each task.
 
     Raises:
-      InputError: for anything in the settings that cannot work.
+      InputError: for settings that cannot work.
     """
-    scenario = scenario_of_counts(inputs.dataset, cfg, cfg.rounds, find_method(method).joint, rows)
-    exp = assemble(method, cfg, inputs, scenario, sizes_of(scenario, cfg))
-    return with_queries(exp, cfg, ("test",))
+    joint = find_method(settings.method).joint
+    scenario = scenario_of_counts(inputs.dataset, settings, settings.rounds, joint, examples)
+    return with_queries(assemble(settings, inputs, scenario, sizes_of(scenario)), ("test",))
 
 
 def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
@@ -280,7 +282,7 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
       InputError: naming what differs.
     """
     who = f"client {theirs.client}"
-    differ = origin.differing(mine.settings, theirs.settings)
+    differ = resume.differing(mine.settings, theirs.settings)
     if differ:
         raise InputError(f"{who}: it has other settings: {', '.join(differ.values())}")
     for name, digest in mine.digests.items():
@@ -289,11 +291,13 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
             raise InputError(
                 f"{who}: its {name} are not the server's: sha256 {other[:16]}, not {digest[:16]}"
             )
-    if len(theirs.rows) != tasks or min(theirs.rows) < 0:
-        raise InputError(f"{who}: it has rows {theirs.rows}; expected a number for each of {tasks} tasks")
+    if len(theirs.examples) != tasks or min(theirs.examples) < 0:
+        raise InputError(
+            f"{who}: it has {theirs.examples} examples; expected a number for each of {tasks} tasks"
+        )
 
 
 def upload_shape(upload: Upload) -> Upload:
-    """A program's upload as it travels: its weight is a float32."""
+    """The shape of a program's upload as it is sent: its weight is a float32."""
     # pyrefly: ignore[bad-argument-type]  # a shape stands for an array
     return upload._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))

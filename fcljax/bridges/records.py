@@ -18,13 +18,13 @@ try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 except ImportError:
     raise InputError(
-        "flwr: the package flwr is not here; install it with: pip install -e '.[flower]'"
+        "flwr: the package flwr is not installed; install it with: pip install -e '.[flower]'"
     ) from None
 
 from fcljax.types import PyTree
 
 NUMPY = "numpy.ndarray"  # Flower's name of numpy's own file format
-_HEADER = 10_000  # most bytes of the header of an array, which says its type and shape
+_HEADER = 10_000  # the most bytes of an array's header, which gives its type and shape
 
 Shape = jax.ShapeDtypeStruct
 
@@ -52,7 +52,7 @@ def from_arrays(record: ArrayRecord, like: PyTree, what: str) -> PyTree:
 
 
 def to_metrics(tree: PyTree) -> MetricRecord:
-    """A tree of single numbers by their paths."""
+    """The scalars of a tree by their paths."""
     return MetricRecord({name: float(leaf) for name, leaf in _named(jax.device_get(tree)).items()})
 
 
@@ -77,9 +77,8 @@ def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> Con
 
 
 def record_bytes(record: RecordDict) -> int:
-    """Bytes of a message's content as Flower sends it: every record, array and chunk of one, with headers.
-
-    Pieces that are alike are counted once, as Flower sends them."""
+    """Bytes of a message's content as Flower sends it: all records, arrays and chunks, with headers. Equal
+    pieces are sent, and counted, once."""
     found, waiting = {}, [record]
     while waiting:
         part = waiting.pop()
@@ -104,7 +103,7 @@ def listed(record: ConfigRecord, name: str) -> list:
 
 
 def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
-    """Keep records by name in a file of numpy's, which is replaced as a whole."""
+    """Write records by name to a numpy file, which is replaced as a whole."""
     index = [
         (of, name, each.dtype, each.shape) for of, found in records.items() for name, each in found.items()
     ]
@@ -119,7 +118,7 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
     """The records of a file; none if there is no such file.
 
     Raises:
-      InputError: for a file that is no such one.
+      InputError: for a damaged file.
     """
     if not path.exists():
         return {}
@@ -146,8 +145,8 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and numpy type that stand for an array: types that numpy's files do not know, bfloat16 for
-    one, are stored as whole numbers of the same bits, and keys of random draws as their data."""
+    """The shape and numpy type by which an array is stored: types that numpy's files do not support, such as
+    bfloat16, are stored as unsigned integers with the same bits, and random keys as their data."""
     if _is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, Shape(shape, dtype))
         return data.shape, np.dtype(data.dtype)
@@ -176,14 +175,14 @@ def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
 
 
 def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
-    """What the bytes hold. Their header is read by itself first: nothing is allocated on its word."""
+    """The array in the bytes. Their header is read by itself first, so that a wrong one allocates nothing."""
     stream = io.BytesIO(array.data)
     try:
         if array.stype != NUMPY or np.lib.format.read_magic(stream) != (1, 0):
             raise ValueError("it is not in numpy's format")
-        told = np.lib.format.read_array_header_1_0(stream, _HEADER)
-        if told != (shape, False, dtype):
-            raise ValueError(f"it holds {told[2]} of shape {list(told[0])}")
+        header = np.lib.format.read_array_header_1_0(stream, _HEADER)
+        if header != (shape, False, dtype):
+            raise ValueError(f"it holds {header[2]} of shape {list(header[0])}")
         return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
     except Exception as error:  # numpy's parser of headers raises what Python's does
         raise InputError(f"{where} is damaged: {error}") from None

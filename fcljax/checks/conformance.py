@@ -1,23 +1,27 @@
-"""What every method must hold, as statements that `fcljax check` tries on any of them.
+"""The invariants that every method must satisfy, as statements that `fcljax check` tests.
 
-A tiny random ViT, five classes in two tasks, four clients of which one has no rows in the first task: small
-enough for seconds, large enough for partial batches, padding classes and absent clients.
+A tiny random ViT, five classes in two tasks, four clients, one of which has no examples of the first task:
+small enough for seconds, large enough for partial batches, padding classes and absent clients.
 """
 
 import dataclasses
+import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from fcljax.config import RunConfig
-from fcljax.data.store import Split
+from fcljax.data.partition import count_matrix
+from fcljax.data.store import ClientIndices, Split
 from fcljax.data.tasks import make_tasks
+from fcljax.errors import one_line
 from fcljax.federated.check import Example
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import (
@@ -36,24 +40,36 @@ from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import Frozen, Method, Network, ReplayBuffer, RoundContext, Sizes, Task
+from fcljax.types import (
+    Batch,
+    Frozen,
+    Method,
+    Network,
+    Phase,
+    ReplayBuffer,
+    Round,
+    RoundContext,
+    Sizes,
+    Task,
+)
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
 SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
-EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # rows of each client in each task
+EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # of each client in each task
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
-SHORT = 2  # rows of a short batch
+SHORT = 2  # examples of a short batch
+GARBAGE = (7.0, 1)  # pixels and label of padding, where the engine has zeros
 
 
 class Statement(NamedTuple):
-    """One statement: what it says, whether it holds, and what was found."""
+    """One tested invariant."""
 
     name: str
     holds: bool
-    found: str
+    found: str  # the measurement behind it
 
 
 class Federation(NamedTuple):
@@ -69,24 +85,23 @@ class Federation(NamedTuple):
 
 
 class State(NamedTuple):
-    """What goes from round to round, and what the server keeps of finished tasks."""
+    """What goes from round to round."""
 
     server: PyTree
     clients: PyTree
-    past: tuple[ReplayBuffer, ...] = ()
+    past: tuple[ReplayBuffer, ...] = ()  # what the server keeps of finished tasks
 
 
-def check(method_name: str, cfg: RunConfig) -> list[Statement]:
-    """Try every statement on a method.
+def check(settings: RunConfig) -> list[Statement]:
+    """Test every statement on a method.
 
     Args:
-      method_name: of the package, or from outside.
-      cfg: resolved settings, of which the method's, the adapter's and the training's count.
+      settings: resolved; those of the method, the adapter and the training count.
 
     Raises:
-      InputError: for a method that does not keep to the protocol.
+      InputError: for a method that does not follow the protocol.
     """
-    made = federation(make_method(method_name, cfg, SIZES, network(TINY)))
+    made = federation(make_method(settings, SIZES, network(TINY)))
     history = play(made)
     return [statement(made, history) for statement in STATEMENTS]
 
@@ -112,13 +127,15 @@ def federation(
     """The method on 60 random images.
 
     Args:
-      vit: the network, of images of 8 pixels.
-      sizes: `[tasks][clients]`, rows.
+      method: the method.
+      vit: the network, for images of 8 pixels.
+      sizes: examples, [task][client].
     """
+    method = _with_padding(method)
     label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
-    data = Split(image, jnp.asarray(label, jnp.int32))
-    partitions = [_roster(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
+    data = Split(image, jnp.asarray(label, jnp.int32), query=_padding(0.0, 0, vit.width))
+    partitions = [_partition(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
     frozen = frozen_parameters(vit, surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
@@ -127,20 +144,51 @@ def federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read(data: Split, rows, keys, augment: bool):
-    """The rows as they are: there is nothing to augment, and nothing is cached."""
+def read(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
+    """The images as they are: there is nothing to augment. In place of query features, the content of
+    padding."""
     del keys, augment
-    return data.image[rows], data.label[rows], None
+    assert data.query is not None
+    return data.image[index], data.label[index], data.query[index]
 
 
-def _roster(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
-    """Clients with so many rows of the task, in `order`; row 0 of the task belongs to nobody."""
+def _padding(pixel: float, label: int, width: int) -> Array:
+    """The content of padding in place of query features: every example carries it, since the engine clears
+    padding itself."""
+    return jnp.zeros((60, width)).at[:, 0].set(pixel).at[:, 1].set(label)
+
+
+def _with_padding(method: Method) -> Method:
+    """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
+
+    def filled(batch: Batch) -> Batch:
+        assert batch.query is not None
+        pixel, label, *_ = jnp.max(batch.query, axis=0)
+        image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
+        return batch._replace(
+            image=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
+        )
+
+    def phase_of(phase: Phase) -> Phase:
+        def step(context, local, batch, key):
+            return phase.step(context, local, filled(batch), key)
+
+        return phase._replace(step=step)
+
+    def round_of(each: Round) -> Round:
+        phases = tuple(map(phase_of, each.program.phases))
+        return each._replace(program=each.program._replace(phases=phases))
+
+    return method._replace(rounds=tuple(map(round_of, method.rounds)))
+
+
+def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
+    """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
     mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = [owned[i] for i in order]
-    counts = [np.bincount(label[rows], minlength=SIZES.classes) for rows in owned]
-    offset = np.concatenate([[0], np.cumsum([len(rows) for rows in owned])])
-    return ClientPartition(np.concatenate(owned).astype(np.int32), offset, np.stack(counts).astype(np.int32))
+    owned = ClientIndices.of([owned[i] for i in order])
+    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
+    return ClientPartition(*owned, counts)
 
 
 def _engine(
@@ -151,7 +199,7 @@ def _engine(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """short: are batches of one and two rows computed as such?"""
+    """The engine; with `short`, batches of one and two examples are computed as such."""
     room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
@@ -174,7 +222,7 @@ def play(
     Args:
       data: instead of the federation's own.
       state: from which to start.
-      ids: the clients that take part in rounds; None: all that have rows.
+      ids: the clients that participate in rounds; None: all that have examples.
     """
     data, history = made.data if data is None else data, []
     server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
@@ -198,7 +246,7 @@ def play(
 
 
 def present(partition: ClientPartition) -> list[int]:
-    """The clients that have rows."""
+    """The clients that have examples."""
     return np.flatnonzero(partition.count).tolist()
 
 
@@ -211,7 +259,8 @@ def receive(
     ids: Sequence[int],
     task: Task = TASKS[1],
 ) -> tuple[Accumulator, PyTree]:
-    """What the server gets from clients `ids` in one of the method's rounds, and everybody's new states."""
+    """What the server receives from clients `ids` in one of the method's rounds, and all clients' new
+    states."""
     player = engine.players[index]
     chunks, _ = plan_round(
         player.round.program, partition, np.array(ids), 0, engine.lanes.count, player.capacity
@@ -226,18 +275,21 @@ def receive(
 
 
 def stays_finite(made: Federation, history: list[State]) -> Statement:
-    """Everything stays finite and the server moves."""
-    floats = [x for x in jax.tree.leaves(history[-1]) if jnp.issubdtype(x.dtype, jnp.floating)]
-    finite = all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
-    moved = _difference(made.server, history[-1].server) > 0
-    found = "it does" if finite and moved else "NaN or infinite numbers" if not finite else "nothing moves"
-    return Statement("everything stays finite, and the server's state moves", finite and moved, found)
+    """Everything stays finite and the server's state changes."""
+    found = "it does"
+    try:
+        chex.assert_tree_all_finite(history[-1])
+    except AssertionError:
+        found = "NaN or infinite numbers"
+    else:
+        found = found if _differing(made.server, history[-1].server) else "nothing changes"
+    return Statement("everything stays finite, and the server's state changes", found == "it does", found)
 
 
 def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
-    """One lane in a loop, where short batches are computed as such, receives what two vmapped lanes do, which
-    pad them. That is up to rounding, of which Adam makes whole steps where a gradient is nothing else:
-    FedLwF.MC's teachers are the students at first."""
+    """One lane in a loop, which computes short batches as such, receives the same as two vmapped lanes, which
+    pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
+    else: in FedLwF.MC the teachers equal the students at first."""
     single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
     worst = 0.0
     for index in range(len(made.method.rounds)):
@@ -252,38 +304,40 @@ def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
 
 
 def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
-    """What a client sends and keeps is the same bits, whoever else takes part."""
-    worst = 0.0
+    """What a client sends and keeps is the same bits, whichever clients take part besides."""
+    found = ""
     for index in range(len(made.method.rounds)):
-        call = lambda ids, i=index: receive(made, made.engine, i, history[1], made.partitions[1], ids)
-        together, after = call([0, 2, 3])
+
+        def received(ids: Sequence[int], index: int = index) -> tuple[Accumulator, PyTree]:
+            return receive(made, made.engine, index, history[1], made.partitions[1], ids)
+
+        together, after = received([0, 2, 3])
         for rank, client in enumerate([0, 2, 3]):
-            alone, its = call([client])
-            worst = max(worst, _difference(_row(alone.gather, 0), _row(together.gather, rank)))
-            worst = max(worst, _difference(_row(its, client), _row(after, client)))
-    return Statement(
-        "what a client sends and keeps does not depend on who else takes part",
-        worst == 0,
-        f"largest difference {worst:.1e}",
-    )
+            single, own = received([client])
+            found = found or _differing(_at(single.gather, 0), _at(together.gather, rank))
+            found = found or _differing(_at(own, client), _at(after, client))
+    return _equal("what a client sends and keeps does not depend on the other participants", found)
 
 
 def padding_is_inert(made: Federation, history: list[State]) -> Statement:
-    """Rows that nobody holds, which padding reads, may be NaN."""
-    held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in made.partitions]))
-    image = jnp.where(held[:, None, None, None], made.data.image, jnp.nan)
-    poisoned = play(made, made.data._replace(image=image))
-    worst = _difference(poisoned[-1], history[-1])
-    return Statement(
-        "padding is inert: poisoned with NaN, nothing changes", worst == 0, f"difference {worst:.1e}"
-    )
+    """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
+    False, and images that no client has."""
+    indices = np.concatenate([partition.indices for partition in made.partitions])
+    owned = np.isin(np.arange(60), indices)[:, None, None, None]
+    image = jnp.where(owned, made.data.image, jnp.nan)
+    assert made.data.query is not None
+    query = _padding(*GARBAGE, made.data.query.shape[1])
+    poisoned = play(made, made.data._replace(image=image, query=query))
+    found = _differing(poisoned[-1], history[-1])
+    return _equal("padding is inert: with other images and labels in it, nothing changes", found)
 
 
 def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
-    """Renamed clients send the same sum. Of a client's first round, since its key belongs to its number."""
+    """Clients with other numbers send the same sum, in their first round: later keys depend on the
+    numbers."""
     del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
-    renamed = _roster(label, TASKS[0], made.partitions[0].count.tolist(), order)
+    renamed = _partition(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
     state = State(begin(round_context, made.server, KEY), made.states)
@@ -294,25 +348,24 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
         ]
         worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
     return Statement(
-        "permuting clients does not change what is added up",
+        "permuting clients does not change sums over clients",
         worst < 1e-3,
         f"largest relative difference {worst:.1e}",
     )
 
 
 def resumes(made: Federation, history: list[State]) -> Statement:
-    """A run that goes on from a checkpoint on disk gives the same bits."""
+    """A run that is resumed from a checkpoint on disk gives the same bits."""
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
     again = play(made, start=1, state=found.state if found else None)
-    worst = _difference(again[-1], history[-1])
-    return Statement("a resumed run equals the uninterrupted one", worst == 0, f"difference {worst:.1e}")
+    return _equal("a resumed run equals the uninterrupted one", _differing(again[-1], history[-1]))
 
 
 def traced_once(made: Federation, history: list[State]) -> Statement:
-    """After all of the above, every function of the engine was traced once."""
+    """After all other statements, every function of the engine was traced once."""
     del history
     most = max(made.engine.traces.items(), key=lambda item: item[1])
     return Statement("all rounds of all tasks share one trace", most[1] == 1, f"{most[0]}: {most[1]} traces")
@@ -336,27 +389,32 @@ def _sent(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:
     return received.mean, received.sum, received.gather
 
 
-def _row(tree: PyTree, index: int) -> PyTree:
+def _at(tree: PyTree, index: int) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _largest(tree: PyTree, function: Callable) -> float:
-    values = [float(jnp.max(jnp.abs(function(x)), initial=0.0)) for x in jax.tree.leaves(tree)]
-    return max(values, default=0.0)
+def _equal(name: str, found: str) -> Statement:
+    """The statement that two trees have the same bits, where `found` says how they differ."""
+    return Statement(name, not found, found or "the same bits")
 
 
-def _difference(a: PyTree, b: PyTree) -> float:
-    """The largest absolute difference; NaN on one side alone is infinite, on both no difference."""
+def _differing(a: PyTree, b: PyTree) -> str:
+    """How two trees differ; empty if they have the same bits."""
+    try:
+        chex.assert_trees_all_equal(a, b)
+    except AssertionError as error:
+        leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
+        return f"{', '.join(leaves[:3])} differ" if leaves else one_line(str(error))[:200]
+    return ""
 
-    def apart(x, y):
-        x, y = (jnp.asarray(v).astype(jnp.float32) for v in (x, y))
-        gap = jnp.where((x == y) | (jnp.isnan(x) & jnp.isnan(y)), 0.0, jnp.abs(x - y))
-        return jnp.where(jnp.isnan(gap), jnp.inf, gap)
 
-    return _largest(jax.tree.map(apart, a, b), lambda x: x)
+def _largest(tree: PyTree) -> float:
+    """The largest absolute value; infinite if one is NaN."""
+    values = [jnp.nan_to_num(jnp.abs(x.astype(jnp.float32)), nan=jnp.inf) for x in jax.tree.leaves(tree)]
+    return max((float(jnp.max(x, initial=0.0)) for x in values), default=0.0)
 
 
 def _relative(a: PyTree, b: PyTree) -> float:
-    """The largest difference over the largest number."""
-    scale = _largest(b, lambda x: jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32))
-    return _difference(a, b) / max(scale, 1e-6)
+    """The largest difference over the largest value; infinite if one is NaN or infinite."""
+    apart = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
+    return _largest(apart) / max(_largest(b), 1e-6)

@@ -1,7 +1,7 @@
-"""What `fcljax doctor` looks at: what a run would need of this machine, and what to do about what is missing.
+"""The checks of `fcljax doctor`: what a run needs of this machine, and how to get what is missing.
 
-Every look gives findings, and none of them changes anything or downloads a data set. Only a finding that
-would keep a run from starting counts as failed.
+The checks change nothing and download no data set. Only a finding that would keep every run from starting
+counts as failed.
 """
 
 import hashlib
@@ -28,39 +28,35 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import check_folder, machine_memory
 from fcljax.models.networks import network_name
 from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_backbone
-from fcljax.runs.compiled import asked_folders
+from fcljax.runs.compile_cache import asked_folders
 
-# failed: no run could start; missing: something that only some runs need; warning: worth knowing
+# failed: no run can start; missing: only some runs need it; warning: worth knowing
 State = Literal["ok", "missing", "warning", "failed"]
 
 SIDE = 1024  # of the matrices of the self test
-SECONDS = 0.3  # that the self test repeats its product for
-LITTLE_DISK = 2**30  # bytes; a run's checkpoints are small, what is prepared of a data set is not
-MAINTAINERS = ("test", "docs", "notebook", "release")  # extras that nobody needs for a run
+SECONDS = 0.3  # for which the self test repeats its product
+LITTLE_DISK = 2**30  # bytes; checkpoints of runs are small, prepared data sets are not
+MAINTAINERS = ("test", "docs", "notebook", "release")  # optional dependencies that no run needs
 
 
 class Finding(NamedTuple):
-    """Something that was looked at.
+    """The result of one check."""
 
-    section: what it belongs to, such as "packages". name: of what was looked at. state: see State. value:
-    what was found, for people. advice: what to do about it, a command where there is one; or empty.
-    """
-
-    section: str
+    section: str  # such as "packages"
     name: str
     state: State
-    value: str
-    advice: str = ""
+    value: str  # what was found, for people
+    advice: str = ""  # what to do about it, a command if there is one
 
 
 def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> list[Finding]:
-    """Look at everything.
+    """Run all checks.
 
     Args:
       checkpoints: files of weights to read, as `--checkpoint` takes them.
       data_dir: folder of data sets, as `--data-dir` takes it.
     """
-    looks = (
+    checks = (
         packages(),
         devices(),
         self_test(),
@@ -69,11 +65,11 @@ def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> lis
         folders(data_dir),
         datasets(data_dir),
     )
-    return [finding for look in looks for finding in look]
+    return [finding for check in checks for finding in check]
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Could a run start?"""
+    """Can a run start?"""
     return all(finding.state != "failed" for finding in findings)
 
 
@@ -81,7 +77,7 @@ def healthy(findings: Iterable[Finding]) -> bool:
 
 
 def packages() -> Iterator[Finding]:
-    """Python, fcljax, what it needs, and its extras, as the installed package's own metadata lists them."""
+    """Python, fcljax and its dependencies, as the installed package's metadata lists them."""
     yield Finding("packages", "python", "ok", platform.python_version())
     yield Finding("packages", "fcljax", "ok", __version__)
     try:
@@ -144,7 +140,7 @@ def _problem(requirement: Requirement) -> str:
 
 
 def devices() -> Iterator[Finding]:
-    """What JAX computes on, with its memory."""
+    """The devices that JAX uses, with their memory."""
     try:
         found = jax.devices()
     except RuntimeError as error:
@@ -161,7 +157,7 @@ def devices() -> Iterator[Finding]:
             "devices",
             "NVIDIA GPU",
             "missing",
-            "there is one, and JAX does not use it",
+            "there is one that JAX does not use",
             "pip install -e '.[gpu]'",
         )
 
@@ -184,7 +180,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def _product() -> tuple[bool, float, float]:
-    """Is it right, seconds to compile, and operations in a second."""
+    """Whether the product is right, seconds to compile, and operations per second."""
     host = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     x = jnp.asarray(host)
     began = time.perf_counter()
@@ -202,7 +198,7 @@ def _product() -> tuple[bool, float, float]:
 
 
 def weights() -> Iterator[Finding]:
-    """The files of weights that come with the package, by their checksums."""
+    """The packaged files of weights, by their checksums."""
     for name, known in ASSET_DIGESTS.items():
         file = resources.files("fcljax") / "assets" / name
         advice = "install fcljax again"
@@ -234,7 +230,7 @@ def checkpoint(name: str) -> Finding:
 
 
 def folders(data_dir: str | None = None) -> Iterator[Finding]:
-    """Where files go: can they be written, how much lies there, and how much room is left."""
+    """The folders of files: whether they can be written, how much is there, and how much room is left."""
     yield _folder("run directories (runs/)", Path("runs"), "fcljax run METHOD --out FOLDER", "failed")
     data = data_folder(data_dir)
     yield _folder("data sets and their cache", data, "--data-dir FOLDER, or set FCLJAX_DATA", "warning")
@@ -273,7 +269,7 @@ def _used(folder: Path) -> int:
 
 
 def datasets(data_dir: str | None = None) -> Iterator[Finding]:
-    """Every named data set: here, or the command that gets it."""
+    """All named data sets: whether they are here, or the command that gets them."""
     for name, _, state in known_datasets(data_dir):
         why = state.removeprefix("not here: ")
         if why == state:

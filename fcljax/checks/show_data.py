@@ -1,34 +1,22 @@
-"""`fcljax data show`: what a data set looks like, and who would hold it."""
+"""`fcljax data show`: images of a data set, and the examples that each client would get."""
 
-import dataclasses
-import functools
 from pathlib import Path
 
 import numpy as np
 
 from fcljax.config import PartitionConfig
-from fcljax.data.partition import count_matrix
-from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.results import figures
 from fcljax.runs.inputs import load_split
-from fcljax.scenario import deal
+from fcljax.scenario import make_scenario
 
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
 
-@dataclasses.dataclass(frozen=True)
-class ShowConfig(PartitionConfig):
-    """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
-
-    out: str | None = None  # folder for the two PNG files; default: the current one
-
-
-def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
-    """Draw images of the first classes, and the client-by-class chart of the chosen partition.
-
-    They go to images.png and classes.png; of a redrawn population the first round of each task is drawn.
+def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
+    """Draw images of the first classes to images.png, and the examples of each client and class to
+    classes.png; of a redrawn population those of the first round of each task.
 
     Returns:
       Rows (property, value) of a table.
@@ -43,10 +31,8 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
     check_folder(out)
     dataset = load_split(cfg, cfg.image_size or 224)
     classes = len(dataset.class_names)
-    dealt, tasks = deal(dataset, cfg), make_tasks(classes, cfg.tasks)
-    held = [dealt.rows(task, 0) for task in range(cfg.tasks)]
-    count = lambda rows, offset: count_matrix(dealt.train_label, np.split(rows, offset[1:-1]), classes)
-    counts = functools.reduce(np.add, (count(rows, offset) for rows, offset in held))
+    scenario = make_scenario(dataset, cfg, rounds=1, joint=False)
+    counts, tasks = scenario.holdings, scenario.tasks
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
@@ -60,11 +46,11 @@ def show(cfg: ShowConfig, out: str | Path) -> list[tuple[str, object]]:
         ("test images", len(dataset.y_test)),
         ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
         ("training images per class", _range(np.bincount(dataset.y_train))),
-        ("dealt", cfg.partition + (redrawn if cfg.population == "redrawn" else "")),
+        ("partition", cfg.partition + (redrawn if cfg.population == "redrawn" else "")),
         ("training images per client", _range(counts.sum(1))),
         ("classes per client", _range((counts > 0).sum(1))),
         ("images", str(files[0])),
-        ("who holds what", str(files[1])),
+        ("client partition", str(files[1])),
     ]
 
 

@@ -1,38 +1,42 @@
-"""Options as they are typed: read into values, with one line for a mistake; and a table of what was done."""
+"""The parser of all commands, made of dataclasses of options: it reads what was typed, prints the help and
+completes in the shell. Text becomes a value in `config.convert`, as in YAML files."""
 
+import argparse
 import dataclasses
+import os
 import re
 import secrets
+import shlex
+import shutil
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import tyro
-from rich.console import Console
-from rich.table import Table
+from typing import Any, Literal, NamedTuple
 
 from fcljax import config
-from fcljax.errors import InputError, nearest
-from fcljax.options import fields_of, flag
-from fcljax.terminal import add_row, say
+from fcljax.errors import InputError, Value, nearest
+from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
-    """What all commands that compile have."""
+    """Options of all commands that compile."""
 
-    # folder of compiled programs, which later runs need not compile again, or off; default: as
-    # JAX_COMPILATION_CACHE_DIR or FCLJAX_COMPILED say, else compiled/ in $FCLJAX_DATA or ~/.cache/fcljax
-    compile_cache: str | None = None
+    compile_cache: str | None = option(None, unset="$JAX_COMPILATION_CACHE_DIR or $FCLJAX_COMPILED")
+    """Folder of compiled programs, which later runs need not compile again, or off."""
 
 
-def keep_compiled(option: str | None) -> None:
+def keep_compiled(folder: str | None) -> None:
     """Set up what of compiled programs is kept, as `--compile-cache` says; a line on stderr if nothing can
     be."""
-    from fcljax.runs import compiled
+    from rich.console import Console
 
-    compiled.keep(option, lambda line: say(Console(stderr=True), line))
+    from fcljax.runs import compile_cache
+    from fcljax.terminal import say
+
+    compile_cache.keep(folder, lambda line: say(Console(stderr=True), line))
 
 
 def passed_on(options: ProgramOptions) -> tuple[str, ...]:
@@ -40,105 +44,216 @@ def passed_on(options: ProgramOptions) -> tuple[str, ...]:
     return ("--compile-cache", options.compile_cache) if options.compile_cache else ()
 
 
-# Given as an option, it asks a command which options it has. No command line can hold a NUL.
-ASK = "--which\0"
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
 
-class Asked(Exception):
-    """The answer to ASK: `fields`, the options by field name."""
-
-    def __init__(self, fields: dict[str, dataclasses.Field]):
-        super().__init__("options were asked for")
-        self.fields = fields
+# ---- the parser --------------------------------------------------------------------------------------------
 
 
-def parse(groups: Mapping[str, object], arguments: list[str], prog: str, description: str) -> dict[str, Any]:
-    """The options that were given, as values by field name.
+class Words(NamedTuple):
+    """What a command takes besides options."""
 
-    tyro prints the help; values are read here, so that a mistake gives one line and a value means the same on
-    the command line and in YAML.
+    usage: str = ""
+    """As in `RUN_DIR...`."""
+    known: Sequence[str] = ()
+    """What the shell offers for them."""
+    files: bool = True
+    """Whether the shell offers files too."""
+
+
+NO_WORDS = Words()
+
+
+def parse(
+    groups: Mapping[str, object],
+    arguments: Sequence[str],
+    command: Sequence[str],
+    about: str,
+    words: Words = NO_WORDS,
+) -> tuple[list[str], dict[str, Any]]:
+    """The words and the options that were given, as values by field name; the last one of an option counts.
 
     Args:
-      groups: title -> dataclass of options, with its defaults; together they are one flat namespace.
-      arguments: what the user typed.
-      prog: the command, for the help.
-      description: the first line of the help.
+      groups: title -> options, whose values are the defaults in the help; together one flat namespace.
+      arguments: what was typed after the command.
+      command: what was typed before, such as ("run", "fppl").
+      about: the first line of the help.
+      words: what else the command takes.
 
     Raises:
       InputError: naming the option, its value and the nearest valid one.
-      Asked: if ASK is among the arguments.
+      SystemExit: after the help, or in a shell that completes.
     """
-    if ASK in arguments:
-        raise Asked(_fields(groups))
-    if {"-h", "--help"} & set(arguments):
-        # pyrefly: ignore[invalid-annotation]  # a type that is made while the program runs
-        unprefixed = {title: tyro.conf.OmitArgPrefixes[type(group)] for title, group in groups.items()}
-        flat = [(re.sub(r"\W", "_", title), unprefixed[title], group) for title, group in groups.items()]
-        command = dataclasses.make_dataclass("Command", flat, frozen=True)
-        tyro.cli(command, args=["--help"], prog=prog, description=description)
-    return read_arguments(_fields(groups), arguments)
+    parser = _parser(groups, command, about, words)
+    if completing():
+        import argcomplete
+
+        os.environ["_ARGCOMPLETE"] = str(1 + len(command))  # the words that come before the parser's own
+        argcomplete.autocomplete(parser, always_complete_options=False)
+    fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
+    spelled = [re.sub("^--[\\w-]+", lambda found: flag(found[0][2:]), word) for word in arguments]
+    try:
+        given, rest = parser.parse_known_args(spelled)
+    except argparse.ArgumentError as error:
+        typed = (error.argument_name or "").split("/")[0]
+        name = typed.removeprefix("--").replace("-", "_")
+        if name in fields and fields[name].type is not bool:
+            raise InputError(f"{name}: {typed} needs a value") from None
+        raise InputError(f"{name}: {typed} takes no value; choose {typed} or {flag('no_' + name)}") from None
+    if rest and rest[0].startswith("--"):
+        typed = rest[0].partition("=")[0]
+        known = (flag(name) for name in fields if name != "method")
+        raise InputError(f"option: unknown option {typed!r}; {nearest(typed, known)}")
+    if rest:
+        raise InputError(f"option: unexpected argument {rest[0]!r}; options start with --")
+    values = {
+        name: value if isinstance(value, bool) else config.convert(name, fields[name].type, value)
+        for name, value in vars(given).items()
+        if name != "words"
+    }
+    return getattr(given, "words", []), values
 
 
-def read_arguments(fields: dict[str, dataclasses.Field], arguments: list[str]) -> dict[str, Any]:
-    """The values that `arguments` set, by field name; the last one counts.
+def parsed(
+    options: Value, arguments: Sequence[str], command: Sequence[str], about: str, words: Words = NO_WORDS
+) -> tuple[list[str], Value]:
+    """The words and the options of a command that has one group of them, checked.
 
     Raises:
-      InputError: for an unknown option, a missing value or a value of the wrong type.
+      InputError: as `parse`, or for a number out of its range.
     """
-    values, rest = {}, list(arguments)
-    while rest:
-        token, *rest = rest
-        typed, equals, value = token.partition("=")
-        name = typed.removeprefix("--").replace("-", "_")
-        if not typed.startswith("--"):
-            raise InputError(f"option: unexpected argument {token!r}; options start with --")
-        switch = name if name in fields else name.removeprefix("no_")
-        if switch in fields and fields[switch].type is bool:
-            if equals:
-                raise InputError(
-                    f"{switch}: {token!r} takes no value; choose {flag(switch)} or {flag('no_' + switch)}"
-                )
-            values[switch] = switch == name
-            continue
-        if name not in fields:
-            raise InputError(f"option: unknown option {typed!r}; {nearest(typed, map(flag, fields))}")
-        if not equals:
-            if not rest:
-                raise InputError(f"{name}: {typed} needs a value")
-            value, *rest = rest
-        values[name] = config.convert(name, fields[name].type, value)
-    return values
+    given, values = parse({command[-1]: options}, arguments, command, about, words)
+    filled = replaced(options, **values)
+    check_ranges(filled)
+    return given, filled
 
 
-def _fields(groups: Mapping[str, object]) -> dict[str, dataclasses.Field]:
-    return {field.name: field for group in groups.values() for field in fields_of(type(group))}
+def completing() -> bool:
+    """Whether a shell wants to know how what is typed could go on."""
+    return "_ARGCOMPLETE" in os.environ
+
+
+def typed_so_far() -> list[str]:
+    """The words before the one to complete, without the program's name."""
+    from argcomplete.lexers import split_line
+
+    return split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3][1:]
+
+
+class _Help(argparse.HelpFormatter):
+    """Help whose lines end between words, so that --an-option stays whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _parser(
+    groups: Mapping[str, object], command: Sequence[str], about: str, words: Words
+) -> argparse.ArgumentParser:
+    prog = shlex.join(["fcljax", *command])
+    width = min(shutil.get_terminal_size().columns, 110)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=" ".join(filter(None, [prog, words.usage, "[options]"])),
+        description=_escaped(about),
+        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=width),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    if words.usage:
+        action = parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        action.completer = _completer(lambda: words.known, words.files)  # pyrefly: ignore[missing-attribute]
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        texts = help_of(type(options))
+        for field in fields_of(type(options)):
+            if field.name != "method":  # which is named before the options
+                _add(group, field, getattr(options, field.name), texts.get(field.name, ""))
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: object, text: str) -> None:
+    name = field.name
+    if field.type is bool:
+        text += f" [default: {'on' if default else 'off'}]"
+        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=_escaped(text))
+        return
+    shown = (field.metadata.get("unset") or "none") if default is None else default
+    choices = choices_of(field)
+    metavar = "{" + ",".join(choices) + "}" if choices else METAVARS[_kind(field)]
+    text += f" [default: {shown}]"
+    action = group.add_argument(flag(name), dest=name, metavar=metavar, help=_escaped(text))
+    files = _kind(field) in (str, Path) and name not in _NAMED and not choices
+    action.completer = _completer(_NAMED.get(name, lambda: choices), files)  # pyrefly: ignore[missing-attribute]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _kind(field: dataclasses.Field) -> type:
+    """The type of an option's value, which may be None besides."""
+    parts = [part for part in typing.get_args(field.type) if part is not type(None)]
+    return field.type if isinstance(field.type, type) else parts[0] if isinstance(parts[0], type) else str
+
+
+def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
+    """The values of an option that has few."""
+    for kind in (field.type, *typing.get_args(field.type)):
+        if typing.get_origin(kind) is Literal:
+            return tuple(map(str, typing.get_args(kind)))
+    return ("true", "false") if bool in typing.get_args(field.type) else ()
+
+
+# ---- what the shell offers ---------------------------------------------------------------------------------
+
+
+def datasets() -> list[str]:
+    """The names of data sets that are no pattern."""
+    from fcljax.data.files.sources import DATASETS
+
+    return [name for name in DATASETS if ":" not in name]
+
+
+def _backbones() -> list[str]:
+    from fcljax.models.shapes import CONVNETS, VITS
+
+    return ["auto", *VITS, *CONVNETS]
+
+
+_NAMED: dict[str, Callable[[], Iterable[str]]] = {
+    "adapter": lambda: config.ADAPTERS,
+    "backbone": _backbones,
+    "dataset": datasets,
+    "surrogate": datasets,
+}
+
+
+def _completer(known: Callable[[], Iterable[str]], files: bool) -> Callable[..., list[str]]:
+    def complete(prefix: str, **_: Any) -> list[str]:
+        from argcomplete.completers import FilesCompleter
+
+        found = list(known())
+        return found + (list(FilesCompleter()(prefix)) if files else [])
+
+    return complete
+
+
+# ---- what commands share -----------------------------------------------------------------------------------
 
 
 def print_rows(rows: Sequence[tuple[str, object]]) -> None:
     """A table of names and values."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fcljax.terminal import add_row
+
     table = Table(show_header=False)
     for name, value in rows:
         add_row(table, name, value)
     Console().print(table)
-
-
-def words_before(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What was typed before the first option, such as files, and the rest."""
-    split = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    return list(arguments[:split]), list(arguments[split:])
-
-
-def names_before(arguments: list[str], count: int, missing: str) -> tuple[list[str], list[str]]:
-    """The `count` names that a command begins with, and the rest; if help is asked for, no names and all.
-
-    Raises:
-      InputError: with the text `missing`, if there are fewer.
-    """
-    if {"-h", "--help"} & set(arguments):
-        return [], arguments
-    if len(words_before(arguments)[0]) < count:
-        raise InputError(missing)
-    return arguments[:count], arguments[count:]
 
 
 def new_folder(*parts: str) -> str:

@@ -7,7 +7,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from fcljax.commands.arguments import parse, words_before
+from fcljax.commands.arguments import Words, parsed
+from fcljax.options import option
 from fcljax.terminal import add_row, say
 
 
@@ -15,25 +16,23 @@ from fcljax.terminal import add_row, say
 class DoctorOptions:
     """Options of `fcljax doctor`."""
 
-    # folder of raw and prepared data sets; default: $FCLJAX_DATA, else ~/.cache/fcljax
-    data_dir: str | None = None
-    json: bool = False  # one JSON object in place of tables
+    data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
+    """Folder of raw and prepared data sets."""
+    json: bool = False
+    """Print one JSON object in place of tables."""
 
 
 def doctor(arguments: list[str]) -> int:
     """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
-    checkpoints, rest = words_before(arguments)
-    given = parse(
-        {"doctor": DoctorOptions()},
-        rest,
-        "fcljax doctor [CHECKPOINT...]",
-        "What a run would need of this machine, and what to do about what is missing.",
-    )
+    about = "What a run would need of this machine, and what to do about what is missing."
+    words = Words("[CHECKPOINT...]")
+    checkpoints, options = parsed(DoctorOptions(), arguments, ["doctor"], about, words)
+
     from fcljax.checks.doctor import examine, healthy
 
-    findings = examine(checkpoints, given.get("data_dir"))
+    findings = examine(checkpoints, options.data_dir)
     well, console = healthy(findings), Console()
-    if given.get("json"):
+    if options.json:
         print(json.dumps({"healthy": well, "findings": [each._asdict() for each in findings]}, indent=2))
         return 0 if well else 1
     for section, members in groupby(findings, lambda finding: finding.section):

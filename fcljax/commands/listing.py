@@ -9,16 +9,15 @@ from fcljax.terminal import add_row
 
 def list_(arguments: list[str]) -> int:
     """`fcljax list`: what can be named on the command line, and what does not go together."""
-    from fcljax.adapters import ADAPTERS
-    from fcljax.data.augment import PRESETS
-    from fcljax.data.files.sources import DATASETS
-    from fcljax.federated.faults import ATTACKS
-    from fcljax.methods import METHODS
-    from fcljax.models.networks import CONVNETS
-    from fcljax.models.vit import VITS
-    from fcljax.models.weights.pretrained import PACKAGED
+    parse({}, arguments, ["list"], "What can be named, and what does not go together.")
 
-    parse({}, arguments, "fcljax list", "What can be named, and what does not go together.")
+    from fcljax.adapters import ADAPTERS
+    from fcljax.data.files.sources import DATASETS
+    from fcljax.data.geometry import PIPELINES
+    from fcljax.methods import METHODS
+    from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
+    from fcljax.settings import ATTACKS
+
     backbones = {
         name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
         + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
@@ -40,7 +39,7 @@ def list_(arguments: list[str]) -> int:
         "adapter": adapters,
         "data set": DATASETS,
         "backbone": backbones,
-        "pipeline": PRESETS,
+        "pipeline": PIPELINES,
         "attack": ATTACKS,
         "cannot work": excluded | merging,
     }

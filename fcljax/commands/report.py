@@ -4,8 +4,9 @@ import dataclasses
 
 from rich.console import Console
 
-from fcljax.commands.arguments import parse, words_before
+from fcljax.commands.arguments import Words, parsed
 from fcljax.errors import InputError
+from fcljax.options import option
 from fcljax.terminal import say
 
 
@@ -13,17 +14,20 @@ from fcljax.terminal import say
 class ReportOptions:
     """Options of `fcljax report`."""
 
-    # the page, .html; default: report.html in the one folder given, else in the one that holds the first
-    out: str | None = None
+    out: str | None = option(
+        None, unset="report.html in the one folder given, else in the one that holds the first"
+    )
+    """HTML file of the page."""
 
 
 def report(arguments: list[str]) -> int:
     """`fcljax report RUN_DIR... [--out FILE]`."""
-    from fcljax.results import page
-
-    folders, rest = words_before(arguments)
-    given = parse({"report": ReportOptions()}, rest, "fcljax report", "A page over finished runs.")
+    about, words = "One HTML page over finished runs.", Words("RUN_DIR...")
+    folders, options = parsed(ReportOptions(), arguments, ["report"], about, words)
     if not folders:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")
-    say(Console(), f"report: {page.report(folders, given.get('out'))}")
+
+    from fcljax.results import page
+
+    say(Console(), f"report: {page.report(folders, options.out)}")
     return 0

@@ -2,62 +2,65 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, names_before, new_folder, parse, passed_on
-from fcljax.commands.running import parse_run
+from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on
 from fcljax.errors import InputError
 from fcljax.options import option
 from fcljax.runs import signals
 from fcljax.terminal import say
-
-USAGE = "fcljax reproduce SYSTEM TABLE"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceOptions(ProgramOptions):
     """Options of `fcljax reproduce`."""
 
-    # mini: the same design in minutes on two CPU cores, without downloads, for the order of the rows; paper:
-    # as the files say, whose status and cost are then updated
     scale: Literal["mini", "paper"] = "mini"
-    # seeds of each row, from the first of its file on; default: 1, and at the paper's scale as many as it had
-    seeds: int | None = option(None, most=config.MOST_SEEDS)
-    out: str | None = None  # folder of the runs and tables, a new one; default: runs/reproduce-...-TIME
-    resume: str | None = None  # folder to go on with; the number of seeds may be larger than before
-    jobs: int = 1  # runs at a time
-    experiments: str = "experiments"  # folder with the files of the tables, that of the repository
-    dry_run: bool = False  # only list the runs
+    """The same design in minutes on two CPU cores, without downloads, for the order of the rows; or the
+    paper's scale, after which status and cost are written into the paper's file."""
+    seeds: int | None = option(None, most=config.MOST_SEEDS, unset="1; paper: as many as the paper had")
+    """Number of seeds of each row, from the first of its column on."""
+    out: str | None = option(None, unset="runs/reproduce-...-TIME")
+    """Folder of the runs and tables, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Folder to resume; the number of seeds may be larger than before."""
+    jobs: int = 1
+    """Number of runs at a time."""
+    row: str | None = option(None, unset="all")
+    """The only row to run: method and options, such as "pilora --headtune", for one column of the table with
+    its name in brackets."""
+    experiments: str = "experiments"
+    """Folder with the files of the papers, that of the repository."""
+    dry_run: bool = False
+    """Only list the runs, with --row also their commands."""
 
 
 def reproduce(arguments: list[str]) -> int:
     """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
-    missing = f"table: none given; usage: {USAGE} [options], such as fppl table3"
-    names, rest = names_before(arguments, 2, missing)
-    given = parse(
-        {"reproduce": ReproduceOptions()},
-        rest,
-        USAGE,
-        "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds.",
-    )
-    options = config.fill(ReproduceOptions, given, "options")
-    config.check_ranges(options)
+    about = "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds."
+    words = Words("SYSTEM TABLE", files=False)
+    names, options = parsed(ReproduceOptions(), arguments, ["reproduce"], about, words)
+    if len(names) != 2:
+        raise InputError(
+            "table: none given; usage: fcljax reproduce SYSTEM TABLE [options], such as fppl table3"
+        )
 
+    from fcljax.studies import papers, sweeps
     from fcljax.studies import reproduce as work
-    from fcljax.studies import sweeps
 
     if options.resume and options.out:
         raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
-    files = work.find(options.experiments, *names)
-    plan = work.plan(files, options.scale, options.seeds, read)
+    columns = papers.find(options.experiments, *names)
+    plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
     if options.dry_run:
         console.print(sweeps.plan_table(plan.runs))
+        for run in plan.runs if options.row else []:
+            say(console, work.command(run))
         return 0
     out = Path(options.resume or options.out or new_folder("reproduce", *names, options.scale))
     ways = sweeps.Ways([None] * options.jobs, options=passed_on(options))
@@ -66,28 +69,23 @@ def reproduce(arguments: list[str]) -> int:
     except KeyboardInterrupt as stop:
         advice = f"go on with: {_command(arguments, out)}" if (out / sweeps.PLAN).exists() else ""
         raise signals.Stopped(signals.number_of(stop), advice) from None
-    return _tell(plan, outcomes, options.scale, out, console)
+    return _show(plan, outcomes, out, console)
 
 
-def read(method: str, words: Sequence[str]) -> dict[str, Any]:
-    """The options of a row, by field name."""
-    return parse_run(method, list(words), "", "")
-
-
-def _tell(plan: Any, outcomes: Any, scale: Any, out: Path, console: Console) -> int:
-    """Write and show what has come out."""
+def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
+    """Write and show the results."""
     from fcljax.studies import paper_tables as tables
     from fcljax.studies import reproduce as work
 
     found = work.results(plan, outcomes)
-    work.write(plan, found, outcomes, scale, out, lambda line: say(console, line))
-    console.print(work.shown(plan, found, scale))
+    work.write(plan, found, outcomes, out, lambda line: say(console, line))
+    console.print(work.shown(plan, found))
     pairs = tables.orderings(found)
-    told = [*work.notes_of(plan, scale)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
-    told += [f"the paper in words: {claim}" for claim in work.claims_of(plan)]
-    if scale == "paper":
-        told += work.update(found, outcomes, plan, _device())
-    for line in [*told, f"table: {out / work.TEXT}"]:
+    lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
+    lines += [f"the paper in words: {claim}" for claim in plan.column.entry.claims]
+    if plan.scale == "paper":
+        lines += work.update(found, outcomes, plan, _device())
+    for line in [*lines, f"table: {out / work.TEXT}"]:
         say(console, line)
     return int(any(each.why for each in found))
 

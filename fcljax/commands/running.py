@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -9,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, keep_compiled, new_folder, parse, slug
-from fcljax.errors import InputError
-from fcljax.options import flag
-from fcljax.runs import hosts, signals
+from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
+from fcljax.errors import InputError, Value
+from fcljax.methods import METHODS, find_method
+from fcljax.options import fields_of, flag, option, replaced
+from fcljax.runs import signals
+from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
 
 
@@ -20,65 +23,85 @@ from fcljax.terminal import add_row, say
 class Paths(ProgramOptions):
     """Where a run's settings come from and where its files go."""
 
-    out: str | None = None  # run directory, a new one; default: runs/METHOD-DATASET-sSEED-TIME
-    resume: str | None = None  # run directory to go on with, under the settings it was started with
-    config: str | None = None  # YAML file of settings; options on the command line win
-    # a run for each of so many seeds from `seed` on, or for each of a list such as 1,2,3; into one folder
-    seeds: str | None = None
-    # a signal of which the machine warns before it stops a run, as Slurm does with --signal: the round in
-    # hand is finished
-    stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = None
-    # trackers that follow the run, such as tensorboard,wandb,mlflow; a resumed run keeps those that it had
-    track: str | None = None
+    out: str | None = option(None, unset="runs/METHOD-DATASET-sSEED-TIME")
+    """Run directory, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Run directory to resume, under the settings it was started with."""
+    config: str | None = option(None, unset="none")
+    """YAML file of settings; options on the command line win."""
+    seeds: str | None = option(None, unset="the one of --seed")
+    """Number of seeds from --seed on, or a list such as 1,2,3: a run for each, in one folder."""
+    stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = option(None, unset="none")
+    """Signal by which the machine announces that it will stop the run; the round is finished."""
+    track: str | None = option(None, unset="none, or those of the run that is resumed")
+    """Trackers that follow the run, such as tensorboard,wandb,mlflow."""
 
 
 def run(arguments: list[str]) -> int:
     """`fcljax run METHOD [options]`."""
-    _check_named("run", arguments)
-    method, given, paths, host_options = _read(arguments)
+    given, paths, host_options = _read(arguments)
+    from fcljax.runs import hosts
+
     hosts.check(host_options)
-    resolved = settings(method, given, paths)
+    resolved = settings(arguments[0], given, paths)
     if host_options.coordinator is None:
-        return _play(method, resolved, paths, paths.resume or paths.out or _folder(method, resolved))
+        return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
     if paths.seeds or (paths.resume and _seeds(resolved, paths)):
         raise InputError("seeds: processes with a coordinator run one seed at a time; leave out --seeds")
-    command = ["-m", "fcljax.commands.worker", "LOG", *arguments]
-    return hosts.supervised(command, host_options, lambda out: _go_on(method, out or paths.resume))
+    command = ["-m", "fcljax.worker", "LOG", *arguments]
+    return hosts.supervised(command, host_options, lambda out: _advice(arguments[0], out or paths.resume))
 
 
 def join(arguments: list[str], log: TextIO) -> int:
     """The same in the child of a process that has a coordinator; `log` is read by its parent."""
-    method, given, paths, host_options = _read(arguments)
+    from fcljax.runs import hosts
+
+    given, paths, host_options = _read(arguments)
     with hosts.joined(host_options, log):
-        resolved = hosts.agreed(lambda: settings(method, given, paths))
+        together = hosts.Hosts.connected()
+        resolved = together.agree(lambda: settings(arguments[0], given, paths))
         asked = resolved.devices if paths.resume or resolved.devices > 1 else given.get("devices")
-        devices = hosts.agreed(lambda: hosts.devices_of(asked))
+        devices = together.agree(lambda: together.devices(asked))
         resolved = dataclasses.replace(resolved, devices=devices)
-        out = hosts.told(lambda: paths.resume or paths.out or _folder(method, resolved))
-        hosts.tell_folder(out, log)
+        out = together.from_first(lambda: paths.resume or paths.out or _folder(resolved))
+        hosts.report_folder(out, log)
         same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
-        hosts.check_same({"options": same})
-        return _play(method, resolved, paths, out)
+        together.check_same({"options": same})
+        return _play(resolved, paths, out)
 
 
-def _read(arguments: list[str]) -> tuple[str, dict[str, Any], Paths, hosts.HostOptions]:
-    """A run's method, the settings that are given, and the options that are none of its settings."""
-    from fcljax.methods import find_method
+def _read(arguments: list[str], command: str = "run") -> tuple[dict[str, Any], Paths, HostOptions]:
+    """The settings that are given for a run, and the options that are none of its settings.
 
-    method = arguments[0]
-    given = parse_run(method, arguments[1:], f"fcljax run {method}", find_method(method).summary)
-    taken = lambda kind: kind(**{name.name: given.pop(name.name, None) for name in dataclasses.fields(kind)})
-    return method, given, taken(Paths), taken(hosts.HostOptions)
+    Raises:
+      InputError: as `parse`, or if the arguments do not begin with a method.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        shared = {"run": config.RunConfig(), "files": Paths(), "hosts": HostOptions()}
+        parse(shared, arguments, [command], "Train and evaluate a method.", Words("METHOD", tuple(METHODS)))
+        raise InputError(
+            f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
+            "file of your own"
+        )
+    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary)
+    return given, _taken(Paths(), given), _taken(HostOptions(), given)
 
 
-def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> int:
+def _taken(options: Value, given: dict[str, Any]) -> Value:
+    """The options with what is given of them, which is then no longer in `given`."""
+    names = [field.name for field in fields_of(type(options)) if field.name in given]
+    return replaced(options, **{name: given.pop(name) for name in names})
+
+
+def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
     """The run itself, and what is printed at its end."""
     from fcljax.results import page, trackers
     from fcljax.results.comparison import compare, results_table
-    from fcljax.runs import loop
+    from fcljax.runs import hosts, loop
     from fcljax.runs.summary import learned_nothing
 
-    console, resume, failed = Console(quiet=not hosts.leads()), paths.resume is not None, False
+    first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
+    console = Console(quiet=not first)
     seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
     keep_compiled(paths.compile_cache)
     try:
@@ -86,16 +109,16 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
             if seeds:
                 from fcljax.studies.seeds import run_seeds
 
-                run_seeds(method, resolved, seeds, out, resume, Console(stderr=True), stop, track)
+                run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
                 figure = Path(out) / "accuracy.png"
                 tables, _ = compare([out], figure)
             else:
-                summary = loop.run(method, resolved, out, resume, stop=stop, track=track)
-                tables = [results_table([summary])] if hosts.leads() else []
+                summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
+                tables = [results_table([summary])] if first else []
                 figure = Path(out) / "figures" / "accuracy.png"
                 failed = learned_nothing(summary)
     except KeyboardInterrupt as error:
-        raise signals.Stopped(signals.number_of(error), _go_on(method, out)) from None
+        raise signals.Stopped(signals.number_of(error), _advice(resolved.method, out)) from None
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")
@@ -103,12 +126,12 @@ def _play(method: str, resolved: config.RunConfig, paths: Paths, out: str) -> in
         if made.exists():
             say(console, f"{name}: {made}")
     if failed:
-        err = Console(stderr=True, quiet=not hosts.leads())
+        err = Console(stderr=True, quiet=not first)
         say(err, "fcljax: no upload was valid in any round: the model is as it began")
     return int(failed)
 
 
-def _go_on(method: str, out: str | None) -> str:
+def _advice(method: str, out: str | None) -> str:
     """What a user can do after a run was stopped."""
     if out is None or not (Path(out) / "config.yaml").exists():
         return "the run had not begun, and nothing was written"
@@ -129,25 +152,19 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
 def check(arguments: list[str]) -> int:
     """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
     not."""
-    from fcljax.methods import find_method
-
-    _check_named("check", arguments)
-    method, arguments = arguments[0], arguments[1:]
-    find_method(method)
-    given = parse_run(method, arguments, f"fcljax check {method}", "Does the method hold what all must?")
-    paths = Paths(**{field.name: given.pop(field.name, None) for field in dataclasses.fields(Paths)})
+    given, paths, host_options = _read(arguments, "check")
     for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
             raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
-    for field in dataclasses.fields(hosts.HostOptions):
-        if given.pop(field.name, None) is not None:
+    for field in fields_of(HostOptions):
+        if getattr(host_options, field.name) is not None:
             raise InputError(f"{field.name}: check is one process; leave out {flag(field.name)}")
-    resolved = settings(method, {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
+    resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 
     from fcljax.checks import conformance
 
-    statements = conformance.check(method, resolved)
+    statements = conformance.check(resolved)
     table = Table("statement", "holds", "found")
     for name, holds, found in statements:
         add_row(table, name, "yes" if holds else "NO", found)
@@ -155,54 +172,42 @@ def check(arguments: list[str]) -> int:
     return 0 if all(statement.holds for statement in statements) else 1
 
 
-def _check_named(command: str, arguments: list[str]) -> None:
-    """Raise InputError, naming the methods there are, unless the arguments begin with one."""
-    from fcljax.methods import METHODS
-
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(
-            f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
-            "file of your own"
-        )
+def _folder(resolved: config.RunConfig) -> str:
+    return new_folder(slug(resolved.method), slug(resolved.dataset), f"s{resolved.seed}")
 
 
-def _folder(method: str, resolved: config.RunConfig) -> str:
-    return new_folder(slug(method), slug(resolved.dataset), f"s{resolved.seed}")
-
-
-def parse_run(method: str, arguments: list[str], prog: str, description: str) -> dict[str, Any]:
-    """The options of a run that were given. Those of the adapter are those of the one that is asked for.
+def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -> dict[str, Any]:
+    """The options of a run that were given. Its adapter decides which there are; its fidelity preset and its
+    file of settings decide the defaults that the help shows.
 
     Raises:
-      InputError: as `parse`.
+      InputError: as `parse`, or for a file of settings that cannot be read.
     """
-    adapter = adapter_of(method, arguments)
-    groups: dict[str, object] = {"files": Paths(), "hosts": hosts.HostOptions()}
-    for title, group in config.option_groups(method, adapter).items():
-        groups[title] = config.defaults(method, adapter, group)
-    names = [typed.partition("=")[0].removeprefix("--").replace("-", "_") for typed in arguments]
-    config.check_known(method, adapter, [*names, *(name.removeprefix("no_") for name in names)], "options")
-    return parse(groups, arguments, prog, description)
+    typed = _typed(arguments)
+    source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
+    values = config.load_yaml(source) if source and Path(source).is_file() else {}
+    chosen = {name: typed[name] for name in ("adapter", "fidelity") if name in typed}
+    adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
+    groups = config.option_groups(method, adapter)
+    if {"-h", "--help"} & set(arguments):
+        shown = config.from_mapping(method, values | chosen, str(source or "options"))
+    else:
+        shown = config.preset(method, adapter)
+    config.check_known(method, adapter, typed, "options")
+    run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
+    parts = dict([*own, run, ("files", Paths()), ("hosts", HostOptions())])
+    return parse(parts, arguments, [command, method], about)[1]
 
 
-def adapter_of(method: str, arguments: list[str]) -> str:
-    """The adapter of a run: the one that the options name, else that of --config or --resume, else the
-    method's.
-
-    Raises:
-      InputError: for a file of settings that cannot be read.
-    """
-    from fcljax.methods import find_method
-
-    last = {}
+def _typed(arguments: Sequence[str]) -> dict[str, str]:
+    """Option -> the value after it, of options that `parse` has not seen yet."""
+    found = {}
     for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = typed.partition("=")
-        last[name] = value if equals else following
-    if "--adapter" in last:
-        return last["--adapter"]
-    source = Path(last["--resume"]) / "config.yaml" if "--resume" in last else last.get("--config")
-    values = config.load_yaml(source) if source and Path(source).is_file() else {}
-    return values.get("adapter") or find_method(method).adapter
+        if name.startswith("--"):
+            name = name.removeprefix("--").replace("-", "_")
+            found[name] = found[name.removeprefix("no_")] = value if equals else following
+    return found
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
@@ -221,9 +226,9 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         if not Path(source).is_file():
             raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
-    name = values.pop("method", method)
+    name = values.get("method", method)
     if name != method:
         raise InputError(
             f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
         )
-    return config.resolve(method, config.from_mapping(method, values | given, source or "options"))
+    return config.from_mapping(method, values | given, source or "options")

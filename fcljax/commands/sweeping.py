@@ -10,8 +10,9 @@ from typing import Any, Literal
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, names_before, new_folder, parse, passed_on, slug
+from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on, slug
 from fcljax.errors import InputError
+from fcljax.options import check_ranges, option
 from fcljax.runs import signals
 from fcljax.terminal import say
 
@@ -20,32 +21,28 @@ from fcljax.terminal import say
 class SweepOptions(ProgramOptions):
     """Options of `fcljax sweep`."""
 
-    out: str | None = None  # folder of the sweep, a new one; default: runs/sweep-FILE-TIME
-    # folder of a sweep to go on with: what is finished is not run again, what was begun goes on, and runs
-    # that FILE has got since are made
-    resume: str | None = None
-    # runs at a time; default: one, one on each of --devices, or with Ray and Slurm all
-    jobs: int | None = None
-    # where: processes of this machine, tasks of Ray (extra `ray`), jobs of Slurm (extra `slurm`), or such
-    # jobs on this machine, to try them
+    out: str | None = option(None, unset="runs/sweep-FILE-TIME")
+    """Folder of the sweep, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Folder of a sweep to resume: finished runs are not repeated, and runs that FILE has got since are
+    made."""
+    jobs: int | None = option(None, unset="1, one per device of --devices, or all with Ray and Slurm")
+    """Number of runs at a time."""
     engine: Literal["local", "ray", "slurm", "slurm-local"] = "local"
-    # GPUs of this machine, such as 0,1,2,3; each run has one of them for itself
-    devices: str | None = None
-    dry_run: bool = False  # only list the runs
+    """Where runs are made: processes of this machine, tasks of Ray, jobs of Slurm, or Slurm's jobs on this
+    machine, to try them."""
+    devices: str | None = option(None, unset="all for each run")
+    """GPUs of this machine, such as 0,1,2,3; each run has one of them for itself."""
+    dry_run: bool = False
+    """Only list the runs."""
 
 
 def sweep(arguments: list[str]) -> int:
     """`fcljax sweep FILE.yaml [options]`: exit code 1 if a run failed."""
-    missing = "sweep: no file given; usage: fcljax sweep FILE.yaml [options]"
-    files, rest = names_before(arguments, 1, missing)
-    given = parse(
-        {"sweep": SweepOptions()},
-        rest,
-        "fcljax sweep FILE.yaml",
-        "Many runs: a grid of options, variants and seeds, some at a time.",
-    )
-    options = config.fill(SweepOptions, given, "options")
-    config.check_ranges(options)
+    about = "Many runs: a grid of options, variants and seeds, some at a time."
+    files, options = parsed(SweepOptions(), arguments, ["sweep"], about, Words("FILE.yaml"))
+    if len(files) != 1:
+        raise InputError("sweep: no file given; usage: fcljax sweep FILE.yaml [options]")
 
     from fcljax.results import page
     from fcljax.studies import grid, sweeps
@@ -107,8 +104,8 @@ def _part(options: type, given: object, where: str) -> Any:
     if given is not None and not isinstance(given, dict):
         raise InputError(f"{where}: {given!r} is no mapping of options to values")
     try:
-        part = config.fill(options, given or {}, "options")
-        config.check_ranges(part)
+        part = config.fill(options(), given or {}, "options")
+        check_ranges(part)
     except InputError as error:
         raise InputError(f"{where}: {str(error).removeprefix('options: ')}") from None
     return part

@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.console import Console
 
-from fcljax.commands.arguments import names_before, parse
+from fcljax.commands.arguments import Words, parsed
 from fcljax.errors import InputError
 
 
@@ -12,22 +12,25 @@ from fcljax.errors import InputError
 class WatchOptions:
     """Options of `fcljax watch`."""
 
-    every: float = 2.0  # seconds between two looks, 0.1 to 3600
-    once: bool = False  # look once, and end
+    every: float = 2.0
+    """Seconds between two looks, 0.1 to 3600."""
+    once: bool = False
+    """Look once, and end."""
 
 
 def watch(arguments: list[str]) -> int:
     """`fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it quietly."""
+    about, words = "Follow runs in the terminal.", Words("RUN_DIR")
+    folders, options = parsed(WatchOptions(), arguments, ["watch"], about, words)
+    if not 0.1 <= options.every <= 3600:
+        nearest = 0.1 if options.every < 0.1 else 3600
+        raise InputError(f"every: {options.every} seconds; nearest valid value: {nearest}")
+    if len(folders) != 1:
+        raise InputError("run: give one run directory; usage: fcljax watch RUN_DIR [--once]")
+
     from fcljax.results.watch import watch as watch_runs
     from fcljax.runs import signals
 
-    missing = "run: no run directory given; usage: fcljax watch RUN_DIR [--once]"
-    folders, rest = names_before(arguments, 1, missing)
-    given = parse({"watch": WatchOptions()}, rest, "fcljax watch RUN_DIR", "Follow runs in the terminal.")
-    options = WatchOptions(**given)
-    if not 0.1 <= options.every <= 3600:  # false for NaN too
-        nearest = 0.1 if options.every < 0.1 else 3600
-        raise InputError(f"every: {options.every} seconds; nearest valid value: {nearest}")
     try:
         watch_runs(folders[0], Console(), options.every, options.once)
     except KeyboardInterrupt as stop:

@@ -1,11 +1,10 @@
 """`fcljax convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with them."""
 
 from pathlib import Path
-from typing import Any
 
-from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, keep_compiled, parse, print_rows, slug, words_before
-from fcljax.errors import InputError
+from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, parse, parsed, print_rows, slug
+from fcljax.errors import InputError, Value
+from fcljax.options import check_ranges, replaced
 from fcljax.runs import signals
 
 
@@ -14,18 +13,10 @@ def convert(arguments: list[str]) -> int:
     from fcljax.models.weights.convert import ConvertOptions
     from fcljax.models.weights.convert import convert as write
 
-    files, rest = words_before(arguments)
-    usage = "fcljax convert SRC [DST]"
-    given = parse(
-        {"convert": ConvertOptions()},
-        rest,
-        usage,
-        "A checkpoint as .safetensors with its provenance.",
-    )
+    about, words = "A checkpoint as .safetensors with its provenance.", Words("SRC [DST]")
+    files, options = parsed(ConvertOptions(), arguments, ["convert"], about, words)
     if not 1 <= len(files) <= 2:
-        raise InputError(f"convert: {len(files)} files given; usage: {usage} [options]")
-    options = config.fill(ConvertOptions, given, "options")
-    config.check_ranges(options)
+        raise InputError(f"convert: {len(files)} files given; usage: fcljax convert SRC [DST] [options]")
     print_rows(write(files[0], files[1] if len(files) == 2 else None, options))
     return 0
 
@@ -35,9 +26,7 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    options, cache = _parsed(EmbedConfig, arguments, "embed", "Frozen features of a data set.")
-    options = config.settle(options)
-    config.check_ranges(options)
+    options, cache = _parsed(EmbedConfig(), arguments, "embed", "Frozen features of a data set.")
     backbone = (
         Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
     )
@@ -52,7 +41,7 @@ def pretrain(arguments: list[str]) -> int:
     from fcljax.pretraining.encoder import PretrainConfig
     from fcljax.pretraining.encoder import pretrain as train
 
-    options, cache = _parsed(PretrainConfig, arguments, "pretrain", "Train the packaged micro ViT again.")
+    options, cache = _parsed(PretrainConfig(), arguments, "pretrain", "Train the packaged micro ViT again.")
     keep_compiled(cache)
     summary = train(options)
     for name, value in summary.items():
@@ -66,7 +55,7 @@ def pretrain_decoder(arguments: list[str]) -> int:
     from fcljax.pretraining.decoder import pretrain_decoder as train
 
     about = "A masked autoencoder's decoder for a frozen encoder."
-    options, cache = _parsed(PretrainDecoderConfig, arguments, "pretrain-decoder", about)
+    options, cache = _parsed(PretrainDecoderConfig(), arguments, "pretrain-decoder", about)
     keep_compiled(cache)
     try:
         print_rows(list(train(options).items()))
@@ -77,9 +66,11 @@ def pretrain_decoder(arguments: list[str]) -> int:
     return 0
 
 
-def _parsed(kind: type, arguments: list[str], command: str, about: str) -> tuple[Any, str | None]:
-    """The options of a command as a `kind`, and its `--compile-cache`."""
-    groups = {command: kind(), "files": ProgramOptions()}
-    given = parse(groups, arguments, f"fcljax {command}", about)
+def _parsed(options: Value, arguments: list[str], command: str, about: str) -> tuple[Value, str | None]:
+    """The options of a command, checked, and its `--compile-cache`."""
+    groups = {command: options, "files": ProgramOptions()}
+    _, given = parse(groups, arguments, [command], about)
     cache = given.pop("compile_cache", None)
-    return config.fill(kind, given, "options"), cache
+    filled = replaced(options, **given)
+    check_ranges(filled)
+    return filled, cache

@@ -8,34 +8,19 @@ each pass as Pillow does: the clean view equals torchvision's on PIL images.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
+from fcljax.data.geometry import PIPELINES, Geometry
 from fcljax.errors import InputError, choose
 from fcljax.pixels import NORMALISE
 
 MARGIN = 256 / 224  # of the resized short side over the central crop, wherever a margin is left
 _ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a central crop
-
-
-class Geometry(NamedTuple):
-    """How images of many sizes are brought to one before storing: the one resize that jit cannot do.
-
-    Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that
-    with the original sizes. Test images are stored as the clean view wants them, so that it has nothing left
-    to resample: the short side is resized to `test` and a central square cut out, or, with `squash`, both
-    sides are resized to `test`.
-    """
-
-    train: int = 256  # side in pixels
-    test: int = 256  # side in pixels
-    squash: bool = False
-    # Pillow's, antialiased; of the test images. Training images take bicubic.
-    kernel: Literal["bicubic", "bilinear"] = "bicubic"
 
 
 @dataclass(frozen=True)
@@ -104,17 +89,6 @@ _RELEASE: dict[str, dict[str, Any]] = {  # what each paper's released code does,
     "hepco_domainnet": dict(crop_scale=(0.08, 1.0), squash=True, kernel="bilinear"),
 }
 
-PRESETS = {
-    "fppl": "crops of 5 to 100 % of the area, flips; test: short side to 256/224 (bicubic), central crop; "
-    "pixels in [0, 1]",
-    "pmae": "as fppl; its reconstruction path normalises with ImageNet's constants on top",
-    "pilora": "short side to the input size (bilinear), flips, brightness within 63/255; "
-    "CIFAR-100's mean and deviation",
-    "hepco": "crops of 8 to 100 % of the area, flips; test: both sides to the input size (bilinear); "
-    "pixels in [0, 1]",
-    "hepco_domainnet": "as hepco, but test: both sides to 256/224, central crop",
-}
-
 
 def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
     """A paper's input pipeline as its release has it.
@@ -122,7 +96,7 @@ def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
     Specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4, HePCo 1.2-1.3.
 
     Args:
-      name: one of `PRESETS`.
+      name: one of `PIPELINES`.
       image_size: side of the network's input.
       fills_frame: for images such as letters that reach their border, the clean view resizes all of them and
         cuts nothing off.
@@ -130,7 +104,7 @@ def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
     Raises:
       InputError: for an unknown name, or a size that is none.
     """
-    options = dict(_RELEASE[choose("preprocess", name, PRESETS)])
+    options = dict(_RELEASE[choose("preprocess", name, PIPELINES)])
     mean, std = NORMALISE[options.pop("normalise", "unit")]
     if fills_frame:
         options["margin"] = 1.0

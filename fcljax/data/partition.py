@@ -52,7 +52,7 @@ def dirichlet(
             return _shuffled(parts, rng)
     raise InputError(
         f"clients: {clients} clients with alpha {alpha} do not all reach {min_size} of {len(labels)} "
-        f"examples in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-rows"
+        f"examples in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-examples"
     )
 
 

@@ -6,15 +6,14 @@ positions in the class order; indices are positions in the `labels` that were gi
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64
 
 from fcljax.data.partition import check_clients, even
 from fcljax.errors import InputError
-
-Pool = Literal["order", "superclasses", "sources"]
+from fcljax.settings import TaskPool
 
 # CIFAR-100's twenty superclasses, in the order of their names, by the names of their classes
 SUPERCLASSES = {
@@ -42,7 +41,7 @@ SUPERCLASSES = {
 
 
 def pool_of(
-    kind: Pool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int | None
+    kind: TaskPool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int | None
 ) -> list[Int64[np.ndarray, " _"]]:
     """The classes of each task of a pool.
 
@@ -70,7 +69,8 @@ def pool_of(
             pool += [classes[end - size : end] for end in ends]
     if not pool:
         raise InputError(
-            f"pool: {kind!r} gives no task, since {why}; nearest: --pool order with fewer --pool-classes"
+            f"task_pool: {kind!r} gives no task, since {why}; nearest: --task-pool order with "
+            "fewer --task-pool-classes"
         )
     return [task.astype(np.int64) for task in pool]
 

@@ -4,17 +4,16 @@
 `Aggregation`, as the options say.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from fcljax.errors import InputError, Value, choose
+from fcljax.errors import InputError, choose
 from fcljax.federated.distances import clip, difference
 from fcljax.federated.rules import (
     centred_clipping,
@@ -25,7 +24,8 @@ from fcljax.federated.rules import (
     trimmed_mean,
 )
 from fcljax.federated.sums import cast_like, is_float, widen
-from fcljax.options import check_ranges, flag, option
+from fcljax.options import check_ranges, check_read
+from fcljax.settings import AggregationOptions, Aggregator
 from fcljax.types import PyTree
 
 SERVER_BETA2 = 0.99  # of the adaptive server optimisers (Reddi et al. 2021, section 5)
@@ -88,43 +88,7 @@ class Aggregation(NamedTuple):
     """Whether `post` adds the noise of differential privacy."""
 
 
-Aggregator = Literal[
-    "mean", "uniform", "median", "trimmed_mean", "geometric_median", "krum", "multi_krum", "centred_clipping"
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class AggregationOptions:
-    """Fields with default None take their usual value where the choice reads them, and are refused where it
-    does not."""
-
-    aggregator: Aggregator = "mean"  # how uploads are merged; mean: weighted by the clients' rows
-    trim: float | None = option(None, below=0.5)  # share that trimmed_mean drops at either end; default: 0.1
-    # malicious clients that krum and multi_krum assume; default: 1
-    malicious_bound: int | None = option(None, least=0)
-    # L2 norm that centred_clipping clips changes to; default: 10
-    clip_radius: float | None = option(None, positive=True)
-    # L2 norm that every client's change is clipped to; default: no clipping
-    clip_norm: float | None = option(None, positive=True)
-    # noise over clip_norm: central differential privacy; default: none
-    noise_multiplier: float | None = option(None, positive=True)
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"  # steps along the clients' change
-    # its step size; default: 1 for momentum, 0.1 for adam and yogi
-    server_step: float | None = option(None, positive=True)
-    server_momentum: float | None = option(None, below=1.0)  # beta_1 of the server optimiser; default: 0.9
-    server_adaptivity: float | None = option(None, positive=True)  # tau of adam and yogi; default: 0.001
-
-
-_KRUMS, _ADAPTIVE = ("krum", "multi_krum"), ("adam", "yogi")
-# option: which other option decides whether it is read, and the values of it that do
-_READERS = {
-    "trim": ("aggregator", ("trimmed_mean",)),
-    "malicious_bound": ("aggregator", _KRUMS),
-    "clip_radius": ("aggregator", ("centred_clipping",)),
-    "server_step": ("server_optimiser", ("momentum", *_ADAPTIVE)),
-    "server_momentum": ("server_optimiser", ("momentum", *_ADAPTIVE)),
-    "server_adaptivity": ("server_optimiser", _ADAPTIVE),
-}
+_ADAPTIVE = ("adam", "yogi")
 
 
 def make_aggregation(options: AggregationOptions) -> Aggregation:
@@ -154,15 +118,7 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
 def _check_options(options: AggregationOptions) -> None:
     choose("aggregator", options.aggregator, get_args(Aggregator))
     choose("server_optimiser", options.server_optimiser, ("none", "momentum", *_ADAPTIVE))
-    for field, (decider, readers) in _READERS.items():
-        choice = getattr(options, decider)
-        if getattr(options, field) is not None and choice not in readers:
-            verb = "reads" if len(readers) == 1 else "read"
-            names = " and ".join(", ".join(readers).rsplit(", ", 1))
-            raise InputError(
-                f"{field}: only {names} {verb} it, and {decider} is {choice!r}; "
-                f"nearest: {flag(decider)} {tuple(readers)[0]}"
-            )
+    check_read(options)
     check_ranges(options)
     _check_noise(options)
 
@@ -179,10 +135,6 @@ def _name(options: AggregationOptions) -> str:
     on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field) is not None]
     server = [f"server {options.server_optimiser}"] if options.server_optimiser != "none" else []
     return ", ".join([options.aggregator, *on, *server])
-
-
-def _usual(value: Value | None, usual: Value) -> Value:
-    return usual if value is None else value
 
 
 # ---- on arrival: clipping, and equal weights --------------------------------------------------------------
@@ -224,10 +176,10 @@ def _equal_weight(weight: Num[Array, ""] | float) -> Array:
 
 def _across_clients(options: AggregationOptions) -> AcrossClients | None:
     """The rule that the options name. Both means stream: the uniform one through equal weights."""
-    malicious, radius = _usual(options.malicious_bound, 1), _usual(options.clip_radius, 10.0)
+    malicious, radius = options.malicious_bound, options.clip_radius
     rules = {
         "median": coordinate_median,
-        "trimmed_mean": functools.partial(trimmed_mean, trim=_usual(options.trim, 0.1)),
+        "trimmed_mean": functools.partial(trimmed_mean, trim=options.trim),
         "geometric_median": geometric_median,
         "krum": functools.partial(krum, malicious=malicious),
         "multi_krum": functools.partial(multi_krum, malicious=malicious),
@@ -284,13 +236,13 @@ def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> P
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
     """Steps along the pseudo-gradient, reference - mean: momentum is FedAvgM (Hsu et al. 2019), m <- beta m +
     g, x <- x - step m."""
-    kind, beta = options.server_optimiser, _usual(options.server_momentum, 0.9)
+    kind, beta = options.server_optimiser, options.server_momentum
     if kind == "none":
         return None
     if kind == "momentum":
-        return optax.sgd(_usual(options.server_step, 1.0), momentum=beta)
-    adaptivity = _usual(options.server_adaptivity, 1e-3)
-    return adaptive(_usual(options.server_step, 0.1), beta, adaptivity, signed=kind == "yogi")
+        return optax.sgd(options.server_step or 1.0, momentum=beta)
+    adaptivity = options.server_adaptivity
+    return adaptive(options.server_step or 0.1, beta, adaptivity, signed=kind == "yogi")
 
 
 def _optimiser_state(options: AggregationOptions) -> Callable[[PyTree], PyTree]:

@@ -60,14 +60,10 @@ class Lanes(NamedTuple):
 class Shapes(NamedTuple):
     """Shapes and types of what a program makes, as `jax.ShapeDtypeStruct`."""
 
-    local: PyTree
-    """Of a client at work."""
-    upload: Upload
-    """Of one client."""
-    metrics: tuple[Metrics, ...]
-    """Of each phase."""
-    state: PyTree
-    """Of a client between rounds."""
+    local: PyTree  # of a client at work
+    upload: Upload  # of one client
+    metrics: tuple[Metrics, ...]  # of each phase
+    state: PyTree  # of a client between rounds
 
 
 def slot_bytes(program: Program, shapes: Shapes) -> int:
@@ -84,22 +80,14 @@ class Accumulator(NamedTuple):
     Sums are in float32 at least.
     """
 
-    mean: PyTree
-    """Sum of weight * leaf."""
-    sum: PyTree
-    """Sum of the leaves."""
-    gather: PyTree
-    """Leaves [P, ...]."""
-    weight: Float[Array, " P"]
-    """Of each client."""
-    id: Int[Array, " P"]
-    """Of each client; K where nobody is."""
-    valid: Bool[Array, " P"]
-    """Whether the upload has arrived and was accepted."""
-    rejected: Int[Array, ""]
-    """Uploads that were not finite, or of negative weight."""
-    metrics: tuple[Metrics, ...]
-    """Sums of each phase's metrics."""
+    mean: PyTree  # sum of weight * leaf
+    sum: PyTree  # sum of the leaves
+    gather: PyTree  # leaves [P, ...]
+    weight: Float[Array, " P"]  # of each client
+    id: Int[Array, " P"]  # of each client; K where nobody is
+    valid: Bool[Array, " P"]  # whether the upload has arrived and was accepted
+    rejected: Int[Array, ""]  # uploads that were not finite, or of negative weight
+    metrics: tuple[Metrics, ...]  # sums of each phase's metrics
 
 
 _BY_CLIENT = ("gather", "weight", "id", "valid")  # fields of an accumulator with an entry for each client
@@ -108,72 +96,49 @@ _BY_CLIENT = ("gather", "weight", "id", "valid")  # fields of an accumulator wit
 class Carry(NamedTuple):
     """What goes from tick to tick."""
 
-    local: PyTree
-    """The lanes' clients at work, leaves [L, ...]."""
-    accumulator: Accumulator
-    """What was received."""
-    states: PyTree
-    """States of the chunk's clients, leaves [S, ...]."""
-    written: Bool[Array, " S"]
-    """Which of them are new."""
-    waiting: PyTree
-    """Local states [S, ...] of clients between phases."""
+    local: PyTree  # the lanes' clients at work, leaves [L, ...]
+    accumulator: Accumulator  # what was received
+    states: PyTree  # states of the chunk's clients, leaves [S, ...]
+    written: Bool[Array, " S"]  # which of them are new
+    waiting: PyTree  # local states [S, ...] of clients between phases
 
 
 class Call(NamedTuple):
     """What all ticks of a chunk read."""
 
-    frozen: PyTree
-    """What is never trained."""
-    broadcast: Broadcast
-    """What was sent to clients."""
-    chunk: Chunk
-    """Who takes part."""
-    task: Task
-    """The round's task."""
-    key: PRNGKeyArray
-    """Of the round."""
-    guarded: Bool[Array | np.bool_, ""]
-    """Whether every upload is checked as it arrives."""
+    frozen: PyTree  # what is never trained
+    broadcast: Broadcast  # what was sent to clients
+    chunk: Chunk  # who takes part
+    task: Task  # the round's task
+    key: PRNGKeyArray  # of the round
+    guarded: Bool[Array | np.bool_, ""]  # whether every upload is checked as it arrives
 
 
 class Past(NamedTuple):
     """The replay buffers of a chunk's clients. Without `Program.replay_buffer` both arrays are empty."""
 
-    data: PyTree
-    """Data that hold the examples."""
-    index: Int[Array | np.ndarray, "S M"]
-    """Their indices in the training set, -1 for none."""
-    place: Int[Array | np.ndarray, "S M"]
-    """Their indices in `data`."""
+    data: PyTree  # data that hold the examples
+    index: Int[Array | np.ndarray, "S M"]  # their indices in the training set, -1 for none
+    place: Int[Array | np.ndarray, "S M"]  # their indices in `data`
 
 
 class Window(NamedTuple):
-    """Consecutive ticks of a phase, and where their examples lie in the data that are on the device."""
+    """Consecutive ticks of a phase, and where their examples lie in the data on the device."""
 
-    data: PyTree
-    """What `Fetch` reads."""
-    index: Int[Array, "ticks L B"]
-    """Indices in the training set, -1 for padding."""
-    place: Int[Array, "ticks L B"]
-    """Indices in `data`."""
-    first: Int[Array | np.ndarray | np.int32, ""]
-    """The first tick."""
-    ticks: Int[Array | np.ndarray | np.int32, ""]
-    """How many ticks to run."""
+    data: PyTree  # what `Fetch` reads
+    index: Int[Array, "ticks L B"]  # indices in the training set, -1 for padding
+    place: Int[Array, "ticks L B"]  # indices in `data`
+    first: Int[Array | np.ndarray | np.int32, ""]  # the first tick
+    ticks: Int[Array | np.ndarray | np.int32, ""]  # how many ticks to run
 
 
 class LoopSettings(NamedTuple):
     """What is static in the loop of one phase."""
 
-    fetch: Fetch
-    """Reads examples."""
-    lanes: Lanes
-    """Of one device."""
-    widths: tuple[int, ...]
-    """Batch sizes that a step is compiled for, ascending."""
-    waits: bool
-    """Whether a lane may be idle while others work; its client must then be kept as it is."""
+    fetch: Fetch  # reads examples
+    lanes: Lanes  # of one device
+    widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
+    waits: bool  # whether a lane may be idle while others work; its client must then be kept as it is
 
 
 def batches_alone(lanes: Lanes) -> bool:
@@ -372,8 +337,8 @@ def run_ticks(
         step_key = jax.random.fold_in(key, StepKey.UPDATE)
         draws_key = jax.random.fold_in(jax.random.fold_in(call.key, RoundKey.EXAMPLE_DRAWS), index)
         draws_key = jax.random.fold_in(draws_key, step)
-        row = tick - window.first
-        examples, place = window.index[row, lane], window.place[row, lane]
+        examples = window.index[tick - window.first, lane]
+        place = window.place[tick - window.first, lane]
         mask = examples >= 0
         context = context_of(call, slot)
         read = functools.partial(_read, settings.fetch, phase.view.augment, window.data)

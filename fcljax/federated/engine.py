@@ -90,21 +90,21 @@ class RoundReport(NamedTuple):
 
     metrics: dict[str, float]
     """Means over examples."""
-    participants: int
+    participants: int = 0
     """Of the method's first round that was run."""
-    rejected: int
+    rejected: int = 0
     """Uploads that were left out: not finite, or of negative weight."""
-    refused: int
+    refused: int = 0
     """Rounds whose result was not finite, so that the server kept its state."""
-    examples: int
+    examples: int = 0
     """Examples read in all phases."""
-    training_examples: int
+    training_examples: int = 0
     """Examples read in the longest phase of the method's first round that was run."""
-    useful_steps: int
+    useful_steps: int = 0
     """Steps of clients."""
-    paid_steps: int
+    paid_steps: int = 0
     """Lanes times ticks: the useful steps if no lane waited."""
-    uploads: tuple[int, ...]
+    uploads: tuple[int, ...] = ()
     """Clients that took part in each of the method's rounds."""
 
     @property
@@ -120,61 +120,45 @@ class Player(NamedTuple):
     bits. On a mesh every device runs its lanes, on a carry [devices, ...].
     """
 
-    round: Round
-    """The round itself."""
-    capacity: Capacity
-    """Its static shapes."""
-    empty: Callable[[], Accumulator]
-    """empty() -> an accumulator."""
+    round: Round  # the round itself
+    capacity: Capacity  # its static shapes
+    empty: Callable[[], Accumulator]  # empty() -> an accumulator
+    # indices(chunk, key) -> the examples of every tick, for each phase
     indices: Callable[..., tuple[Array, ...]]
-    """indices(chunk, key) -> the examples of every tick, for each phase."""
+    # replay_indices(states, chunk) -> the examples that each client may replay
     replay_indices: Callable[..., Array] | None
-    """replay_indices(states, chunk) -> the examples that each client may replay."""
-    open: Callable[..., Carry]
-    """open(accumulator, states, chunk) -> carry before the first tick."""
+    open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
+    # for each phase: run_ticks(call, carry, window, past, parted) -> carry; `parted`: each device has its own
+    # part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
-    """For each phase: run_ticks(call, carry, window, past, parted) -> carry; `parted`: each device has its
-    own part of the window's data."""
-    sound: Callable[[Carry], Array]
-    """sound(carry) -> whether all that was received is finite."""
+    sound: Callable[[Carry], Array]  # sound(carry) -> whether all that was received is finite
+    # close(accumulator, states, carry, chunk) -> both with what the chunk's clients sent and changed
     close: Callable[..., tuple[Accumulator, PyTree]]
-    """close(accumulator, states, carry, chunk) -> both with what the chunk's clients sent and changed."""
+    # receive(accumulator, context, upload, position) adds an upload that was made elsewhere
     receive: Callable[..., tuple[Accumulator, Array]]
-    """receive(accumulator, context, upload, position) adds an upload that was made elsewhere."""
+    # server(round_context, server, accumulator, key) -> (server, metrics, refused)
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
-    """server(round_context, server, accumulator, key) -> (server, metrics, refused)."""
-    mesh: Mesh | None
-    """The devices; None: one device."""
+    mesh: Mesh | None  # the devices; None: one device
 
 
 class Exchange(NamedTuple):
     """One of the method's rounds, as the clients' part of it is run."""
 
-    index: int
-    """Of the method's round."""
-    context: RoundContext
-    """The round."""
-    broadcast: Broadcast
-    """What was sent to clients."""
-    partition: ClientPartition
-    """The clients' examples."""
-    ids: Int[np.ndarray, " n"]
-    """The sorted ids of the clients that take part."""
-    key: PRNGKeyArray
-    """Of this exchange, the same for all of its clients."""
+    index: int  # of the method's round
+    context: RoundContext  # the round
+    broadcast: Broadcast  # what was sent to clients
+    partition: ClientPartition  # the clients' examples
+    ids: Int[np.ndarray, " n"]  # the sorted ids of the clients that take part
+    key: PRNGKeyArray  # of this exchange, the same for all of its clients
 
 
 class Played(NamedTuple):
     """The clients' part of an exchange."""
 
-    accumulator: Accumulator
-    """What was received of them."""
-    states: PyTree
-    """The new client states."""
-    ids: Int[np.ndarray, " n"]
-    """The clients that took part."""
-    steps: tuple[int, int]
-    """Useful steps, and steps that the lanes were busy or idle for."""
+    accumulator: Accumulator  # what was received of them
+    states: PyTree  # the new client states
+    ids: Int[np.ndarray, " n"]  # the clients that took part
+    steps: tuple[int, int]  # useful steps, and steps that the lanes were busy or idle for
 
 
 @runtime_checkable
@@ -457,26 +441,13 @@ def _stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[in
     return list(zip(indices, [first, *further], strict=False))
 
 
-class _Report(NamedTuple):
-    """What one exchange adds to a round's report."""
-
-    metrics: dict[str, float]
-    participants: int = 0
-    rejected: int = 0
-    refused: int = 0
-    examples: int = 0
-    training_examples: int = 0
-    useful_steps: int = 0
-    paid_steps: int = 0
-
-
 def _exchange(
     engine: Engine, server: PyTree, states: PyTree, exchange: Exchange, section: Callable, clients: Clients
-) -> tuple[PyTree, PyTree, _Report]:
+) -> tuple[PyTree, PyTree, RoundReport]:
     """One of the method's rounds: the broadcast, the clients, the server's step."""
     player = engine.players[exchange.index]
     if not len(exchange.ids):
-        return server, states, _Report({})
+        return server, states, RoundReport({})
     with section("client"):
         context, server, states, key = engine.place((exchange.context, server, states, exchange.key))
         broadcast = engine.broadcast(context, server)
@@ -612,14 +583,10 @@ def sending(method: Method) -> Method:
 class Work(NamedTuple):
     """What a client made of a round."""
 
-    upload: Upload
-    """What it sends; all zeros if that is not valid."""
-    state: PyTree
-    """What it keeps; its old state if the upload is not valid."""
-    metrics: tuple[Metrics, ...]
-    """Of each phase."""
-    valid: Array
-    """Whether the upload is finite and of a weight that is not negative."""
+    upload: Upload  # what it sends; all zeros if that is not valid
+    state: PyTree  # what it keeps; its old state if the upload is not valid
+    metrics: tuple[Metrics, ...]  # of each phase
+    valid: Array  # whether the upload is finite and of a weight that is not negative
 
 
 def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> Work:
@@ -652,13 +619,15 @@ def alone(capacity: Capacity) -> Capacity:
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _reported(each: Round, played: Played, server_metrics, refused, partition: ClientPartition) -> _Report:
+def _reported(
+    each: Round, played: Played, server_metrics, refused, partition: ClientPartition
+) -> RoundReport:
     accumulator, _, ids, steps = played
     fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
     rejected, client_metrics, metrics, refused = fetched
     count = partition.count[ids]
     epochs = [phase.view.epochs for phase in each.program.phases]
-    return _Report(
+    return RoundReport(
         metrics={name: _mean(value) for name, value in _added((*client_metrics, metrics)).items()},
         participants=int((count > 0).sum()),
         rejected=int(rejected),
@@ -670,14 +639,14 @@ def _reported(each: Round, played: Played, server_metrics, refused, partition: C
     )
 
 
-def _together(method: Method, exchanges: dict[int, _Report], replayed: Replayed | None) -> RoundReport:
+def _together(method: Method, exchanges: dict[int, RoundReport], replayed: Replayed | None) -> RoundReport:
     """A round's report: participants and training examples are those of its first exchange, the rest is added
     up over all of them.
 
     A metric whose name an earlier exchange has taken gets a prefix, "after_round_1_loss"; those of the
     server's replay have "replay_".
     """
-    found, metrics = list(exchanges.values()) or [_Report({})], {}
+    found, metrics = list(exchanges.values()) or [RoundReport({})], {}
     for index, each in exchanges.items():
         own = f"{method.rounds[index].when}_{index}_"
         metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}

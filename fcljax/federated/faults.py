@@ -5,8 +5,7 @@ task, round, client) (`with_faults`). Whether a client is faulty is data, so one
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError, choose, nearest
-from fcljax.options import option
+from fcljax.settings import ATTACKS
 from fcljax.types import (
     Batch,
     ClientContext,
@@ -30,12 +29,6 @@ from fcljax.types import (
 )
 
 HUGE = 1e6
-ATTACKS = {
-    "sign_flip": "all floating numbers of an upload are negated",
-    "scale": "all floating numbers of an upload are multiplied by 1e6",
-    "label_flip": "labels are mirrored within the client's task: class a of n becomes class n - 1 - a",
-    "nan": "all floating numbers of an upload are NaN",
-}
 FAULTS = ATTACKS | {
     "inf": "all floating numbers of an upload are infinite",
     "noise": "normal noise is added to each array of an upload, as large as its root mean square",
@@ -60,18 +53,6 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
     "late": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
     "noise": _noisy,
 }
-
-
-@dataclass(frozen=True)
-class FaultOptions:
-    """Which clients misbehave, and how."""
-
-    malicious: int = option(0, least=0)  # clients that misbehave: those with the lowest ids
-    # what they do; default: sign_flip
-    attack: Literal["sign_flip", "scale", "label_flip", "nan"] | None = None
-    # faults of clients drawn anew in every round, each with its share of the clients, such as
-    # drop=0.1,noise=0.2: sign_flip, scale, label_flip, nan, inf, noise, stale, late or drop; default: none
-    faults: str | None = None
 
 
 def parse_faults(text: str | None) -> dict[str, float]:
@@ -140,10 +121,8 @@ def reached(
 class _Fault(NamedTuple):
     """The faults of a simulation."""
 
-    names: tuple[str, ...]
-    """What they are called."""
-    fault: Callable[[ClientContext], Int[Array, ""]]
-    """fault(context) -> index of the client's fault, or -1."""
+    names: tuple[str, ...]  # what they are called
+    fault: Callable[[ClientContext], Int[Array, ""]]  # fault(context) -> index of the client's fault, or -1
 
     def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
         return self.fault(context) == self.names.index(name)
@@ -255,12 +234,9 @@ def _mirrored(honest: Phase, fault: _Fault) -> Phase:
 class Sent(NamedTuple):
     """A client's state, where clients can send old uploads again."""
 
-    own: ClientState
-    """What the method keeps."""
-    last: tuple[Upload, ...]
-    """The client's latest own upload in each of the method's rounds."""
-    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]
-    """Whether there is one."""
+    own: ClientState  # what the method keeps
+    last: tuple[Upload, ...]  # the client's latest own upload in each of the method's rounds
+    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one
 
 
 def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:

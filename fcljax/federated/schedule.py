@@ -66,16 +66,11 @@ class Capacity(NamedTuple):
 class Table(NamedTuple):
     """What each lane does at each tick of one phase."""
 
-    slot: Int[np.ndarray, "ticks lanes"]
-    """Whose step it is."""
-    step: Int[np.ndarray, "ticks lanes"]
-    """Number of the step, from 0."""
-    start: Int[np.ndarray, "ticks lanes"]
-    """1 at a client's first step."""
-    end: Int[np.ndarray, "ticks lanes"]
-    """1 at a client's last step."""
-    active: Int[np.ndarray, "ticks lanes"]
-    """0 where the lane is idle."""
+    slot: Int[np.ndarray, "ticks lanes"]  # whose step it is
+    step: Int[np.ndarray, "ticks lanes"]  # number of the step, from 0
+    start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
+    end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
+    active: Int[np.ndarray, "ticks lanes"]  # 0 where the lane is idle
 
 
 class Chunk(NamedTuple):
@@ -84,28 +79,19 @@ class Chunk(NamedTuple):
     Padding slots have id K and position P, which no write reaches.
     """
 
-    id: Int[np.ndarray, " slots"]
-    """Client ids."""
+    id: Int[np.ndarray, " slots"]  # client ids
+    # index in the gathered uploads: the rank of the id among the round's participants
     position: Int[np.ndarray, " slots"]
-    """Index in the gathered uploads: the rank of the id among the round's participants."""
-    count: Int[np.ndarray, " slots"]
-    """Examples of each client."""
-    offset: Int[np.ndarray, " slots"]
-    """Where each client's indices begin."""
-    class_examples: Int[np.ndarray, "slots C"]
-    """Examples of each client and class."""
-    indices: Int[np.ndarray, " examples"]
-    """Of the training examples, client after client."""
+    count: Int[np.ndarray, " slots"]  # examples of each client
+    offset: Int[np.ndarray, " slots"]  # where each client's indices begin
+    class_examples: Int[np.ndarray, "slots C"]  # examples of each client and class
+    indices: Int[np.ndarray, " examples"]  # of the training examples, client after client
+    # whose example each is; padding belongs to slot S, which sorts last
     slot_of_example: Int[np.ndarray, " examples"]
-    """Whose example each is; padding belongs to slot S, which sorts last."""
-    tables: tuple[Table, ...]
-    """One for each phase."""
-    ticks: tuple[Ints, ...]
-    """Ticks of each phase that are in use."""
-    round: Ints
-    """Number of the round within the task."""
-    task: Task | None
-    """Of each slot, leaves [slots, ...]; None: all have the round's."""
+    tables: tuple[Table, ...]  # one for each phase
+    ticks: tuple[Ints, ...]  # ticks of each phase that are in use
+    round: Ints  # number of the round within the task
+    task: Task | None  # of each slot, leaves [slots, ...]; None: all have the round's
 
 
 def participants(
@@ -167,19 +153,19 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
     Ties go to the lower index, so the result is unique.
     """
     heap = [(0, lane) for lane in range(lanes)]
-    plays: list[list[int]] = [[] for _ in range(lanes)]
+    queues: list[list[int]] = [[] for _ in range(lanes)]
     for item in np.argsort(-length, kind="stable"):
         load, lane = heapq.heappop(heap)
-        plays[lane].append(int(item))
+        queues[lane].append(int(item))
         heapq.heappush(heap, (load + int(length[item]), lane))
-    return plays
+    return queues
 
 
-def tabulate(plays: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
+def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
     """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
-    table = Table(*(np.zeros((capacity, len(plays)), np.int32) for _ in Table._fields))
+    table = Table(*(np.zeros((capacity, len(queues)), np.int32) for _ in Table._fields))
     longest = 0
-    for lane, items in enumerate(plays):
+    for lane, items in enumerate(queues):
         if not items:
             continue
         n = steps[items]
@@ -301,8 +287,8 @@ def _plan_chunk(
     chosen, n = ids[group], len(group)
     count, pad = partition.count[chosen], capacity.slots - n
     steps = [phase_steps(count, phase.view) for phase in program.phases]
-    plays = pack(np.sum(steps, axis=0), lanes)
-    tabulated = [tabulate(plays, s, most) for s, most in zip(steps, capacity.ticks, strict=True)]
+    queues = pack(np.sum(steps, axis=0), lanes)
+    tabulated = [tabulate(queues, s, most) for s, most in zip(steps, capacity.ticks, strict=True)]
     tables, ticks = zip(*tabulated, strict=True)
     indices = np.concatenate([partition.of_client(client) for client in chosen])
     spare = capacity.examples - len(indices)

@@ -25,21 +25,17 @@ class Replayer(NamedTuple):
     buffer: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
+    # finish(round_context, server, local) -> (server, refused): the old state if the new is not finite
     finish: Callable[..., tuple[PyTree, Array]]
-    """finish(round_context, server, local) -> (server, refused): the old state if the new is not finite."""
 
 
 class Replayed(NamedTuple):
     """The result of one round's training."""
 
-    server: PyTree
-    """The server's state."""
-    metrics: Metrics
-    """Their sums."""
-    examples: int
-    """Examples read, in all epochs."""
-    refused: bool
-    """Whether the result was not finite, so that the server kept its state."""
+    server: PyTree  # the server's state
+    metrics: Metrics  # their sums
+    examples: int  # examples read, in all epochs
+    refused: bool  # whether the result was not finite, so that the server kept its state
 
 
 def make_replayer(server_replay: ServerReplay, jit: Callable) -> Replayer:
@@ -115,12 +111,9 @@ def replay(
 class _Chosen(NamedTuple):
     """n examples of several buffers."""
 
-    buffer: Int[np.ndarray, " n"]
-    """Number of the buffer that each is in."""
-    index: Int[np.ndarray, " n"]
-    """Its index there."""
-    task: Int[np.ndarray, " n"]
-    """As whose task's example it is used."""
+    buffer: Int[np.ndarray, " n"]  # number of the buffer that each is in
+    index: Int[np.ndarray, " n"]  # its index there
+    task: Int[np.ndarray, " n"]  # as whose task's example it is used
 
 
 def _chosen(buffers: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]) -> _Chosen:

@@ -21,7 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from fcljax.errors import InputError
-from fcljax.methods.hepco.hepco import PromptedOptions, epoch_schedule
+from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
@@ -45,16 +45,26 @@ from fcljax.types import Frozen, Method, Task, Weighted
 class CFeDOptions(SurrogateOptions, PromptedOptions):
     """Options of CFeD; the values are those of its release."""
 
-    reviewer_share: float = option(0.4, most=1.0)  # share of the clients that review, from the second task on
-    distill_weight: float = 0.1  # of the distillation, at clients and server
-    distill_temperature: float = option(2.0, positive=True)  # of student and teacher
-    # classes in the learners' cross-entropy, which the sources leave open
+    reviewer_share: float = option(0.4, most=1.0)
+    """Share of the clients that review old classes, from the second task on."""
+    distill_weight: float = 0.1
+    """Weight of the distillation, at clients and server."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the distillation."""
     local_classes: Literal["current", "seen", "all"] = "current"
-    # the server's distillation from the clients' models: its steps after a round, 0 for none, the release's
-    # choice for CIFAR-100
+    """Classes in the cross-entropy of the clients, which the sources leave open."""
     server_steps: int = option(0, least=0)
-    server_batch: int = 128  # its surrogate images a step, over all teachers
-    server_lr: float = option(5e-5, positive=True)  # its learning rate, of Adam
+    """Steps of the server's distillation from the clients' models after a round (release: 0 on CIFAR-100)."""
+    server_batch: int = 128
+    """Surrogate images per step of the server, over all teachers."""
+    server_lr: float = option(5e-5, positive=True)
+    """Learning rate of the server's Adam."""
+
+
+PRESETS = {
+    name: preset._replace(options=CFeDOptions(epoch_schedule=preset.options.epoch_schedule))
+    for name, preset in WHOLE.items()
+}
 
 
 def cfed(options: CFeDOptions, run: Run) -> Method:

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from fcljax.adapters.lora import LoraOptions
 from fcljax.models.heads import cross_entropy
 from fcljax.options import option
 from fcljax.parts.client import ClientPass, ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, View
 
 
@@ -28,8 +30,20 @@ from fcljax.types import ClientContext, Method, View
 class EWCOptions:
     """Options of EWC; the values are those of TARGET's release."""
 
-    ewc_weight: float = 1000.0  # lambda; half of it weighs the penalty
-    fisher_limit: float = option(1e-4, positive=True)  # largest entry of a task's Fisher information
+    ewc_weight: float = 1000.0
+    """Weight lambda of the elastic penalty, half of which weighs the squares."""
+    fisher_limit: float = option(1e-4, positive=True)
+    """Largest entry of a task's Fisher information."""
+
+
+# how TARGET's release trains this baseline (specification C0), with one LoRA pair for all tasks
+PRESETS = {
+    "intended": Preset(
+        EWCOptions(),
+        RunConfig(optimiser="sgd", lr=0.01, momentum=0.9),
+        (LoraOptions(lora_pairs="one", lora_lr=0.01),),
+    )
+}
 
 
 class Anchor(NamedTuple):

@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fcljax.methods.hepco.hepco import PromptedOptions, epoch_schedule
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import masked_sum
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -26,9 +26,18 @@ from fcljax.types import Method
 class CPromptOptions(PromptedOptions):
     """Options of Fed-CPrompt; the values are those of HePCo's release."""
 
-    contrast_near: float = 1e3  # weight of the distance to the newest global model
-    contrast_far: float = 10.0  # weight of the distance to the model that the task began with
-    contrast_margin: float = 1.0  # by how much the second is to be larger
+    contrast_near: float = 1e3
+    """Weight of the distance to the newest global model."""
+    contrast_far: float = 10.0
+    """Weight of the distance to the model at the start of the task."""
+    contrast_margin: float = 1.0
+    """Margin by which the distance to the model at the start of the task is to be larger."""
+
+
+PRESETS = {
+    name: preset._replace(options=CPromptOptions(epoch_schedule=preset.options.epoch_schedule))
+    for name, preset in CLIENT.items()
+}
 
 
 def fed_cprompt(options: CPromptOptions, run: Run) -> Method:

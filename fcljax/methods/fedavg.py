@@ -8,18 +8,22 @@ which the untrained gate picks; as in the release, that gate travels and is coun
 import dataclasses
 from typing import Literal
 
-from fcljax.methods import fppl
+from fcljax.adapters.lora import LoraOptions
+from fcljax.adapters.prompts import PromptOptions
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss, one_key, three_keys, two_keys
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method
 
 
 @dataclasses.dataclass(frozen=True)
 class FedAvgOptions:
-    """Fields with default None take the value of the fidelity preset."""
+    """Options of FedAvg on FPPL's prompts."""
 
-    local_classes: Literal["current", "all"] | None = None  # classes in the client's cross-entropy
-    reduction: Literal["mean", "sum"] | None = None  # of the loss over a batch
+    local_classes: Literal["current", "all"] = "current"
+    """Classes in the cross-entropy of the clients."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Reduction of the loss over a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +31,13 @@ class NoOptions:
     """The method has no options of its own."""
 
 
-FIDELITY = {
-    name: {field: preset[field] for field in ("local_classes", "reduction")}
-    for name, preset in fppl.FIDELITY.items()
+_PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)
+PRESETS = {
+    "intended": Preset(FedAvgOptions(), adapters=_PROMPTS),
+    "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
+    "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
 }
+JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), (LoraOptions(lora_pairs="one"),))}
 
 
 def fedavg(options: FedAvgOptions, run: Run) -> Method:

@@ -4,10 +4,16 @@ With one client that has everything it is the centralised prompting of HePCo's t
 is FedProx on prompts.
 """
 
-from fcljax.methods.hepco.hepco import PromptedOptions, epoch_schedule
+from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
+from fcljax.settings import changed
 from fcljax.types import Method
+
+FEDPROX = changed(CLIENT, prox_weight=0.01)
+CENTRALIZED = changed(
+    CLIENT, partition="iid", long_tail="applied", aggregator="mean", clients=1, rounds=1, epochs=20
+)
 
 
 def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:

@@ -12,10 +12,12 @@ depends on the partition, as it does there; `fedncm` itself trains nothing.
 import dataclasses
 from typing import Literal
 
+from fcljax.adapters.lora import LoraOptions
 from fcljax.parts.classifiers import linear, nearest_mean
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.reports import class_mean_rule
+from fcljax.settings import Preset
 from fcljax.types import Method
 
 
@@ -23,8 +25,11 @@ from fcljax.types import Method
 class FedCLMOptions:
     """Options of FedCLM."""
 
-    # the nearest mean, or, as FedNCM has it, mean features of length 1 as weights
     classifier: Literal["nearest", "linear"] = "nearest"
+    """Classifier: the nearest mean or, as in FedNCM, mean features of length 1 as weights."""
+
+
+PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
 
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:

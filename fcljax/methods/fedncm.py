@@ -18,8 +18,8 @@ from fcljax.types import Method
 class FedNCMOptions:
     """Options of FedNCM."""
 
-    # mean features of length 1 as weights, or the nearest mean
     classifier: Literal["linear", "nearest"] = "linear"
+    """Classifier: mean features of length 1 as weights, or the nearest mean."""
 
 
 def fedncm(options: FedNCMOptions, run: Run) -> Method:

@@ -35,9 +35,9 @@ from fcljax.types import Batch, ClientContext, Method, RoundContext
 class FedReconOptions:
     """Options of FedRecon."""
 
-    # server: the prototypes are tested on all classes so far; clients: once for each client, on the classes
-    # that it has learned and among these alone, as VFCL's tables have it
     evaluated: Literal["server", "clients"] = "server"
+    """Where the prototypes are evaluated: on all classes so far, or per client on the classes that it has
+    learned, as in VFCL's tables."""
 
 
 def fedrecon(options: FedReconOptions, run: Run) -> Method:

@@ -38,6 +38,7 @@ from fcljax.parts.learner import Params, cross_entropy_loss, learner, three_keys
 from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.settings import Preset
 from fcljax.types import Method, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
@@ -45,47 +46,41 @@ Average = Literal["holders", "batch"]
 
 @dataclasses.dataclass(frozen=True)
 class FPPLOptions:
-    """Fields with default None take the value of the fidelity preset (`FIDELITY`)."""
+    """Options of FPPL."""
 
-    temperature: float = option(0.2, positive=True)  # tau of the unified-representation loss
-    unified_weight: float = 1.0  # lambda
-    server_epochs: int = 5  # debias epochs per round
-    server_batch_size: int | None = None  # prototypes per debias step; default: the clients' batch size
-    server_lr: float | None = option(None, positive=True)  # of the debias steps; default: the clients' rate
-    wo_unified: bool = False  # ablation: no unified-representation loss
-    wo_debias: bool = False  # ablation: no server training of the classifier
-    wo_pool: bool = False  # ablation: debias on the current task's prototypes only
-    local_classes: Literal["current", "all"] | None = None  # classes in the client's cross-entropy
-    reduction: Reduction | None = None  # of the losses over a batch, at clients and server
-    unified_average: Average | None = None  # unified loss over rows with a prototype, or all
-    prototype_view: Literal["augmented", "clean"] | None = None  # images that local prototypes are made of
-    prototype_download: Literal["current", "seen"] | None = None  # prototypes sent down
+    temperature: float = option(0.2, positive=True)
+    """Temperature tau of the unified-representation loss."""
+    unified_weight: float = 1.0
+    """Weight lambda of the unified-representation loss."""
+    server_epochs: int = 5
+    """Epochs of the server's debiasing per round."""
+    server_batch_size: int | None = option(None, unset="the clients' batch size")
+    """Prototypes per step of the server's debiasing."""
+    server_lr: float | None = option(None, positive=True, unset="the clients' learning rate")
+    """Learning rate of the server's debiasing."""
+    wo_unified: bool = False
+    """Ablation: no unified-representation loss."""
+    wo_debias: bool = False
+    """Ablation: the server does not train the classifier."""
+    wo_pool: bool = False
+    """Ablation: debias on the current task's prototypes only."""
+    local_classes: Literal["current", "all"] = "current"
+    """Classes in the cross-entropy of the clients."""
+    reduction: Reduction = "mean"
+    """Reduction of the losses over a batch, at clients and server."""
+    unified_average: Average = "holders"
+    """Whether the unified loss averages the examples whose class has a prototype, or the whole batch."""
+    prototype_view: Literal["augmented", "clean"] = "augmented"
+    """Images from which local prototypes are computed."""
+    prototype_download: Literal["current", "seen"] = "current"
+    """Prototypes that the server sends: of the current task's classes, or of all seen classes."""
 
 
-_INTENDED = dict(
-    local_classes="current",
-    reduction="mean",
-    unified_average="holders",
-    prototype_view="augmented",
-    prototype_download="current",
-)
-FIDELITY: dict[str, dict[str, str]] = {
-    "intended": _INTENDED,
-    "improved": _INTENDED | dict(prototype_view="clean"),
-    "paper": dict(
-        local_classes="all",
-        reduction="sum",
-        unified_average="batch",
-        prototype_view="augmented",
-        prototype_download="current",
-    ),
-    "released": dict(
-        local_classes="current",
-        reduction="mean",
-        unified_average="holders",
-        prototype_view="augmented",
-        prototype_download="seen",
-    ),
+PRESETS = {
+    "intended": Preset(FPPLOptions()),
+    "improved": Preset(FPPLOptions(prototype_view="clean")),
+    "paper": Preset(FPPLOptions(local_classes="all", reduction="sum", unified_average="batch")),
+    "released": Preset(FPPLOptions(prototype_download="seen")),
 }
 
 

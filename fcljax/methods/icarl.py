@@ -12,11 +12,13 @@ a random priority of its own, and the buffer holds the examples of the highest.
 
 import dataclasses
 
+from fcljax.methods.lwf import RELEASED_RUN
 from fcljax.options import option
 from fcljax.parts.distil import distil_first_model
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.replay import replay
+from fcljax.settings import Preset
 from fcljax.types import Method
 
 
@@ -24,9 +26,15 @@ from fcljax.types import Method
 class ICaRLOptions:
     """Options of iCaRL; weight and temperature are those of TARGET's release, which keeps 2,000 images."""
 
-    memory_size: int = 200  # rows that a client remembers
-    distill_weight: float = 1.0  # weight of the distillation
-    distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
+    memory_size: int = 200
+    """Examples in the memory of a client."""
+    distill_weight: float = 1.0
+    """Weight of the distillation."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the distillation."""
+
+
+PRESETS = {"intended": Preset(ICaRLOptions(), *RELEASED_RUN)}
 
 
 def icarl(options: ICaRLOptions, run: Run) -> Method:

@@ -9,10 +9,12 @@ A client keeps its teacher, since later rounds send the newest model only.
 
 import dataclasses
 
+from fcljax.adapters.lora import LoraOptions
 from fcljax.options import option
 from fcljax.parts.distil import distil_first_model
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method
 
 
@@ -20,8 +22,18 @@ from fcljax.types import Method
 class LwFOptions:
     """Options of LwF; the values are those of TARGET's release."""
 
-    distill_weight: float = 3.0  # weight of the distillation
-    distill_temperature: float = option(2.0, positive=True)  # temperature of student and teacher
+    distill_weight: float = 3.0
+    """Weight of the distillation."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the distillation."""
+
+
+# how TARGET's release trains this baseline and iCaRL (specification C0), with one LoRA pair for all tasks
+RELEASED_RUN = (
+    RunConfig(optimiser="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4),
+    (LoraOptions(lora_pairs="one", lora_lr=0.01),),
+)
+PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
 
 
 def lwf(options: LwFOptions, run: Run) -> Method:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.adapters.lora import l1, orthogonality
+from fcljax.adapters.lora import LoraOptions, l1, orthogonality
 from fcljax.errors import InputError, choose
 from fcljax.federated.distances import EQUAL_DISTANCES
 from fcljax.federated.rules import uniform_mean
@@ -38,6 +38,7 @@ from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
 from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Batch, Method, Task, View
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
@@ -45,80 +46,64 @@ Schedule = Literal["cosine", "cosine_lag", "constant"]
 
 @dataclasses.dataclass(frozen=True)
 class PiloraOptions:
-    """Fields with default None take the value of the fidelity preset (`FIDELITY`). Prototypes train at the
-    run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
+    """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on
+    TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
 
-    pl_weight: float = 0.001  # lambda, of the prototype-learning loss
-    hardness: float = option(1.0, positive=True)  # delta: factor on the distances in the softmax
-    reweight_temperature: float = option(0.2, positive=True)  # eta
-    prototype_init: float = option(0.1, positive=True)  # standard deviation of the first prototypes
-    wo_reweight: bool = False  # ablation: prototypes are averaged uniformly
-    headtune: bool = False  # +HT: a new task's prototypes start at the mean features of all clients (FedNCM)
-    distance: Distance | None = None  # ||f - m|| / sqrt(width), or ||f - m||^2
-    negatives: Literal["seen", "all"] | None = None  # prototypes in the loss; all: of coming classes too
-    predict_classes: Literal["seen", "all"] | None = None  # prototypes that compete in predictions
-    schedule: Schedule | None = None  # of the rates over a task's rounds
-    mean_features: Literal["trajectory", "clean"] | None = None  # of training's features, or a pass after it
-    reweight_distance: Literal["l2", "l2sq"] | None = None  # prototype to mean feature
-    reweight_mode: Literal["divide", "multiply"] | None = None  # what eta does to the reciprocals
+    prototype_weight: float = 0.001
+    """Weight lambda of the prototype loss (eq. 10)."""
+    hardness: float = option(1.0, positive=True)
+    """Factor delta on the distances in the softmax."""
+    reweight_temperature: float = option(0.2, positive=True)
+    """Temperature eta of the prototype re-weighting (eq. 13)."""
+    prototype_init: float = option(0.1, positive=True)
+    """Standard deviation of the initial prototypes."""
+    wo_reweight: bool = False
+    """Ablation: average prototypes uniformly."""
+    headtune: bool = False
+    """Start a new task's prototypes at the mean features of all clients (+HT)."""
+    distance: Distance = "sqrt_scaled"
+    """Distance of a feature to a prototype: ||f - m|| / sqrt(width), or ||f - m||^2."""
+    negatives: Literal["seen", "all"] = "all"
+    """Prototypes in the loss: those of classes seen so far, or of all classes."""
+    predict_classes: Literal["seen", "all"] = "seen"
+    """Prototypes that compete in predictions: those of classes seen so far, or of all classes."""
+    schedule: Schedule = "cosine"
+    """Learning-rate schedule over the rounds of a task."""
+    mean_features: Literal["trajectory", "clean"] = "trajectory"
+    """Mean features come from the training steps, or from a pass over clean images after training."""
+    reweight_distance: Literal["l2", "l2sq"] = "l2"
+    """Distance of a prototype to a mean feature in the re-weighting."""
+    reweight_mode: Literal["divide", "multiply"] = "divide"
+    """Whether eta divides or multiplies the inverse distances in the re-weighting."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PiloraLoraOptions(PiloraOptions):
-    """PILoRA on its own adapter, with the losses that act on LoRA pairs."""
+    """Options of PILoRA with LoRA, with the losses that act on LoRA pairs."""
 
-    orthogonality_weight: float = 0.5  # gamma
-    wo_orthogonality: bool = False  # ablation: no orthogonality loss
-    l1_weight: float | None = None  # of the sum of |A|
+    orthogonality_weight: float = 0.5
+    """Weight gamma of the orthogonality loss between the tasks' LoRA pairs (eq. 7)."""
+    wo_orthogonality: bool = False
+    """Ablation: no orthogonality loss."""
+    l1_weight: float = 0.0
+    """Weight of the sum of |A|, an L1 loss of the release."""
 
 
-# the release's images and deals, on which the paper is silent but for fixed local data
-RELEASE = dict(preprocess="pilora", class_order="natural", population="independent")
-_INTENDED = dict(
-    distance="sqrt_scaled",
-    negatives="all",
-    predict_classes="seen",
-    l1_weight=0.0,
-    local_lora="sum",
-    global_lora="sum",
-    lora_init="kaiming_uniform",
-    schedule="cosine",
-    mean_features="trajectory",
-    reweight_distance="l2",
-    reweight_mode="divide",
-    train_share=0.8,
-)
-FIDELITY: dict[str, dict[str, str | float]] = {
-    "intended": _INTENDED,
-    "improved": _INTENDED | dict(train_share=1.0),
-    "paper": dict(
-        distance="squared",
-        negatives="all",
-        predict_classes="seen",
-        l1_weight=0.0,
-        local_lora="sum",
-        global_lora="sum",
-        lora_init="gaussian",
-        schedule="cosine",
-        mean_features="clean",
-        reweight_distance="l2sq",
-        reweight_mode="multiply",
-        train_share=0.8,
+_RUN = RunConfig(lr=0.1, weight_decay=1e-5, train_share=0.8)
+PRESETS = {
+    "intended": Preset(PiloraLoraOptions(), _RUN),
+    "improved": Preset(PiloraLoraOptions(), dataclasses.replace(_RUN, train_share=1.0)),
+    "paper": Preset(
+        PiloraLoraOptions(
+            distance="squared", mean_features="clean", reweight_distance="l2sq", reweight_mode="multiply"
+        ),
+        _RUN,
+        (LoraOptions(lora_init="gaussian"),),
     ),
-    "released": dict(
-        distance="sqrt_scaled",
-        negatives="all",
-        predict_classes="all",
-        l1_weight=0.01,
-        local_lora="current",
-        global_lora="first",
-        lora_init="kaiming_uniform",
-        schedule="cosine_lag",
-        mean_features="trajectory",
-        reweight_distance="l2",
-        reweight_mode="divide",
-        train_share=0.8,
-        **RELEASE,
+    "released": Preset(
+        PiloraLoraOptions(predict_classes="all", l1_weight=0.01, schedule="cosine_lag"),
+        dataclasses.replace(_RUN, preprocess="pilora", class_order="natural", population="independent"),
+        (LoraOptions(local_lora="current", global_lora="first"),),
     ),
 }
 
@@ -133,7 +118,7 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
         run,
         learner(run.network, run.adapter, classifier, _prototypes_first),
         loss=distance_cross_entropy(options.negatives, options.hardness),
-        client_rules=(prototype_loss(options.pl_weight), *on_lora),
+        client_rules=(prototype_loss(options.prototype_weight), *on_lora),
         server_rules=(merging, head_tune(run)) if options.headtune else (merging,),
         learning_rate=functools.partial(learning_rate_factor, options.schedule),
         predicts=options.predict_classes,

@@ -27,13 +27,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from fcljax.errors import InputError
 from fcljax.models.heads import correct, cross_entropy
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.replay import pass_over
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
+from fcljax.settings import Preset
 from fcljax.types import (
     Autoencoder,
     Batch,
@@ -56,28 +57,37 @@ RECONSTRUCTION, RESTORE = "reconstruction", "restore"  # names of the client rul
 
 @dataclasses.dataclass(frozen=True)
 class PmaeOptions:
-    """Options of pMAE; the values are the release's. Fields with default None take the value of the fidelity
-    preset."""
+    """Options of pMAE; the values are the release's."""
 
-    mask_ratio: float = option(0.75, most=0.99)  # share of the patches that is hidden
-    recon_length: int = 5  # tokens of the reconstructive prompt
-    recon_weight: float = 1.0  # lambda, of the reconstruction in the clients' loss
-    restore_images: int = 4  # u: images of each class from which a client uploads what restores them
-    tune_epochs: int = option(5, least=0)  # of the server, on restored images
-    tune_batch: int = 128  # restored images of a step
-    tune_lr: float = option(1e-3, positive=True)  # learning rate of the server's Adam
-    # restored images as the classifier knows images, or in the decoder's own range of pixels
-    recon_denorm: bool | None = None
-    # a task's images with its own prompt alone, or also with those of tasks whose number starts its number
-    exact_task_match: bool | None = None
-    wo_recon_prompt: bool = False  # ablation: the decoder gets no prompt
-    wo_restore_pool: bool = False  # ablation: only the current task's images are restored
+    mask_ratio: float = option(0.75, most=0.99)
+    """Share of the patches that is masked."""
+    recon_length: int = 5
+    """Tokens of the reconstructive prompt."""
+    recon_weight: float = 1.0
+    """Weight lambda of the reconstruction in the clients' loss."""
+    restore_images: int = 4
+    """Images u of each class for which a client uploads what restores them."""
+    tune_epochs: int = option(5, least=0)
+    """Epochs of the server on restored images."""
+    tune_batch: int = 128
+    """Restored images per step of the server."""
+    tune_lr: float = option(1e-3, positive=True)
+    """Learning rate of the server's Adam."""
+    recon_denorm: bool = True
+    """Map restored images from the decoder's range of pixels to the classifier's."""
+    exact_task_match: bool = True
+    """Restore a task's images with its own prompt alone, not also with those of tasks whose number starts
+    with its number."""
+    wo_recon_prompt: bool = False
+    """Ablation: the decoder gets no prompt."""
+    wo_restore_pool: bool = False
+    """Ablation: restore the current task's images only."""
 
 
-FIDELITY = {
-    "intended": dict(recon_denorm=True, exact_task_match=True),
-    "paper": dict(recon_denorm=False, exact_task_match=True),
-    "released": dict(recon_denorm=False, exact_task_match=False),
+PRESETS = {
+    "intended": Preset(PmaeOptions()),
+    "paper": Preset(PmaeOptions(recon_denorm=False)),
+    "released": Preset(PmaeOptions(recon_denorm=False, exact_task_match=False)),
 }
 
 
@@ -136,7 +146,9 @@ def reconstruction(options: PmaeOptions, pair: Autoencoder) -> ClientRule:
 
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
     """A key for each example of the batch: draws belong to the example, not to the client that holds it."""
-    return jax.vmap(jax.random.fold_in, (0, None))(resolved(step.batch.keys), purpose)
+    keys = step.batch.keys
+    assert keys is not None
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
 
 
 def rebuilt(

@@ -8,7 +8,7 @@ less). Padding does not influence them.
 import math
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.convolution import conv_general_dilated
+from fcljax.settings import Stem
 from fcljax.types import Features, Network
 
 # imagenet: 7 x 7 with stride 2, then the maximum of 3 x 3 with stride 2. cifar: 3 x 3 alone
-Stem = Literal["imagenet", "cifar"]
 Colour = tuple[float, float, float]
 
 
@@ -105,11 +105,6 @@ def _first_value(name: str, noise: Array) -> Array:
     if name == "kernel":
         return noise * math.sqrt(2 / (noise[..., 0, :].size))
     return jnp.ones_like(noise) if name in ("scale", "var") else jnp.zeros_like(noise)
-
-
-def reduction(stem: Stem, stages: int) -> int:
-    """Pixels of a side per position of the last stage: each stage after the first halves the side."""
-    return (4 if stem == "imagenet" else 1) * 2 ** (stages - 1)
 
 
 def convnet_network(

@@ -1,45 +1,13 @@
 """DenseNets (Huang et al. 2017, arXiv 1608.06993): DenseNet-121 and -169, as torchvision has them."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
-from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled, reduction
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseNetConfig:
-    """Static shape of a DenseNet: layers per block. Every layer adds `growth` channels; between blocks there
-    are half as many, and half the side."""
-
-    image_size: int = 224
-    blocks: tuple[int, ...] = (6, 12, 24, 16)
-    growth: int = 32
-    channels: int = 64  # of the stem
-    stem: Stem = "imagenet"
-    dtype: str = "float32"
-
-    @property
-    def reduction(self) -> int:
-        """Pixels of a side per position of the last block."""
-        return reduction(self.stem, len(self.blocks))
-
-    @property
-    def width(self) -> int:
-        """Channels of the last block, which are the features."""
-        width = self.channels
-        for i, layers in enumerate(self.blocks):
-            width = (width // 2 if i else width) + layers * self.growth
-        return width
-
-
-DENSENETS: dict[str, DenseNetConfig] = {
-    "densenet121": DenseNetConfig(),
-    "densenet169": DenseNetConfig(blocks=(6, 12, 32, 32)),
-}
+from fcljax.models.convnet import Norm, StemLayers, convnet_network, layer, pooled
+from fcljax.models.shapes import DenseNetConfig
 
 
 class DenseLayer(nn.Module):

@@ -5,15 +5,14 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from fcljax.models.convnet import Colour
-from fcljax.models.densenet import DENSENETS, DenseNetConfig, densenet_network
-from fcljax.models.resnet import RESNETS, ResNetConfig, resnet_network
-from fcljax.models.vit import VITS, ViTConfig, vit_network
+from fcljax.models.densenet import DenseNetConfig, densenet_network
+from fcljax.models.resnet import ResNetConfig, resnet_network
+from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.types import Autoencoder, Network
 
 ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig
 NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
-
-CONVNETS: dict[str, ConvNetConfig] = {**RESNETS, **DENSENETS}
 
 
 def make_network(

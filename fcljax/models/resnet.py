@@ -1,41 +1,12 @@
 """ResNets of basic blocks (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34, as torchvision has them."""
 
-import dataclasses
 import functools
 
 from flax import linen as nn
 from jaxtyping import Array
 
-from fcljax.models.convnet import Norm, Stem, StemLayers, convnet_network, layer, pooled, reduction
-
-
-@dataclasses.dataclass(frozen=True)
-class ResNetConfig:
-    """Static shape of a ResNet: basic blocks per stage; each stage doubles the channels of the one before it
-    and halves the side. `dtype` is the type of the factors of convolutions."""
-
-    image_size: int = 224
-    stages: tuple[int, ...] = (2, 2, 2, 2)
-    channels: int = 64  # of the first stage
-    stem: Stem = "imagenet"
-    dtype: str = "float32"
-
-    @property
-    def reduction(self) -> int:
-        """Pixels of a side per position of the last stage."""
-        return reduction(self.stem, len(self.stages))
-
-    @property
-    def width(self) -> int:
-        """Channels of the last stage, which are the features."""
-        return self.channels * 2 ** (len(self.stages) - 1)
-
-
-RESNETS: dict[str, ResNetConfig] = {
-    "resnet_micro": ResNetConfig(16, (1, 1, 1), 16, "cifar"),
-    "resnet18": ResNetConfig(),
-    "resnet34": ResNetConfig(stages=(3, 4, 6, 3)),
-}
+from fcljax.models.convnet import Norm, StemLayers, convnet_network, layer, pooled
+from fcljax.models.shapes import ResNetConfig
 
 
 class Block(nn.Module):

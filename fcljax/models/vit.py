@@ -6,7 +6,6 @@ and never touch this code. The patch embedding is a reshape and a matrix product
 loops fall off XLA's fast path.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,35 +17,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.products import dense, matmul, product
+from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
-
-
-@dataclasses.dataclass(frozen=True)
-class ViTConfig:
-    """Static shape of a ViT."""
-
-    image_size: int = 224
-    patch: int = 16
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
-    mlp: int = 3072
-    dtype: str = "float32"  # of the factors of matrix products; all else is float32
-    epsilon: float = 1e-6  # of the LayerNorms
-    final_norm: bool = True  # False: the features are the last block's output
-
-    @property
-    def grid(self) -> int:
-        """Patches per side."""
-        return self.image_size // self.patch
-
-
-VITS: dict[str, ViTConfig] = {
-    "vit_micro": ViTConfig(image_size=32, patch=8, width=96, depth=6, heads=4, mlp=384),
-    "vit_ti16": ViTConfig(width=192, heads=3, mlp=768),
-    "vit_s16": ViTConfig(width=384, heads=6, mlp=1536),
-    "vit_b16": ViTConfig(),
-}
 
 
 class Lora(NamedTuple):

@@ -44,7 +44,7 @@ class Inject(Protocol):
         self,
         cached: Any,
         trainable: Any,
-        query: Feature,
+        query: Any,
         task: Task,
         train: bool,
         mask: Bool[Array, " batch"],
@@ -56,7 +56,7 @@ class Inject(Protocol):
 class Prompt(Protocol):
     """Returns the prompts that `inject` would insert for a query, [batch, ...]."""
 
-    def __call__(self, cached: Any, trainable: Any, query: Feature, task: Task, /) -> Array: ...
+    def __call__(self, cached: Any, trainable: Any, query: Any, task: Task, /) -> Array: ...
 
 
 class Mixture(NamedTuple):

@@ -1,22 +1,22 @@
 """A decoder for a frozen encoder, as a masked autoencoder has one: `fcljax pretrain-decoder`.
 
-The encoder sees a random quarter of an image's patches and stays as it is; the decoder learns to predict the
-pixels of the others (He et al. 2022, with pMAE's choices, arXiv 2411.01916, section V-A: un-normalised pixels
-as the target, 75 % masked, the encoder never trained). What the paper does not say is as MAE's release has
-it: AdamW with betas (0.9, 0.95) and weight decay 0.05 on the matrices, a linear warm-up and half a cosine to
-0, crops of 20 to 100 % of the area (bicubic) and flips.
+The frozen encoder sees a random quarter of an image's patches; the decoder learns to predict the pixels of
+the others (He et al. 2022, with pMAE's choices, arXiv 2411.01916, section V-A: un-normalised pixels as the
+target, 75 % masked, the encoder never trained). Where the paper is silent, MAE's release decides: AdamW with
+betas (0.9, 0.95) and weight decay 0.05 on the matrices, a linear warm-up and half a cosine to 0, crops of 20
+to 100 % of the area (bicubic) and flips.
 
 The default data are the letters of `data.glyphs.PRETRAIN`, drawn afresh for every step, so the packaged
-decoder has seen neither a digit nor one of the letters of `data.glyphs.GLYPHS`. Its learning rate was chosen
-by the validation loss on 600 fresh letters after 600 steps of 64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393,
-0.370 and 0.402.
+decoder has seen neither a digit nor a letter of `data.glyphs.GLYPHS`. Its learning rate was chosen by the
+validation loss on 600 fresh letters after 600 steps of 64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393, 0.370 and
+0.402.
 
 The defaults took 13 minutes of one CPU core that was shared with other work (20 by the clock) and gave the
-packaged file. Its validation loss (mean squared error of hidden patches, pixels in -1..1) is 0.240, where the
-mean patch of each place has 0.478, and each image's own mean colour, if it were known, 0.236: from four
-visible patches of 16 it tells paper, ink and where the letter lies, blurred, and little of the strokes. For
-the record, measured once after everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and
-0.407 on the test digits of the set `digits`, for which their own mean patch is the better guess (0.228).
+packaged file. Its validation loss (mean squared error of hidden patches, pixels in -1..1) is 0.240; the mean
+patch of each position has 0.478, and each image's own mean colour, if it were known, 0.236. From four visible
+patches of 16 the decoder predicts paper, ink and the position of the letter, blurred, but few strokes.
+Measured once after everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and 0.407 on the
+test digits of the data set `digits`, for which their own mean patch is better (0.228).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,24 +56,26 @@ from fcljax.models.mae import (
 from fcljax.models.networks import network_name
 from fcljax.models.vit import Injection, ViTConfig, apply_vit
 from fcljax.models.weights.pretrained import Pretrained, decoder_metadata, packaged, save_native
-from fcljax.options import check_ranges, option, resolved
+from fcljax.options import check_ranges, option
 from fcljax.pretraining.training import (
     VALIDATION_SEED,
+    as_stored,
     check_weights_file,
     command_line,
     fresh_letters,
     training_bar,
+    update,
+    warmup_cosine,
 )
 from fcljax.results import figures
 from fcljax.runs import checkpoint
-from fcljax.runs.inputs import load_network, load_split, tell_notes, with_constants
+from fcljax.runs.inputs import load_network, load_split, report_notes, with_constants
 from fcljax.types import PyTree
 
 LETTERS = "letters"
-_EVERY = 20  # steps between updates of the progress bar
 _POINTS = 50  # of the loss curve, at most
 _PANEL = 8  # images in the figure
-# what does not change what is trained
+# options that do not influence the weights
 _ELSEWHERE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 
 
@@ -82,57 +84,75 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Options of `fcljax pretrain-decoder`, beside those of images and backbone that it shares with `fcljax
     run`. The packaged decoder was made with `--visible-weight 1`."""
 
-    # letters: what the packaged encoder was trained on, drawn afresh for every step; or a data set as for
-    # `fcljax run`, whose test images are not looked at
     dataset: str = LETTERS
-    # share of each class's training images that is kept for the validation loss
+    """Letters that are drawn anew for every step, as for the packaged encoder (letters), or a data set as for
+    `fcljax run`, whose test images are not used."""
     holdout: float = option(0.05, positive=True, below=1.0)
-    validate: int = 600  # images of the validation loss, at most
-    out: Path = Path("vit_micro_decoder.safetensors")  # where the decoder goes
-    steps: int = 5000  # optimiser steps
-    epochs: int | None = None  # passes over the training images, in place of steps
-    batch_size: int = 64  # images per step
-    # the peak learning rate for batches of 256: the peak is lr * batch_size / 256 (MAE's rule; it has 1.5e-4)
+    """Share of each class's training images that is kept for the validation loss."""
+    validate: int = 600
+    """Largest number of images of the validation loss."""
+    out: Path = Path("vit_micro_decoder.safetensors")
+    """File of the decoder."""
+    steps: int = 5000
+    """Number of optimiser steps."""
+    epochs: int | None = option(None, unset="as many as --steps")
+    """Passes over the training images, in place of steps."""
+    batch_size: int = 64
+    """Images per step."""
     lr: float = option(8e-3, positive=True, most=1.0)
-    beta1: float = option(0.9, below=1.0)  # AdamW's decay of the mean gradient
-    beta2: float = option(0.95, below=1.0)  # and of its square
-    weight_decay: float = 0.05  # of the matrices
-    warmup: float = option(0.05, most=1.0)  # share of the steps in which the learning rate rises from 0
-    mask_ratio: float = option(0.75, positive=True, below=1.0)  # share of the patches that is hidden
-    # weight of the visible patches' error in the loss: 0 as in MAE, whose output counts where patches were
-    # hidden alone. pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is
-    # better there.
+    """Peak learning rate for batches of 256; the peak is lr * batch_size / 256 (MAE: 1.5e-4)."""
+    beta1: float = option(0.9, below=1.0)
+    """Decay of the mean gradient in AdamW."""
+    beta2: float = option(0.95, below=1.0)
+    """Decay of the mean squared gradient in AdamW."""
+    weight_decay: float = 0.05
+    """Weight decay of the matrices."""
+    warmup: float = option(0.05, most=1.0)
+    """Share of the steps in which the learning rate rises from 0."""
+    mask_ratio: float = option(0.75, positive=True, below=1.0)
+    """Share of the patches that is masked."""
+    # pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is better there
     visible_weight: float = option(0.0, most=1.0)
-    # least share of the area that a crop of a photograph takes; letters and digits are not cropped
+    """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
-    decoder_width: int = 96  # channels of the decoder's tokens; MAE: 512
-    decoder_depth: int = 3  # its blocks; MAE: 8
-    decoder_heads: int = 4  # its attention heads; MAE: 16
-    decoder_mlp: int = 384  # hidden units of its blocks; MAE: 2048
-    checkpoint_every: int = 500  # steps between checkpoints, in a folder beside `out`, removed at the end
-    resume: bool = False  # go on from the newest checkpoint
+    """Smallest share of the area of a crop of a photograph; letters and digits are not cropped."""
+    decoder_width: int = 96
+    """Channels of the decoder's tokens (MAE: 512)."""
+    decoder_depth: int = 3
+    """Blocks of the decoder (MAE: 8)."""
+    decoder_heads: int = 4
+    """Attention heads of the decoder (MAE: 16)."""
+    decoder_mlp: int = 384
+    """Hidden units of the decoder's blocks (MAE: 2048)."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, in a folder beside `out` that is removed at the end."""
+    resume: bool = False
+    """Resume from the newest checkpoint."""
 
 
-Shown = tuple[np.ndarray, np.ndarray | None]  # images uint8 [N, H, W, 3], and sizes [N, 2] before squeezing
+class Shown(NamedTuple):
+    """Some images as they are stored."""
+
+    image: Any  # uint8 [N, H, W, 3], of numpy or jax
+    size: Any = None  # [N, 2], before they were squeezed into a square; None: they are square
+
+    def take(self, index: np.ndarray | slice) -> "Shown":
+        """These of the images."""
+        return Shown(self.image[index], None if self.size is None else self.size[index])
 
 
 class Images(NamedTuple):
-    """What is trained on.
+    """The images of a training."""
 
-    batch: from the number of a step to its images. per_epoch: steps that see each image once; None: no image
-    is seen twice. held_out: images of the validation loss. crops: whether to crop and flip. digest: of data
-    that are files.
-    """
-
-    batch: Callable[[int], Shown]
-    per_epoch: int | None
-    held_out: Shown
-    crops: bool
-    digest: str = ""
+    batch: Callable[[int], Shown]  # of a step
+    per_epoch: int | None  # steps that see each image once; None: no image is seen twice
+    held_out: Shown  # for the validation loss
+    crops: bool  # whether training images are cropped and flipped
+    digest: str = ""  # of data sets
 
 
 class Plan(NamedTuple):
-    """All that jit specialises on."""
+    """Everything that jit specialises on."""
 
     config: PretrainDecoderConfig
     steps: int
@@ -143,24 +163,30 @@ class Plan(NamedTuple):
 
 
 class State(NamedTuple):
-    """What training changes: the decoder's parameters, the optimiser's state, and the curve so far: mean
-    training loss and validation loss of every stretch of steps."""
+    """What training changes."""
 
-    params: PyTree
+    params: PyTree  # the decoder's
     opt: optax.OptState
-    curve: Float[Array, "2 points"]
+    curve: Float[Array, "2 points"]  # mean training loss and validation loss of every stretch of steps
+
+
+class Moment(NamedTuple):
+    """When a step is done: its number, and its share of a point of the loss curve."""
+
+    step: int
+    point: int
+    share: float
 
 
 class Strips(NamedTuple):
-    """Some images: what the encoder sees of them, hidden patches being grey; all that the decoder predicts,
-    visible patches included, for which it was not trained; and the images themselves."""
+    """Some images for the figure."""
 
-    visible: UInt8[Array, "n H W 3"]
-    predicted: UInt8[Array, "n H W 3"]
+    visible: UInt8[Array, "n H W 3"]  # what the encoder sees; hidden patches are grey
+    predicted: UInt8[Array, "n H W 3"]  # by the decoder, visible patches included
     original: UInt8[Array, "n H W 3"]
 
 
-# ---- what is trained on ------------------------------------------------------------------------------------
+# ---- training images ---------------------------------------------------------------------------------------
 
 
 def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
@@ -170,35 +196,30 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
     def draw(seed: int, step: int, count: int) -> Shown:
         gray, _ = fresh_letters(fields, seed, step, count, size, Style())
-        return np.repeat(gray[..., None], 3, axis=-1), None
+        return Shown(np.repeat(gray[..., None], 3, axis=-1))
 
     held_out = draw(VALIDATION_SEED, 0, cfg.validate)
     return Images(lambda step: draw(cfg.seed, step, cfg.batch_size), None, held_out, crops=False)
 
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
-    dataset = load_split(cfg, size)  # with training images held out in place of the test images
+    dataset = load_split(cfg, size)  # its test images are held-out training images
+    train, held_out = Shown(dataset.x_train, dataset.size_train), Shown(dataset.x_test, dataset.size_test)
     count, batch = len(dataset.y_train), cfg.batch_size
     if count < batch:
         raise InputError(f"batch_size: {batch} of {count} training images; nearest: {count}")
     some = np.linspace(0, len(dataset.y_test) - 1, min(cfg.validate, len(dataset.y_test))).astype(int)
 
     def draw(step: int) -> Shown:
-        epoch, place = divmod(step, count // batch)
-        rows = np.sort(_order(cfg.seed, epoch, count)[place * batch : (place + 1) * batch])
-        return _rows(dataset.x_train, dataset.size_train, rows)
+        epoch, i = divmod(step, count // batch)
+        return train.take(np.sort(_order(cfg.seed, epoch, count)[i * batch : (i + 1) * batch]))
 
-    held_out = _rows(dataset.x_test, dataset.size_test, some)
-    return Images(draw, count // batch, held_out, dataset.augment, dataset.digest)
+    return Images(draw, count // batch, held_out.take(some), dataset.augment, dataset.digest)
 
 
 @functools.lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)
-
-
-def _rows(image: np.ndarray, size: np.ndarray | None, rows: np.ndarray | slice) -> Shown:
-    return image[rows], None if size is None else size[rows]
 
 
 def random_crops(
@@ -207,17 +228,15 @@ def random_crops(
     keys: Key[Array, " batch"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """Random crops, resized (bicubic, antialiased, in grey levels) as MAE's, and flips, normalised.
-
-    `data.augment.train_view` with another kernel; arguments as there.
-    """
+    """Random crops, resized as in MAE (bicubic, antialiased, in grey levels), and flips, normalised:
+    `data.augment.train_view` with another kernel."""
     stored = jnp.array(images.shape[1:3])
     whole = jnp.broadcast_to(stored, (len(images), 2)) if sizes is None else sizes
     boxes, flips = sample_crops(preprocess, whole, keys)
     side = preprocess.image_size
 
     def crop(image, box, flip, whole):
-        box = box * jnp.tile(stored / whole, 2)  # in pixels as they are stored
+        box = box * jnp.tile(stored / whole, 2)  # in stored pixels
         scale = side / box[2:]
         grey = jax.image.scale_and_translate(
             image.astype(jnp.float32), (side, side, 3), (0, 1), scale, -box[:2] * scale, "cubic"
@@ -225,7 +244,7 @@ def random_crops(
         return jnp.where(flip, grey[:, ::-1], grey)
 
     grey = jnp.clip(jnp.round(jax.vmap(crop)(images, boxes, flips, whole)), 0, 255).astype(jnp.uint8)
-    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # of the right size: it normalises
+    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # which only normalises at this size
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -234,20 +253,20 @@ def random_crops(
 def _reconstruct(
     plan: Plan, encoder: PyTree, params: PyTree, image: Array, masking: Masking
 ) -> Float[Array, "batch patches pixels"]:
-    """The decoder's pixels from what the frozen encoder makes of the visible patches."""
+    """The decoder's pixels from the frozen encoder's features of the visible patches."""
     latent = apply_vit(plan.encoder, encoder, image, Injection(keep=masking.keep), full=True).tokens
-    return decode(plan.decoder, params, resolved(latent), masking.restore)
+    assert latent is not None
+    return decode(plan.decoder, params, latent, masking.restore)
 
 
 def _optimiser(plan: Plan) -> optax.GradientTransformation:
     cfg = plan.config
-    warmup = min(round(plan.steps * cfg.warmup), plan.steps - 1)
-    peak = cfg.lr * cfg.batch_size / 256
-    matrices = lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, x: path[-1].key == "kernel", params
-    )
+
+    def matrices(params: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, x: path[-1].key == "kernel", params)
+
     return optax.adamw(
-        optax.warmup_cosine_decay_schedule(0.0, peak, warmup, plan.steps),
+        warmup_cosine(cfg.lr * cfg.batch_size / 256, cfg.warmup, plan.steps),
         cfg.beta1,
         cfg.beta2,
         weight_decay=cfg.weight_decay,
@@ -257,16 +276,10 @@ def _optimiser(plan: Plan) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    plan: Plan,
-    encoder: PyTree,
-    state: State,
-    image: Array,
-    size: Array | None,
-    step: Array,
-    point: Array,
-    share: Array,
+    plan: Plan, encoder: PyTree, state: State, shown: Shown, moment: Moment
 ) -> tuple[State, Float[Array, ""]]:
-    """One update and its loss on hidden patches, which counts for this share of a point of the curve."""
+    """One update, and its loss on hidden patches."""
+    (image, size), (step, point, share) = shown, moment
     views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
     seen = clean_view(plan.preprocess, image, size)
     if plan.crops:
@@ -279,66 +292,62 @@ def _step(
         visible = reconstruction_loss(patches, seen, ~masking.masked) if weight else 0.0
         return hidden + weight * visible, hidden
 
-    (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-    updates, opt = _optimiser(plan).update(grads, state.opt, state.params)
-    curve = state.curve.at[0, point].add(share * loss)
-    return State(optax.apply_updates(state.params, updates), opt, curve), loss
+    params, opt, loss = update(_optimiser(plan), objective, state.params, state.opt)
+    return State(params, opt, state.curve.at[0, point].add(share * loss)), loss
 
 
 def _keys(seed: int) -> Key[Array, "2"]:
-    """Of the initial parameters, and of views and masks."""
+    """The keys of the initial parameters, and of views and masks."""
     return jax.random.split(jax.random.key(seed))
 
 
 # ---- held-out images ---------------------------------------------------------------------------------------
 
 
-def _held_out(plan: Plan, image: Array, size: Array | None, first: Array) -> tuple[Array, Masking]:
-    """The clean view, and masks that are the same whenever these images are looked at."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(VALIDATION_SEED), first + jnp.arange(len(image))
-    )
-    return (
-        clean_view(plan.preprocess, image, size),
-        random_mask(keys, len(image), plan.encoder.grid**2, plan.config.mask_ratio),
-    )
+def _held_out(plan: Plan, shown: Shown, first: Array) -> tuple[Array, Masking]:
+    """The clean view, and masks that depend on the images' positions alone, of which `first` is the first."""
+    image, size = shown
+    positions = first + jnp.arange(len(image))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(VALIDATION_SEED), positions)
+    masking = random_mask(keys, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
+    return clean_view(plan.preprocess, image, size), masking
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(
-    plan: Plan, encoder: PyTree, params: PyTree, image: Array, size: Array | None, first: Array
-) -> Array:
-    seen, masking = _held_out(plan, image, size, first)
+def _score(plan: Plan, encoder: PyTree, params: PyTree, shown: Shown, first: Array) -> Array:
+    seen, masking = _held_out(plan, shown, first)
     return reconstruction_loss(_reconstruct(plan, encoder, params, seen, masking), seen, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score_constant(plan: Plan, patches: Array, image: Array, size: Array | None, first: Array) -> Array:
-    seen, masking = _held_out(plan, image, size, first)
-    return reconstruction_loss(jnp.broadcast_to(patches, (len(image), *patches.shape)), seen, masking.masked)
+def _score_constant(plan: Plan, patches: Array, shown: Shown, first: Array) -> Array:
+    seen, masking = _held_out(plan, shown, first)
+    constant = jnp.broadcast_to(patches, (len(shown.image), *patches.shape))
+    return reconstruction_loss(constant, seen, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean_patches(plan: Plan, image: Array, size: Array | None, first: Array) -> Array:
-    return patchify(_held_out(plan, image, size, first)[0], plan.encoder.patch).mean(0)
+def _mean_patches(plan: Plan, shown: Shown, first: Array) -> Array:
+    return patchify(_held_out(plan, shown, first)[0], plan.encoder.patch).mean(0)
 
 
-def _average(f: Callable[..., Array], held_out: Shown, batch: int) -> Float[np.ndarray, "..."]:
-    """The mean of f(image, size, first row) over all images; every one has as many hidden patches."""
-    image, size = held_out
-    parts = [_rows(image, size, slice(i, i + batch)) for i in range(0, len(image), batch)]
-    means = [np.asarray(f(*part, i * batch), np.float64) for i, part in enumerate(parts)]
-    return np.asarray(np.average(means, axis=0, weights=[len(part[0]) for part in parts]))
+def _average(f: Callable[[Shown, int], Array], held_out: Shown, batch: int) -> Float[np.ndarray, "..."]:
+    """The mean of f(images, position of the first) over all images, which all have equally many hidden
+    patches."""
+    starts = range(0, len(held_out.image), batch)
+    parts = [held_out.take(slice(start, start + batch)) for start in starts]
+    means = [np.asarray(f(part, start), np.float64) for part, start in zip(parts, starts, strict=True)]
+    return np.asarray(np.average(means, axis=0, weights=[len(part.image) for part in parts]))
 
 
 def validation_loss(plan: Plan, encoder: PyTree, params: PyTree, held_out: Shown) -> float:
-    """Mean squared error over hidden patches, whose choice is fixed, of normalised pixels."""
+    """Mean squared error of normalised pixels over hidden patches, whose choice is fixed."""
     score = functools.partial(_score, plan, encoder, params)
     return float(_average(score, held_out, plan.config.batch_size))
 
 
 def baseline_loss(plan: Plan, held_out: Shown) -> float:
-    """The validation loss of the best guess that does not look: the mean patch of each place."""
+    """The validation loss of the best constant prediction: the mean patch of each position."""
     batch = plan.config.batch_size
     patches = jnp.asarray(_average(functools.partial(_mean_patches, plan), held_out, batch), jnp.float32)
     return float(_average(functools.partial(_score_constant, plan, patches), held_out, batch))
@@ -373,16 +382,16 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> P
         cfg.decoder_mlp,
         cfg.dtype,
     )
-    views = preset(resolved(cfg.preprocess), vit.image_size, fills_frame=not images.crops)
+    views = preset(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
     )
-    steps = cfg.steps if cfg.epochs is None else cfg.epochs * resolved(images.per_epoch)
+    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.per_epoch or 0)
     return Plan(_trained(cfg), steps, vit, decoder, views, images.crops)
 
 
 def _trained(cfg: PretrainDecoderConfig) -> PretrainDecoderConfig:
-    """The settings without those that do not matter: no new trace for another file."""
+    """The settings without those that need no new trace, such as the output file."""
     return dataclasses.replace(cfg, out=Path(), resume=False, checkpoint_every=1, data_dir=None)
 
 
@@ -391,38 +400,42 @@ def _start(plan: Plan) -> State:
     return State(params, _optimiser(plan).init(params), jnp.zeros((2, min(plan.steps, _POINTS))))
 
 
-def _train(
-    cfg: PretrainDecoderConfig, plan: Plan, encoder: PyTree, images: Images, manager: CheckpointManager
-) -> State:
-    """The state after all steps that are left, or where the training has diverged.
+def _train(plan: Plan, encoder: PyTree, images: Images, manager: CheckpointManager, every: int) -> State:
+    """The state after all remaining steps, or when the training has diverged.
 
-    JAX runs one in the background while the next batch is read.
+    JAX computes a step in the background while the next batch is read.
+
+    Args:
+      plan: of the training.
+      encoder: frozen parameters.
+      images: of the training.
+      manager: of checkpoints.
+      every: steps between checkpoints.
     """
     state, done = _begin(plan, manager)
-    place = np.arange(plan.steps) * state.curve.shape[1] // plan.steps
-    share = 1 / np.bincount(place).astype(np.float32)
+    points = np.arange(plan.steps) * state.curve.shape[1] // plan.steps
+    share = 1 / np.bincount(points).astype(np.float32)
     recent, validation = [], float("nan")
-    with training_bar("pretrain-decoder", "loss", "validation") as bar:
-        task = bar.add_task("", total=plan.steps, completed=done, loss=float("nan"), validation=validation)
+    with training_bar("pretrain-decoder", plan.steps, done, "loss", "validation") as show:
         for step in range(done, plan.steps):
-            point, last = place[step], step + 1 == plan.steps
-            state, loss = _step(plan, encoder, state, *images.batch(step), step, point, share[point])
-            recent = [*recent[-_EVERY + 1 :], loss]
-            if last or place[step + 1] != point:
+            point, last = points[step], step + 1 == plan.steps
+            moment = Moment(step, point, share[point])
+            state, loss = _step(plan, encoder, state, images.batch(step), moment)
+            recent = [*recent[-19:], loss]
+            if last or points[step + 1] != point:
                 validation = validation_loss(plan, encoder, state.params, images.held_out)
                 state = state._replace(curve=state.curve.at[1, point].set(validation))
                 if not np.isfinite(validation):
                     break
-            if (step + 1) % cfg.checkpoint_every == 0 or last:
+            if (step + 1) % every == 0 or last:
                 checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, {}))
-            if (step + 1) % _EVERY == 0 or last:
-                bar.update(task, completed=step + 1, loss=float(np.mean(recent)), validation=validation)
+            show(step + 1, recent, [validation])
     checkpoint.finish(manager)
     return state
 
 
 def _begin(plan: Plan, manager: CheckpointManager) -> tuple[State, int]:
-    """The newest checkpoint, or the state before the first step, and how many steps it has behind it."""
+    """The newest checkpoint, or the state before the first step, and the number of steps that are done."""
     state = _start(plan)
     snapshot = checkpoint.latest(manager, state)
     return (state, 0) if snapshot is None else (snapshot.state, snapshot.step)
@@ -437,7 +450,7 @@ def _folder(out: Path) -> Path:
 
 
 def _check(cfg: PretrainDecoderConfig) -> None:
-    """Everything that needs no file of weights or images."""
+    """Check everything that needs no file of weights or images."""
     check_ranges(cfg)
     check_weights_file(cfg.out)
     width, heads = cfg.decoder_width, cfg.decoder_heads
@@ -456,12 +469,12 @@ def _check(cfg: PretrainDecoderConfig) -> None:
         raise InputError(f"resume: there is no unfinished training in {str(folder)!r}; leave out --resume")
     if not cfg.resume and folder.exists():
         raise InputError(
-            f"out: {str(folder)!r} holds an unfinished training; go on with --resume, or remove it"
+            f"out: {str(folder)!r} holds an unfinished training; continue with --resume, or remove it"
         )
 
 
 def _claim(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Path:
-    """The folder for checkpoints, which says what they belong to.
+    """The folder for checkpoints, with the settings of their training.
 
     Raises:
       InputError: if it belongs to another training.
@@ -488,83 +501,81 @@ def _metadata(cfg: PretrainDecoderConfig, plan: Plan, backbone: Pretrained) -> d
     }
 
 
-def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown, baseline: float) -> None:
-    """The loss curve, and what the decoder makes of some held-out images."""
-    points = state.curve.shape[1]
+def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown) -> None:
+    """Draw the loss curve, and the decoder's predictions for some held-out images."""
+    points, count = state.curve.shape[1], len(held_out.image)
     ends = (np.arange(1, points + 1) * plan.steps + points - 1) // points
-    some = np.linspace(0, len(held_out[0]) - 1, min(_PANEL, len(held_out[0]))).astype(int)
-    strips = _panel(plan, encoder, state.params, *_rows(*held_out, some))
+    some = np.linspace(0, count - 1, min(_PANEL, count)).astype(int)
+    strips = _panel(plan, encoder, state.params, held_out.take(some))
     training, validation = np.asarray(state.curve)
     curves = {"training": training, "validation": validation}
-    named = zip(strips._fields, map(np.asarray, strips), strict=True)
-    figures.save(path, figures.reconstructions(ends, curves, baseline, dict(named)))
+    named = dict(zip(strips._fields, map(np.asarray, strips), strict=True))
+    figure = figures.reconstructions(ends, curves, baseline_loss(plan, held_out), named)
+    figures.save(path, figure)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _panel(plan: Plan, encoder: PyTree, params: PyTree, image: Array, size: Array | None) -> Strips:
-    """Images and how they come out."""
-    seen, masking = _held_out(plan, image, size, jnp.int32(0))
+def _panel(plan: Plan, encoder: PyTree, params: PyTree, shown: Shown) -> Strips:
+    """Images and their predictions."""
+    seen, masking = _held_out(plan, shown, jnp.int32(0))
     patch, mean, std = plan.encoder.patch, jnp.array(plan.preprocess.mean), jnp.array(plan.preprocess.std)
-    pixels = lambda x: (jnp.clip(x * std + mean, 0, 1) * 255).astype(jnp.uint8)
+
+    def pixels(x: Array) -> Array:
+        return (jnp.clip(x * std + mean, 0, 1) * 255).astype(jnp.uint8)
+
     predicted = unpatchify(_reconstruct(plan, encoder, params, seen, masking), patch)
-    shown = jnp.where(hidden_pixels(masking.masked, patch), jnp.uint8(128), pixels(seen))
-    return Strips(shown, pixels(predicted), pixels(seen))
+    visible = jnp.where(hidden_pixels(masking.masked, patch), jnp.uint8(128), pixels(seen))
+    return Strips(visible, pixels(predicted), pixels(seen))
 
 
 def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = None) -> dict[str, object]:
     """Train a decoder and write it, atomically, with a figure (.png) beside it.
 
-    The file holds float16 tensors under decoder.*, for `load_backbone`. The same config gives the same bytes
-    on the same kind of machine, also if the training was cut off and resumed. Checkpoints are in a folder
+    The file has float16 tensors under decoder.*, for `load_backbone`. The same settings give the same bytes
+    on the same kind of machine, also if the training was interrupted and resumed. Checkpoints are in a folder
     beside the file (.checkpoints), which is removed at the end.
 
     Args:
-      config: which images, which encoder, which decoder, how.
-      console: where notes go; standard error when None.
+      config: images, encoder, decoder and training.
+      console: where notes go; None: standard error.
 
     Returns:
-      What was done, by name: file, figure, seconds of this process, training loss at the end of the curve,
-        and the validation loss of the decoder as stored and of the mean patch of each place.
+      A summary by name: file, figure, seconds of this process, training loss at the end of the curve, and the
+        validation loss of the stored decoder and of the mean patch of each position.
 
     Raises:
       InputError: for bad settings or files, or a training that diverges.
     """
     began = time.monotonic()
     _check(config)
-    cfg = settings.settle(config)
+    cfg = config
     name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
     # named as a file, a packaged encoder comes without the packaged decoder
     cfg = dataclasses.replace(cfg, checkpoint=packaged(name) if cfg.checkpoint is None else cfg.checkpoint)
     backbone = load_network(cfg, cfg.image_size)
-    tell_notes(backbone.notes, console or Console(stderr=True))
+    report_notes(backbone, console or Console(stderr=True))
     images = (_letters if cfg.dataset == LETTERS else _from_dataset)(cfg, backbone.config.image_size)
     plan = _plan(cfg, backbone, images)
     folder = _claim(cfg, backbone, images)
     with checkpoint.open_checkpoints(folder / "steps", keep=2) as manager:
-        state = _train(cfg, plan, backbone.params, images, manager)
-    stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), state.params)
+        state = _train(plan, backbone.params, images, manager, cfg.checkpoint_every)
+    stored = as_stored(state.params)
     validation = validation_loss(plan, backbone.params, stored, images.held_out)
     if not np.isfinite(validation):
-        shutil.rmtree(folder)  # nothing in it is worth going on with
+        shutil.rmtree(folder)  # nothing in it is worth resuming
         raise InputError(f"lr: {cfg.lr} made the training diverge; nearest to try: {cfg.lr / 10:g}")
-    baseline, out = baseline_loss(plan, images.held_out), Path(cfg.out)
+    out = Path(cfg.out)
     save_native(out, {"decoder": stored}, _metadata(config, plan, backbone), "float16")
-    _draw(
-        out.with_suffix(".png"),
-        plan,
-        backbone.params,
-        state._replace(params=stored),
-        images.held_out,
-        baseline,
-    )
+    figure, state = out.with_suffix(".png"), state._replace(params=stored)
+    _draw(figure, plan, backbone.params, state, images.held_out)
     shutil.rmtree(folder)
     return {
         "out": str(out),
-        "figure": str(out.with_suffix(".png")),
+        "figure": str(figure),
         "bytes": out.stat().st_size,
         "steps": plan.steps,
         "seconds": round(time.monotonic() - began, 1),
         "training loss": round(float(state.curve[0, -1]), 4),
         "validation loss": round(validation, 4),
-        "validation loss of the mean patch": round(baseline, 4),
+        "validation loss of the mean patch": round(baseline_loss(plan, images.held_out), 4),
     }

@@ -1,31 +1,96 @@
-"""What the commands that train weights share: fresh letters, the check of `out`, the bar, the command."""
+"""What the commands that train weights share: one optimiser step, the schedule, fresh letters, the progress
+bar, the check of the output file, and the command line that repeats a training."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+import optax
 
 from fcljax.data.glyphs import Fields, Style, sample_glyphs
 from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.options import fields_of
+from fcljax.terminal import progress_bar
+from fcljax.types import PyTree
 
-# apart from the seeds that experiments use, so that choices made here leave their data sets unseen
+# different from the seeds of experiments, so that choices made here do not see their data sets
 VALIDATION_SEED = 1_000_003
+_EVERY = 20  # steps between updates of the progress bar
+
+
+def update(
+    optimiser: optax.GradientTransformation, objective: Callable, params: PyTree, opt: optax.OptState
+) -> tuple[PyTree, optax.OptState, PyTree]:
+    """One step of an optimiser.
+
+    Args:
+      optimiser: the optimiser.
+      objective: params -> (loss, metrics).
+      params: what is trained.
+      opt: the optimiser's state.
+
+    Returns:
+      The new parameters, the optimiser's new state, and the metrics.
+    """
+    (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(params)
+    updates, opt = optimiser.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt, metrics
+
+
+def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
+    """A linear rise from 0 in this share of the steps, then half a cosine to 0."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, min(round(steps * share), steps - 1), steps)
+
+
+def as_stored(params: PyTree) -> PyTree:
+    """Parameters with the values that a file of float16 gives back."""
+    return jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
+
+
+def fresh_letters(
+    fields: Fields, seed: int, step: int, batch_size: int, size: int, style: Style
+) -> tuple[np.ndarray, np.ndarray]:
+    """The letters of a step, which depend on (seed, step) alone: gray levels uint8 [batch_size, size, size]
+    and their classes int64 [batch_size]."""
+    rng = np.random.default_rng([seed, step])
+    label = rng.integers(0, len(fields.number), batch_size)
+    return sample_glyphs(fields, label, rng, size, style), label
+
+
+@contextlib.contextmanager
+def training_bar(name: str, steps: int, done: int, *numbers: str) -> Iterator[Callable[..., None]]:
+    """A progress bar with these numbers.
+
+    Yields:
+      show(step, *values): each of the values is a list of scalars or vectors, whose mean is shown. The values
+      are
+        read only when the bar is updated, every few steps, so that JAX can compute in the background.
+    """
+    label = "  ".join(f"{number} {{task.fields[{number}]:.3f}}" for number in numbers)
+
+    def fields(values: Sequence[float]) -> dict[str, Any]:
+        return dict(zip(numbers, values, strict=True))
+
+    def show(step: int, *values: Sequence[Any]) -> None:
+        if step % _EVERY == 0 or step == steps:
+            means = [np.mean(jax.device_get(value), axis=0) for value in values]
+            bar.update(shown, completed=step, **fields(np.hstack(means).tolist()))
+
+    with progress_bar(name, label) as bar:
+        shown = bar.add_task("", total=steps, completed=done, **fields([float("nan")] * len(numbers)))
+        yield show
 
 
 def check_weights_file(out: Path) -> None:
-    """Check, before anything slow, that weights can go there.
+    """Check, before anything slow, that weights can be written to `out`.
 
     Raises:
-      InputError: for another suffix, or a folder that is not there or cannot be written.
+      InputError: for another suffix, or a folder that does not exist or cannot be written.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
@@ -37,46 +102,21 @@ def check_weights_file(out: Path) -> None:
     check_folder(out.absolute().parent)
 
 
-def fresh_letters(
-    fields: Fields, seed: int, step: int, batch_size: int, size: int, style: Style
-) -> tuple[np.ndarray, np.ndarray]:
-    """The letters of a step, from (seed, step) alone: gray levels uint8 [batch_size, size, size] and the
-    classes that they show, int64 [batch_size]."""
-    rng = np.random.default_rng([seed, step])
-    label = rng.integers(0, len(fields.number), batch_size)
-    return sample_glyphs(fields, label, rng, size, style), label
-
-
-def training_bar(name: str, *numbers: str) -> Progress:
-    """Steps, the latest of these numbers, which are fields of the bar's task, and the time left."""
-    return Progress(
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("  ".join(f"{number} {{task.fields[{number}]:.3f}}" for number in numbers)),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-
-
 def command_line(command: str, config: object, *without: str) -> str:
     """The command line that repeats a training.
 
     Args:
       command: such as "pretrain".
       config: its dataclass of options.
-      without: options that do not matter to what is trained.
+      without: options that do not influence the weights.
     """
-    values = {field: getattr(config, field.name) for field in fields_of(type(config))}
-    changed = {
-        field.name.replace("_", "-"): value
-        for field, value in values.items()
-        if field.name not in without and value != field.default
-    }
-    return f"fcljax {command}" + "".join(_option(name, value) for name, value in changed.items())
-
-
-def _option(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f" --{name}" if value else f" --no-{name}"
-    return f" --{name} {value}"
+    words = ["fcljax", command]
+    for field in fields_of(type(config)):
+        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        if field.name in without or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name} {value}")
+    return " ".join(words)

@@ -92,7 +92,7 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.minorticks_off()
-    axes.grid(color="#DDDDDD", linewidth=0.8)
+    axes.grid(color=figures.GRID, linewidth=0.8)
     figures.open_frame(axes)
     titles = {}
     for i, (name, (x, y)) in enumerate(points.items()):
@@ -123,9 +123,9 @@ def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: st
         known = {item: value for item, value in values.items() if value is not None}
         if known:
             mean = sum(known.values()) / len(known)
-            axes.plot(
-                list(known.values()), [i] * len(known), "o", color=PALETTE[0], alpha=0.6, gid=f"dots d{i}"
-            )
+            # a diamond has the shortest path: a page may have thousands
+            dot = {"marker": "D", "linestyle": "", "color": PALETTE[0], "alpha": 0.5, "markeredgewidth": 0}
+            axes.plot(list(known.values()), [i] * len(known), gid=f"dots d{i}", **dot)
             axes.plot([mean], [i], "|", color="black", markersize=18, markeredgewidth=2.5, gid=f"mean m{i}")
             titles[f"dots d{i}"] = [f"{name}, {item}: {value:.2f} %" for item, value in known.items()]
             titles[f"mean m{i}"] = [f"{name}, mean: {mean:.2f} %"]
@@ -172,13 +172,12 @@ def _rows_figure(names: list[str], xlabel: str) -> tuple[Figure, Axes]:
     figure = figures.new_figure(WIDTH, ROW * len(names) + 0.6)
     axes = figure.add_subplot()
     axes.set(xlabel=xlabel, yticks=[], ylim=(len(names) - 0.5, -0.65))
-    axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    axes.grid(axis="x", color=figures.GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     figures.open_frame(axes)
+    left = axes.get_yaxis_transform()
     for i, name in enumerate(names):
-        axes.text(
-            0.005, i - 0.3, figures.words(name, MAX_LABEL), transform=axes.get_yaxis_transform(), fontsize=9
-        )
+        axes.text(0.005, i - 0.3, figures.words(name, MAX_LABEL), transform=left, fontsize=9)
     return figure, axes
 
 

@@ -14,12 +14,14 @@ from fcljax.config import EngineConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.results.metrics import over_seeds, paired_difference
-from fcljax.results.run_folder import Number, Summary, load_summary, run_folders
+from fcljax.results.run_folder import Number, Summary, load_summary, read, run_folders
 from fcljax.terminal import add_row, plain
 
 SETUP = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
-# settings that decide where and how fast a run is made, and its numbers by rounding at most
+# settings that decide where and how fast a run is made, and its numbers by rounding at most; and the method,
+# which has a name of its own in a summary
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
+    "method",
     "seed",
     "data_dir",
     "data_budget",
@@ -85,33 +87,24 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
       forgetting: which of `metrics.forgetting`'s definitions to show.
     """
     shared = [field for field in SETUP if len({run[field] for run in summaries}) == 1]
-    columns = [field for field in SETUP if field not in shared]
+    differing = [field for field in SETUP if field not in shared]
     groups = groups_of(summaries)
     caption = "Class-IL accuracy A and forgetting F in %; upload of a client in a round; training images/s"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
     title = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
     table = Table(title=plain(title), caption=caption)
-    for name in ("method", *columns):
+    for name in ("method", *differing):
         table.add_column(name, overflow="fold")
-    numbers = (
-        "seed",
-        "A_avg",
-        "A_last",
-        f"F {forgetting}",
-        "upload (MB)",
-        "(parameters)",
-        "time",
-        "images/s",
-    )
-    for name in numbers:
+    names = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload (MB)", "(parameters)", "time", "images/s")
+    for name in names:
         table.add_column(name, justify="right")
     for _, label, runs in groups:
-        alone = len(runs) == 1
-        for run in runs:
-            add_row(table, label, *_cells([run], columns, forgetting), end_section=alone)
-        if not alone:
-            add_row(table, label, *_cells(runs, columns, forgetting), style="bold", end_section=True)
+        rows = [[run] for run in runs] if len(runs) == 1 else [*([run] for run in runs), runs]
+        for each in rows:
+            style = "bold" if len(each) > 1 else None
+            cells = [label, *(_short(each[0][field]) for field in differing), *_cells(each, forgetting)]
+            add_row(table, *cells, style=style, end_section=each is rows[-1])
     return table
 
 
@@ -186,6 +179,11 @@ def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
     return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
 
 
+def percent(fraction: Number | None) -> Number | None:
+    """A fraction in per cent; None where there is none."""
+    return None if fraction is None else 100 * fraction
+
+
 def megabytes(count: Number) -> str:
     """Bytes in MB (10^6 bytes)."""
     return f"{count / 1e6:,.2f}" if count >= 1e6 else f"{count / 1e6:.2g}"
@@ -218,24 +216,18 @@ def _short(value: object) -> str:
     return str(value).rsplit("/", 1)[-1]
 
 
-def _cells(runs: list[Summary], columns: list[str], forgetting: str) -> list[str]:
-    """The table's cells after the first, for one run or for the mean over the runs of a group."""
+def _cells(runs: list[Summary], forgetting: str) -> list[str]:
+    """The table's numbers of one run, or the means over the runs of a group."""
     one = runs[0]
+    fractions = ("A_avg", "A_last", f"forgetting.{forgetting}")
     return [
-        *(_short(one[name]) for name in columns),
         str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
-        over_seeds_text([_percent(run["A_avg"]) for run in runs], 2),
-        over_seeds_text([_percent(run["A_last"]) for run in runs], 2),
-        over_seeds_text([_percent(run["forgetting"][forgetting]) for run in runs], 2),
+        *(over_seeds_text([percent(read(run, key)) for run in runs], 2) for key in fractions),
         megabytes(one["communication"]["upload_bytes"]),
         f"{one['communication']['upload_scalars']:,}",
         _duration(np.mean([sum(value or 0 for value in run["time"].values()) for run in runs])),
         over_seeds_text([run["client_images_per_s"] for run in runs], 1).partition(" ±")[0],
     ]
-
-
-def _percent(fraction: Number | None) -> Number | None:
-    return None if fraction is None else 100 * fraction
 
 
 def _difference(ours: list[Summary], theirs: list[Summary], key: str) -> str:

@@ -249,7 +249,7 @@ def _bubbles(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
     area = diameter**2 * examples / largest
     axes.scatter(column, client, s=area, color=PALETTE[0], alpha=0.85, linewidth=0)
     axes.set_title(f"bubble area: examples; largest {largest:g}", fontsize=9, color=INK, loc="right")
-    axes.grid(color="#EEEEEE", linewidth=0.8)
+    axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 

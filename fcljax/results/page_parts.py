@@ -4,8 +4,8 @@ A section that a summary has no key for, since an older version wrote it, is lef
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from markupsafe import Markup
@@ -19,9 +19,12 @@ from fcljax.results.comparison import (
     groups_of,
     megabytes,
     over_seeds_text,
+    percent,
 )
 from fcljax.results.metrics import without_nan
-from fcljax.results.run_folder import FinishedRun, Number, Summary
+from fcljax.results.run_folder import FinishedRun, Number, Summary, read
+
+Named = TypeVar("Named")
 
 MAX_MATRICES = 24
 MAX_CELLS = 40_000  # of all tables of client partitions together; a cell has some 20 bytes
@@ -55,18 +58,12 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
-class Key(NamedTuple):
-    """An entry of a legend."""
-
-    drawn: Markup
-    name: str
-
-
 class Chart(NamedTuple):
     """A drawing, with its legend below and its title above."""
 
     drawn: Markup
-    legend: Sequence[Key] = ()
+    legend: Sequence[tuple[Markup, str]] = ()
+    """how something is drawn, and its name"""
     switches: bool = False
     """whether a click on an entry of the legend hides its curve"""
     title: str = ""
@@ -121,38 +118,25 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Part]:
 
 
 def _results(view: View) -> Part:
-    columns = (
-        "Method",
-        "Data set",
-        "Seeds",
-        "A_avg",
-        "A_last",
-        "A_last, Task-IL",
-        "Trainable parameters",
-        "Images/s",
-    )
-    rows = [
-        [
-            group.name,
-            group.runs[0]["dataset"],
-            ", ".join(str(run["seed"]) for run in group.runs),
-            percent(group, "A_avg"),
-            percent(group, "A_last"),
-            percent(group, "task_il.A_last"),
-            number(group.runs[0]["trainable_params"]),
-            mean(group, "client_images_per_s", 1),
-        ]
-        for group in view.groups
-    ]
-    tables = [_table("Results in %, mean ± population standard deviation over seeds", columns, rows)]
+    columns = {
+        "Data set": lambda group: group.runs[0]["dataset"],
+        "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
+        "A_avg": lambda group: accuracy(group, "A_avg"),
+        "A_last": lambda group: accuracy(group, "A_last"),
+        "A_last, Task-IL": lambda group: accuracy(group, "task_il.A_last"),
+        "Trainable parameters": lambda group: number(group.runs[0]["trainable_params"]),
+        "Images/s": lambda group: mean(group, "client_images_per_s", 1),
+    }
+    caption = "Results in %, mean ± population standard deviation over seeds"
+    tables = [_table_of(caption, "Method", _by_name(view.groups), columns)]
     if len(view.names) > len(view.groups):
-        own = [
-            [name, run["seed"], *(share(read(run, key)) for key in ("A_avg", "A_last", "forgetting.paper"))]
-            for name, run in view.names.items()
-        ]
-        tables.append(
-            _table("Every run, in %", ("Run", "Seed", "A_avg", "A_last", "Forgetting (paper)"), own)
-        )
+        columns = {
+            "Seed": lambda run: run["seed"],
+            "A_avg": lambda run: share(run["A_avg"]),
+            "A_last": lambda run: share(run["A_last"]),
+            "Forgetting (paper)": lambda run: share(run["forgetting"]["paper"]),
+        }
+        tables.append(_table_of("Every run, in %", "Run", view.names, columns))
     pairs = differences(view.groups)
     if pairs:
         caption = (
@@ -176,7 +160,7 @@ def _curves(view: View) -> Part:
         cells = [seeds(column.tolist(), 2) for column in values.T]
         rows.append([group.name, *cells, *[NONE] * (longest - len(cells))])
     label = f"Average accuracy over tasks learned of {len(runs)} curves; the table below has the values"
-    legend = [Key(charts.curve_key(i), name) for i, name in enumerate(runs)]
+    legend = [(charts.curve_key(i), name) for i, name in enumerate(runs)]
     chart = Chart(charts.curves(runs, spread, label), legend, switches=len(runs) > 1)
     text = ("A band is one population standard deviation over seeds.",) if spread else ()
     columns = ("Run", *(f"Task {t + 1}" for t in range(longest)))
@@ -211,15 +195,10 @@ def _forgetting(view: View) -> Part:
         "times minus the end, over all tasks. diagonal: accuracy just after a task was learned minus the "
         "end. In points.",
     )
-    keys = (*(f"forgetting.{kind}" for kind in FORGETTING), "backward_transfer")
-    rows = [[group.name, *(percent(group, key) for key in keys)] for group in view.groups]
-    columns = ("Run", *FORGETTING, "Backward transfer")
-    return Part(
-        "forgetting",
-        "Forgetting",
-        text,
-        tables=[_table("Forgetting by its three definitions", columns, rows)],
-    )
+    keys = {**{kind: f"forgetting.{kind}" for kind in FORGETTING}, "Backward transfer": "backward_transfer"}
+    rows = [[group.name, *(accuracy(group, key) for key in keys.values())] for group in view.groups]
+    table = _table("Forgetting by its three definitions", ("Run", *keys), rows)
+    return Part("forgetting", "Forgetting", text, tables=[table])
 
 
 def _clients(view: View) -> Part:
@@ -246,7 +225,7 @@ def _per_item(view: View, part: Part, key: str, item: str, name: Callable[[Summa
         for run_name, run in having.items()
     }
     dots = {
-        run_name: {f"{item.lower()} {each}": None if x is None else 100 * x for each, x in own.items()}
+        run_name: {f"{item.lower()} {each}": percent(x) for each, x in own.items()}
         for run_name, own in values.items()
     }
     chart = Chart(charts.dots(dots, f"{part.title}: a dot for each, a line at the mean", "Accuracy (%)"))
@@ -290,12 +269,7 @@ def _partition(run: Summary, names: list[str]) -> Table:
     most = max(float(counts.max(initial=0)), 1.0)
     columns = ("Client", *(f"{_class_name(run, c)} (task {task_of[c]})" for c in order), "All", "Classes")
     rows = [
-        [
-            str(client),
-            *(heat(own[c], most, "g") for c in order),
-            whole(float(own.sum())),
-            whole(int((own > 0).sum())),
-        ]
+        [client, *(heat(own[c], most, "g") for c in order), f"{own.sum():.9g}", np.count_nonzero(own > 0)]
         for client, own in enumerate(counts)
     ]
     return _table(f"Training examples: {_few(names)}", columns, rows)
@@ -316,13 +290,13 @@ def _costs(view: View) -> Part:
     for group in view.groups:
         one = group.runs[0]
         cells = [(number if key.endswith("scalars") else size)(read(one, key)) for key in columns.values()]
-        rows.append([group.name, percent(group, "A_last"), *cells])
+        rows.append([group.name, accuracy(group, "A_last"), *cells])
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
             total = read(one, "communication_total.upload_bytes") or 0
             points[group.name] = (total / 1e6, sum(last) / len(last))
     label = "Accuracy after the last task over all that clients upload; the table below has the values"
-    legend = [Key(charts.curve_key(i), name) for i, name in enumerate(points)]
+    legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
     chart = Chart(charts.scatter(points, label, "Upload of the whole run (MB)", "A_last (%)"), legend)
     text = [
         "Upload and download: one client, one round. In all: all clients, all rounds. With several seeds, "
@@ -339,44 +313,39 @@ def _times(view: View) -> Part:
         group.name: [_mean(read(run, f"time.{key}") for run in group.runs) for key in TIMES]
         for group in view.groups
     }
+    parts = list(TIMES.values())
+    chart = Chart(
+        charts.bars(means, parts, "Seconds of every part; the table below has the values", "s"),
+        [(charts.bar_key(j), name) for j, name in enumerate(parts)],
+    )
     rows = [
         [
             group.name,
-            *(fixed(value, 2) for value in means[group.name]),
-            fixed(sum(means[group.name]), 2),
+            *(fixed(value, 2) for value in (*means[group.name], sum(means[group.name]))),
             mean(group, "trained_images_per_s", 1),
             mean(group, "slot_efficiency", 3),
         ]
         for group in view.groups
     ]
-    parts = list(TIMES.values())
-    chart = Chart(
-        charts.bars(means, parts, "Seconds of every part; the table below has the values", "s"),
-        [Key(charts.bar_key(j), name) for j, name in enumerate(parts)],
-    )
     columns = ("Run", *parts, "all", "Trained images/s", "Slot efficiency")
-    return Part("time", "Time by part", (), [chart], [_table("Seconds, mean over seeds", columns, rows)])
+    table = _table("Seconds, mean over seeds", columns, rows)
+    return Part("time", "Time by part", (), [chart], [table])
 
 
 def _rejected(view: View) -> Part:
     having, lacking = _having(view, "rejected_uploads")
-    rows = [
-        [
-            name,
-            number(run["rejected_uploads"]),
-            number(run.get("refused_results")),
-            number(len(run.get("rounds_without_upload") or [])),
-        ]
-        for name, run in having.items()
-    ]
+    columns = {
+        "Rejected uploads": lambda run: number(run["rejected_uploads"]),
+        "Refused results": lambda run: number(run.get("refused_results")),
+        "Rounds without upload": lambda run: number(len(run.get("rounds_without_upload") or [])),
+    }
     text = [
         "Uploads with a NaN, an infinity or a negative weight are left out; a result that is not finite is "
         "refused."
     ]
     if having and not any(run["rejected_uploads"] for run in having.values()):
         text.append("No upload was rejected.")
-    columns = ("Run", "Rejected uploads", "Refused results", "Rounds without upload")
-    tables = [_table("Rejected uploads", columns, rows)] if rows else []
+    tables = [_table_of("Rejected uploads", "Run", having, columns)] if having else []
     lines = {id(run.summary): run.lines for run in view.runs}
     tables += [
         _rejected_by_task(name, lines[id(run)])
@@ -430,21 +399,16 @@ def _calibration(view: View) -> Part:
         error = share(run["calibration"]["ece"]).text
         label = f"Reliability of {name}: accuracy over confidence, error {error} %"
         drawn.append(Chart(charts.reliability(run["calibration"], label), title=name))
-    rows = [
-        [
-            name,
-            share(run["calibration"]["ece"]),
-            share(read(run, "calibration_drawn.ece")),
-            number(run.get("unpredicted")),
-        ]
-        for name, run in having.items()
-    ]
+    columns = {
+        "Expected calibration error": lambda run: share(run["calibration"]["ece"]),
+        "With sampled parameters": lambda run: share(read(run, "calibration_drawn.ece")),
+        "Without a prediction": lambda run: number(run.get("unpredicted")),
+    }
     text = [
         "After the last task: bars are the accuracy of images in a bin of confidence; below, their share.",
         "An image whose outputs are not finite has no prediction: it counts as wrong, and is in no bin.",
     ]
-    columns = ("Run", "Expected calibration error", "With sampled parameters", "Without a prediction")
-    tables = [_table("Calibration, in %", columns, rows)] if rows else []
+    tables = [_table_of("Calibration, in %", "Run", having, columns)] if having else []
     return Part("calibration", "Reliability", [*text, *lacking], drawn, tables)
 
 
@@ -477,7 +441,7 @@ def _commands(view: View, again: str) -> Part:
 
 def _command(group: Group) -> str:
     one = group.runs[0]
-    words = repeat.command(one["method"], {"seed": one["seed"], **one.get("config", {})})
+    words = repeat.command({"method": one["method"], "seed": one["seed"], **one.get("config", {})})
     if len(group.runs) > 1:
         words = [word for word in words if not word.startswith("--seed=")]
         words.append(f"--seeds={','.join(str(run['seed']) for run in group.runs)}")
@@ -492,11 +456,6 @@ def number(value: Number | None) -> Cell:
     return Cell(NONE) if value is None else Cell(f"{value:,}", value)
 
 
-def whole(value: Number) -> Cell:
-    """A number in its shortest form."""
-    return Cell(f"{value:g}" if abs(value) < 1e6 else f"{value:.0f}")
-
-
 def size(value: Number | None) -> Cell:
     """Bytes in MB."""
     return Cell(NONE) if value is None else Cell(megabytes(value), value / 1e6)
@@ -509,7 +468,7 @@ def fixed(value: Number | None, digits: int) -> Cell:
 
 def share(value: Number | None) -> Cell:
     """A fraction in per cent."""
-    return fixed(None if value is None else 100 * value, 2)
+    return fixed(percent(value), 2)
 
 
 def heat(value: Number | None, most: Number, form: str = ".2f") -> Cell:
@@ -530,18 +489,9 @@ def mean(group: Group, key: str, digits: int) -> Cell:
     return seeds([read(run, key) for run in group.runs], digits)
 
 
-def percent(group: Group, key: str) -> Cell:
-    """As `mean`, of fractions in per cent."""
-    values = [read(run, key) for run in group.runs]
-    return seeds([None if value is None else 100 * value for value in values], 2)
-
-
-def read(run: Summary, key: str) -> Any:
-    """What a summary has at "key" or "key.inner", None where it lacks it."""
-    found: Any = run
-    for name in key.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+def accuracy(group: Group, key: str) -> Cell:
+    """As `mean`, of an accuracy or another fraction in per cent."""
+    return seeds([percent(read(run, key)) for run in group.runs], 2)
 
 
 def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -551,6 +501,18 @@ def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]
         columns,
         [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows],
     )
+
+
+def _table_of(
+    caption: str, first: str, named: Mapping[str, Named], columns: Mapping[str, Callable[[Named], object]]
+) -> Table:
+    """A table with a row for each of `named`, whose cells the columns' functions give."""
+    rows = [[name, *(cell(each) for cell in columns.values())] for name, each in named.items()]
+    return _table(caption, (first, *columns), rows)
+
+
+def _by_name(groups: list[Group]) -> dict[str, Group]:
+    return {group.name: group for group in groups}
 
 
 def _names(groups: list[Group]) -> dict[str, Summary]:

@@ -13,24 +13,25 @@ Summary = dict[str, Any]  # the content of a summary.json
 Number = float | int
 
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
-SUMMARY_FIELDS = {
-    "method": (),
-    "dataset": (),
-    "backbone": (),
-    "seed": (),
-    "fidelity": (),
-    "accuracy": (),
-    "A": (),
-    "A_avg": (),
-    "A_last": (),
-    "forgetting": ("paper", "released", "diagonal"),
-    "communication": ("upload_scalars", "upload_bytes", "download_scalars", "download_bytes"),
-    "trainable_params": (),
-    "time": ("compile_s", "client_s", "server_s", "eval_s"),
-    "client_images_per_s": (),
-    "slot_efficiency": (),
-    "traces": (),
-}
+MISSING = object()
+SUMMARY_KEYS = (
+    *(
+        "method",
+        "dataset",
+        "backbone",
+        "seed",
+        "fidelity",
+        "accuracy",
+        "A",
+        "A_avg",
+        "A_last",
+        "trainable_params",
+    ),
+    *("client_images_per_s", "slot_efficiency", "traces"),
+    *(f"forgetting.{kind}" for kind in ("paper", "released", "diagonal")),
+    *(f"communication.{way}_{unit}" for way in ("upload", "download") for unit in ("scalars", "bytes")),
+    *(f"time.{part}_s" for part in ("compile", "client", "server", "eval")),
+)
 
 
 class FinishedRun(NamedTuple):
@@ -70,10 +71,20 @@ def load_summary(run_dir: str | Path) -> Summary:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
-    missing = _missing(summary)
+    if not isinstance(summary, dict):
+        raise InputError(f"run: {str(path)!r} lacks every field: it is not a JSON object")
+    missing = [key for key in SUMMARY_KEYS if read(summary, key, MISSING) is MISSING]
     if missing:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
     return summary
+
+
+def read(summary: Summary, key: str, default: Any = None) -> Any:
+    """What a summary has at "key" or "key.inner", `default` where it has no such key."""
+    found: Any = summary
+    for name in key.split("."):
+        found = found.get(name, default) if isinstance(found, dict) else default
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -123,13 +134,3 @@ def _plain(obj: object) -> object:
     if isinstance(obj, float) and not math.isfinite(obj):
         return None
     return str(obj) if isinstance(obj, Path) else obj
-
-
-def _missing(summary: object) -> list[str]:
-    if not isinstance(summary, dict):
-        return ["every field: it is not a JSON object"]
-    missing = [name for name in SUMMARY_FIELDS if name not in summary]
-    for name in [name for name in SUMMARY_FIELDS if name in summary]:
-        inner = summary[name] if isinstance(summary[name], dict) else {}
-        missing += [f"{name}.{part}" for part in SUMMARY_FIELDS[name] if part not in inner]
-    return missing

@@ -1,5 +1,5 @@
-"""Other programs that follow a run: TensorBoard, Weights & Biases and MLflow. Each is an extra that is
-imported only when a run asks for it; what fails in one is told once, and the run goes on without it."""
+"""Trackers that follow a run: TensorBoard, Weights & Biases and MLflow. Each is an optional dependency and is
+imported only when a run asks for it. Tracker failures are reported in one line and never stop the run."""
 
 import contextlib
 import functools
@@ -14,49 +14,55 @@ from typing import Any, NamedTuple
 from fcljax.errors import InputError, choose
 from fcljax.files import write_text
 
-NOTES = "trackers.json"  # in a run directory: by tracker, what it needs to go on with the same run
+NOTES = "trackers.json"  # in a run directory: tracker -> id of the run there
 Scalars = dict[str, float | int]
 
 
 class Beginning(NamedTuple):
-    """What a tracker is told of a run: its directory, all settings by name, how many rounds are done (0 for a
-    new run), and the id by which the tracker knows it; empty for one that it has not met."""
+    """A run that a tracker starts to follow."""
 
     out: Path
     settings: Mapping[str, Any]
     done: int
+    """rounds that the run has completed"""
     id: str
+    """the tracker's id of the run; empty if it has not followed it before"""
 
 
 class Tracker(NamedTuple):
-    """A tracker at work. `id`: of its run, to go on with; log(number of the round from 0 on, values);
-    finish(values of the summary, none if the run was cut off)."""
+    """A tracker that follows a run."""
 
     id: str
+    """of the run, to resume it"""
     log: Callable[[int, Scalars], None]
+    """log(number of the round, from 0 on, its values)"""
     finish: Callable[[Scalars], None]
+    """finish(values of the summary; empty if the run was interrupted)"""
 
 
 class Following(NamedTuple):
-    """What a run tells its trackers: heard(a line of metrics.jsonl) and ended(the summary)."""
+    """The trackers of a run, for the run."""
 
     heard: Callable[[dict[str, Any]], None]
+    """to be called with every line of metrics.jsonl"""
     ended: Callable[[dict[str, Any]], None]
+    """to be called with the summary"""
 
 
 NOBODY = Following(lambda line: None, lambda summary: None)
 
 
 class Entry(NamedTuple):
-    """A tracker that there is: the module that it needs, and how it starts."""
+    """A tracker that can be chosen."""
 
     module: str
+    """that it needs"""
     start: Callable[[Beginning], Tracker]
 
 
 def tensorboard(run: Beginning) -> Tracker:
-    """Event files in the run's folder tensorboard; of a run that goes on, what was logged of later rounds
-    than its checkpoint is taken back."""
+    """Event files in the run's folder tensorboard. When a run is resumed, rounds logged after its checkpoint
+    are removed."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(logdir=str(run.out / "tensorboard"), purge_step=run.done if run.id else None)
@@ -77,12 +83,12 @@ def tensorboard(run: Beginning) -> Tracker:
 
 
 def wandb(run: Beginning) -> Tracker:
-    """A run of Weights & Biases in the project fcljax, or $WANDB_PROJECT; WANDB_MODE=offline keeps it
-    here."""
+    """A run of Weights & Biases in the project fcljax, or $WANDB_PROJECT; with WANDB_MODE=offline it stays on
+    this machine."""
     import wandb as library
 
     name = run.id or secrets.token_hex(8)
-    at_work = library.init(
+    tracked = library.init(
         id=name,
         resume="allow",
         project=os.environ.get("WANDB_PROJECT", "fcljax"),
@@ -92,36 +98,36 @@ def wandb(run: Beginning) -> Tracker:
     )
 
     def finish(values: Scalars) -> None:
-        at_work.summary.update(values)
-        at_work.finish()
+        tracked.summary.update(values)
+        tracked.finish()
 
-    return Tracker(name, lambda step, values: at_work.log(values, step=step), finish)
+    return Tracker(name, lambda step, values: tracked.log(values, step=step), finish)
 
 
 def mlflow(run: Beginning) -> Tracker:
     """A run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of the store that
-    $MLFLOW_TRACKING_URI names. A round that is made again after a checkpoint is not logged again."""
+    $MLFLOW_TRACKING_URI names. Rounds that are repeated after a checkpoint are not logged again."""
     from mlflow import MlflowClient
 
     client, name = MlflowClient(), run.id
     if not name:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fcljax")
         found = client.get_experiment_by_name(title)
-        place = found.experiment_id if found else client.create_experiment(title)
-        name = client.create_run(place, run_name=run.out.name).info.run_id
-        for sizes, value in run.settings.items():
-            client.log_param(name, sizes, str(value)[:500])
+        experiment = found.experiment_id if found else client.create_experiment(title)
+        name = client.create_run(experiment, run_name=run.out.name).info.run_id
+        for setting, value in run.settings.items():
+            client.log_param(name, setting, str(value)[:500])
     client.update_run(name, status="RUNNING")
 
     @functools.cache
-    def known(key: str) -> set[int]:
-        """The rounds that a run which goes on has logged already, some of them after its checkpoint: MLflow
-        keeps two values of one round, and draws both."""
+    def logged(key: str) -> set[int]:
+        """The rounds that a resumed run has logged, some of them after its checkpoint: MLflow would keep two
+        values of one round, and draw both."""
         return {each.step for each in client.get_metric_history(name, key)} if run.id else set()
 
     def log(step: int, values: Scalars) -> None:
         for key, value in values.items():
-            if step not in known(key):
+            if step not in logged(key):
                 client.log_metric(name, key, value, step=step)
 
     def finish(values: Scalars) -> None:
@@ -156,46 +162,45 @@ def parse(text: str | None) -> tuple[str, ...]:
 def following(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], done: int, tell: Callable[[str], None]
 ) -> Iterator[Following]:
-    """Trackers that follow a run until the block ends, these and those that have followed it before.
+    """Trackers that follow a run until the block ends: `names`, and those that have followed it before.
 
     Args:
       names: of TRACKERS.
       out: the run directory.
       settings: of the run.
-      done: rounds that it has behind it.
-      tell: what went wrong, in a line.
-
+      done: rounds that the run has completed.
+      tell: called with one line about a tracker that fails, which then no longer follows the run.
     """
-    noted = _noted(out)
-    at_work: dict[str, Tracker] = {}
+    ids = _known_ids(out)
+    active: dict[str, Tracker] = {}
     last: Scalars = {}
 
-    def safely(name: str, act: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def guarded(name: str) -> Iterator[None]:
         try:
-            return act()
+            yield
         except Exception as error:
-            at_work.pop(name, None)
+            active.pop(name, None)
             tell(f"warning: {name} follows the run no longer: {type(error).__name__}: {error}")
-            return None
 
-    for name in dict.fromkeys([*names, *noted]):
-        beginning = Beginning(out, settings, done, noted.get(name, ""))
-        tracker = safely(name, lambda name=name, beginning=beginning: TRACKERS[name].start(beginning))
-        if tracker is not None:
-            at_work[name] = tracker
-    if at_work:
-        write_text(out / NOTES, json.dumps({name: tracker.id for name, tracker in at_work.items()}) + "\n")
+    for name in dict.fromkeys([*names, *ids]):
+        with guarded(name):
+            active[name] = TRACKERS[name].start(Beginning(out, settings, done, ids.get(name, "")))
+    if active:
+        write_text(out / NOTES, json.dumps({name: tracker.id for name, tracker in active.items()}) + "\n")
 
     def heard(line: dict[str, Any]) -> None:
         step = line["task"] * int(settings["rounds"]) + line["round"]
-        for name, tracker in list(at_work.items()):
-            safely(name, lambda tracker=tracker: tracker.log(step, scalars(line)))
+        for name, tracker in list(active.items()):
+            with guarded(name):
+                tracker.log(step, scalars(line))
 
     try:
         yield Following(heard, lambda summary: last.update(scalars(summary)))
     finally:
-        for name, tracker in list(at_work.items()):
-            safely(name, lambda tracker=tracker: tracker.finish(dict(last)))
+        for name, tracker in list(active.items()):
+            with guarded(name):
+                tracker.finish(dict(last))
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
@@ -212,8 +217,8 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
     return found
 
 
-def _noted(out: Path) -> dict[str, str]:
-    """The trackers that have followed a run, and by which id."""
+def _known_ids(out: Path) -> dict[str, str]:
+    """The trackers that have followed a run, and its id in each."""
     try:
         found = json.loads((out / NOTES).read_text(encoding="utf-8"))
     except (OSError, ValueError):

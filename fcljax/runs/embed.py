@@ -1,38 +1,23 @@
-"""`fcljax embed`: the frozen features of a data set, as a file for other programs and as the runs' cache."""
+"""`fcljax embed`: the frozen features of a data set, as a file for other programs and for later runs."""
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from fcljax.config import InputConfig
 from fcljax.data.streaming import ready
 from fcljax.errors import InputError
 from fcljax.files import atomic, check_folder
 from fcljax.models.networks import network_name
+from fcljax.options import option
 from fcljax.results.metrics import nearest_class_mean
-from fcljax.runs.inputs import (
-    Inputs,
-    device_mesh,
-    frozen_features,
-    load_inputs,
-    make_splits,
-    save_features,
-    tell,
-)
+from fcljax.runs.features import frozen_features, save_features
+from fcljax.runs.inputs import device_mesh, load_inputs, make_splits, report_notes
+from fcljax.terminal import progress_bar
 from fcljax.types import Frozen
 
 
@@ -40,15 +25,17 @@ from fcljax.types import Frozen
 class EmbedConfig(InputConfig):
     """Options of `fcljax embed`, beside those that it shares with `fcljax run`."""
 
-    out: str | None = None  # .npz file, a new one; default: DATASET-BACKBONE.npz
-    keep_head: bool = False  # also write the logits of the checkpoint's classification head
+    out: str | None = option(None, unset="DATASET-BACKBONE.npz")
+    """File of the features, .npz, a new one."""
+    keep_head: bool = False
+    """Also write the logits of the checkpoint's classification head."""
 
 
 def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:
     """Write the features of both splits, training images first, to one .npz file.
 
-    It holds `features` float32 [N, D], `labels` [N], `is_test` [N], `class_names` and, if asked for, `logits`
-    float32 [N, classes of the head]. Fills the cache of query features too.
+    Its arrays are `features` float32 [N, D], `labels` [N], `is_test` [N], `class_names` and, if asked for,
+    `logits` float32 [N, classes of the head]. Later runs read the features from the data sets' folder.
 
     Args:
       cfg: which images and which backbone; `normalise` must be resolved.
@@ -56,8 +43,8 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
       console: where the progress bar and notes go.
 
     Returns:
-      What was done, by name: counts, width, speed, and how well the nearest class mean of the training
-        features does on the test images.
+      A summary by name: counts, width, speed, and the test accuracy of the nearest class mean of the training
+        features.
 
     Raises:
       InputError: for bad settings or files, or if `out` exists.
@@ -71,12 +58,17 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     mesh, inputs = device_mesh(cfg.devices), load_inputs(cfg)
     if cfg.keep_head and inputs.backbone.head is None:
         raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")
-    tell(inputs, console)
+    report_notes(inputs.backbone, console)
     dataset, start = inputs.dataset, time.perf_counter()
     labels = (dataset.y_train.astype(np.int64), dataset.y_test.astype(np.int64))
-    with _progress(console) as progress:
-        bar = progress.add_task("images", total=sum(map(len, labels)))
-        features = _features(cfg, inputs, mesh, labels, lambda rows: progress.update(bar, advance=rows))
+    with progress_bar("{task.description}", console=console) as bar:
+        shown = bar.add_task("images", total=sum(map(len, labels)))
+        compute = frozen_features(
+            inputs, cfg.eval_batch_size, lambda images: bar.update(shown, advance=images), mesh
+        )
+        splits = make_splits(dataset, labels, cfg.data_budget, cfg.eval_batch_size)
+        frozen = Frozen(inputs.backbone.params)
+        features = [np.asarray(compute(frozen, ready(split, mesh)), np.float32) for split in splits]
     seconds = time.perf_counter() - start
     arrays = {
         "features": np.concatenate(features),
@@ -89,8 +81,8 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
     with atomic(out) as temporary:
         np.savez(temporary, **arrays)
-    for part, found in zip(("train", "test"), features, strict=True):
-        save_features(cfg, inputs, part, found)
+    save_features(cfg, inputs, "train", features[0])
+    save_features(cfg, inputs, "test", features[1])
     accuracy = nearest_class_mean(features[0], labels[0], features[1], labels[1])
     return {
         "backbone": network_name(inputs.backbone.config),
@@ -101,28 +93,3 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
         "nearest class mean, test accuracy": round(accuracy, 4),
         "written to": str(out),
     }
-
-
-def _features(
-    cfg: EmbedConfig,
-    inputs: Inputs,
-    mesh: Mesh | None,
-    labels: tuple[np.ndarray, np.ndarray],
-    advance: Callable[[int], None],
-) -> list[np.ndarray]:
-    compute = frozen_features(inputs, cfg.eval_batch_size, advance, mesh)
-    splits = make_splits(inputs.dataset, *labels, cfg.data_budget, cfg.eval_batch_size)
-    found = (compute(Frozen(inputs.backbone.params), ready(split, mesh)) for split in splits)
-    return [np.asarray(features, np.float32) for features in found]
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )

@@ -1,8 +1,8 @@
-"""Accuracy after a task, over the test images of all tasks so far, of the global model or of the clients'."""
+"""Accuracy after a task on the test images of all tasks so far: of the global model, or of the clients'
+own."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,90 +13,126 @@ from fcljax.data.streaming import Host
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
-from fcljax.runs.features import Predicted, make_predict
-from fcljax.runs.records import Records
+from fcljax.runs.predict import Predicted, make_predict
+from fcljax.runs.records import Evaluated, Records
 from fcljax.types import RoundContext, Task
 
-
-class Evaluated(NamedTuple):
-    """Accuracy on each task seen so far, over all its test rows, with all seen classes competing: of the
-    global model, and of what was merged before the server changed it, if it did; and of the global model
-    where it is told each row's task, so that only that task's classes compete. None: not evaluated.
-
-    Where the model that counts is each client's own, the mean over clients of their accuracies on the classes
-    of each task that they have learned."""
-
-    accuracy: list[float] | None
-    provisional: list[float] | None
-    told: list[float] | None
+# evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's test split, perhaps
+# with query features. The records get the confusion matrix and the calibration, and the accuracies of each
+# client where clients are evaluated with models of their own.
+Evaluate = Callable[[Split | Host, State, int, Records], Evaluated]
 
 
-NOT_EVALUATED = Evaluated(None, None, None)
+def make_evaluate(exp: Experiment) -> Evaluate:
+    """The evaluation of the global model or, for a method with personal models, of those."""
+    return _evaluate_clients(exp) if exp.method.personal else _evaluate_server(exp)
 
 
-def make_evaluate(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
-    """evaluate(test, state, t, records) -> accuracies after task t. `test`: the test split, as in the
-    experiment or with query features; the records get the confusion matrix and the calibration, and where
-    clients are evaluated as themselves everyone's accuracies."""
-    make = _of_clients if exp.method.personal else _of_server
-    return make(exp, batch_size)
-
-
-def _of_server(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
-    label, tasks = exp.scenario.test_label, exp.scenario.tasks
-    make = lambda predict: make_predict(predict, exp.read, batch_size, len(label), exp.engine.mesh)
-    predict = make(exp.method.predict)
-    merged = exp.method.predict_provisional and make(exp.method.predict_provisional)
-    count = functools.partial(metrics.confusion_matrix, num_classes=exp.sizes.classes)
+def _evaluate_server(exp: Experiment) -> Evaluate:
+    label, tasks, classes = exp.scenario.test_label, exp.scenario.tasks, exp.sizes.classes
+    predict = _make_predict(exp, exp.method.predict)
+    provisional = exp.method.predict_provisional and _make_predict(exp, exp.method.predict_provisional)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        rows = np.flatnonzero(tasks[t].seen[label])
-        truth, classes = label[rows], [task.classes for task in tasks[: t + 1]]
-        task_of = _task_of([task.current for task in tasks[: t + 1]])
+        index = np.flatnonzero(tasks[t].seen[label])
+        truth, task_of = label[index], _task_of([task.current for task in tasks[: t + 1]])
 
-        def found_by(predict: Callable) -> Predicted:
-            records.add(evaluated_images=len(rows))
-            return predict(_round_context(exp, t), (state.server,), test, rows, task_of)
+        def predicted_by(predict: Callable) -> Predicted:
+            records.add(evaluated_images=len(index))
+            return predict(_last_round(exp, t), (state.server,), test, index, task_of)
 
-        accuracy = lambda label: metrics.task_accuracy(count(truth, label), classes).tolist()
-        found = found_by(predict)
-        _describe(records, [found], [truth], exp.sizes.classes)
-        provisional = accuracy(found_by(merged).label) if merged else None
-        return Evaluated(accuracy(found.label), provisional, accuracy(found.told))
+        def accuracy(predicted: np.ndarray) -> list[float]:
+            matrix = metrics.confusion_matrix(truth, predicted, classes)
+            return metrics.task_accuracy(matrix, [task.classes for task in tasks[: t + 1]]).tolist()
+
+        found = predicted_by(predict)
+        _describe(records, [found], [truth], classes)
+        merged = accuracy(predicted_by(provisional).label) if provisional else None
+        return Evaluated(accuracy(found.label), merged, accuracy(found.label_in_task))
 
     return evaluate
 
 
-def _of_clients(exp: Experiment, batch_size: int) -> Callable[..., Evaluated]:
-    label = exp.scenario.test_label
-    predict = _predict_clients(exp, exp.method.predict_client, batch_size)
+def _evaluate_clients(exp: Experiment) -> Evaluate:
+    label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        founds, truths, everyone, told = [], [], [], []
-        for client, (rows, found) in enumerate(predict(test, state, t)):
-            records.add(evaluated_images=len(rows))
-            truth = label[rows]
+        predicted, truths, accuracy, task_il = [], [], [], []
+        for client, (index, found) in enumerate(predict(test, state, t)):
+            records.add(evaluated_images=len(index))
+            truth = label[index]
             of_task = [exp.scenario.current(task, client)[truth] for task in range(t + 1)]
-            everyone.append(_shares(found.label == truth, of_task))
-            told.append(_shares(found.told == truth, of_task))
-            founds, truths = [*founds, found], [*truths, truth]
-        _describe(records, founds, truths, exp.sizes.classes)
-        records.clients, records.clients_told = (
-            [*records.clients[:t], everyone],
-            [*records.clients_told[:t], told],
-        )
-        return Evaluated(_over_clients(everyone), None, _over_clients(told))
+            accuracy.append(_share_per_task(found.label == truth, of_task))
+            task_il.append(_share_per_task(found.label_in_task == truth, of_task))
+            predicted.append(found)
+            truths.append(truth)
+        _describe(records, predicted, truths, exp.sizes.classes)
+        records.clients = [*records.clients[:t], accuracy]
+        records.clients_task_il = [*records.clients_task_il[:t], task_il]
+        return Evaluated(_mean_over_clients(accuracy), None, _mean_over_clients(task_il))
 
     return evaluate
 
 
-def _shares(right: Bool[np.ndarray, " n"], of_task: list[Bool[np.ndarray, " n"]]) -> list[float | None]:
-    """Of the rows of each task how many are right; None of a task without rows."""
+def personal_accuracy(exp: Experiment, state: State) -> list[float | None] | None:
+    """Accuracy of each client's personal model, after the last task, on the test images of those classes that
+    it has had.
+
+    None for a client that has had none, and for a method without personal models.
+    """
+    if exp.method.predict_client is None:
+        return None
+    label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
+    predicted = predict(exp.test, state, len(exp.scenario.tasks) - 1)
+    return [float(np.mean(found.label == label[index])) if len(index) else None for index, found in predicted]
+
+
+def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
+    """Calibration after the last task of a Bayesian method that averages its predictions over parameters
+    drawn from the posterior, instead of predicting with their means; None for other methods."""
+    if exp.method.predict_drawn is None:
+        return None
+    predict = _predict_by_client(exp, exp.method.predict_drawn)
+    predicted = list(predict(exp.test, state, len(exp.scenario.tasks) - 1))
+    truth = np.concatenate([exp.scenario.test_label[index] for index, _ in predicted])
+    found = _joined([found for _, found in predicted])
+    return metrics.calibration(found.label == truth, found.confidence).to_json()
+
+
+def _make_predict(exp: Experiment, function: Callable) -> Callable[..., Predicted]:
+    most = len(exp.scenario.test_label)
+    return make_predict(function, exp.read, exp.settings.eval_batch_size, most, exp.engine.mesh)
+
+
+def _predict_by_client(
+    exp: Experiment, function: Callable | None
+) -> Callable[..., Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
+    """predict(test, state, t) -> for each client the test images of the classes that it has had up to task t,
+    and the predictions of its own model."""
+    assert function is not None
+    label, predict = exp.scenario.test_label, _make_predict(exp, function)
+
+    def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
+        for client, learned in enumerate(exp.scenario.learned(t)):
+            personal = exp.method.personal
+            round_context = _own_last_round(exp, t, client, learned) if personal else _last_round(exp, t)
+            index = np.flatnonzero(learned[label])
+            own = jax.tree.map(lambda x, i=client: x[i], state.clients)
+            task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
+            yield index, predict(round_context, (state.server, own), test, index, task_of)
+
+    return each
+
+
+def _share_per_task(
+    right: Bool[np.ndarray, " n"], of_task: list[Bool[np.ndarray, " n"]]
+) -> list[float | None]:
+    """The share of each task's examples that is right; None for a task without examples."""
     return [float(right[mine].mean()) if mine.any() else None for mine in of_task]
 
 
-def _over_clients(shares: list[list[float | None]]) -> list[float]:
-    """The mean over the clients that have rows of a task; NaN if none has."""
+def _mean_over_clients(shares: list[list[float | None]]) -> list[float]:
+    """The mean for each task over the clients that have examples of it; NaN if none has."""
     values = np.array(shares, float)  # None becomes NaN
     known = ~np.isnan(values)
     return np.where(known.any(0), np.nansum(values, 0) / np.maximum(known.sum(0), 1), np.nan).tolist()
@@ -108,72 +144,25 @@ def _task_of(current: Sequence) -> Int[np.ndarray, " C"]:
     return np.where(has.any(axis=0), has.argmax(axis=0), -1)
 
 
-def _predict_clients(
-    exp: Experiment, function: Callable | None, batch_size: int
-) -> Callable[..., Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
-    """predict(test, state, t) -> for each client the test rows of the classes that it has held up to task t,
-    and what its own model says of them."""
-    label = exp.scenario.test_label
-    assert function is not None
-    predict = make_predict(function, exp.read, batch_size, len(label), exp.engine.mesh)
-
-    def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
-        for client, learned in enumerate(exp.scenario.learned(t)):
-            round_context = (
-                _own_round_context(exp, t, client, learned) if exp.method.personal else _round_context(exp, t)
-            )
-            rows = np.flatnonzero(learned[label])
-            own = jax.tree.map(lambda x, i=client: x[i], state.clients)
-            task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
-            yield rows, predict(round_context, (state.server, own), test, rows, task_of)
-
-    return each
-
-
-def _describe(records: Records, founds: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
-    """Confusion matrix and calibration of all predictions together."""
-    found, truth = _together(founds), np.concatenate(truths)
+def _describe(records: Records, predicted: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
+    """Record the confusion matrix and the calibration of all predictions together."""
+    found, truth = _joined(predicted), np.concatenate(truths)
     records.confusion = metrics.confusion_matrix(truth, found.label, classes).tolist()
     records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
 
 
-def _together(founds: list[Predicted]) -> Predicted:
-    return Predicted(*map(np.concatenate, zip(*founds, strict=True)))
+def _joined(predicted: list[Predicted]) -> Predicted:
+    return Predicted(*map(np.concatenate, zip(*predicted, strict=True)))
 
 
-def _round_context(exp: Experiment, t: int) -> RoundContext:
-    """What predictions after task t may read."""
+def _last_round(exp: Experiment, t: int) -> RoundContext:
+    """The context of predictions after task t."""
     return RoundContext.on_host(exp.frozen, exp.scenario.tasks[t], exp.sizes.rounds - 1, True)
 
 
-def _own_round_context(exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]) -> RoundContext:
-    """The same, with the classes that a client has learned as those that it has seen."""
+def _own_last_round(exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]) -> RoundContext:
+    """The same, where the classes seen are those that the client has learned."""
     task = exp.scenario.tasks[t]
     current = exp.scenario.current(t, client) & learned
     own = Task.of_numpy(np.asarray(task.index), np.asarray(task.classes), current, learned)
     return RoundContext.on_host(exp.frozen, own, exp.sizes.rounds - 1, True)
-
-
-def personal_accuracy(exp: Experiment, state: State, t: int, batch_size: int) -> list[float | None] | None:
-    """Accuracy of each client's personal model on the test rows of the classes that it has held.
-
-    None if it has held none. None altogether for a method without personal models.
-    """
-    if exp.method.predict_client is None:
-        return None
-    label, predict = exp.scenario.test_label, _predict_clients(exp, exp.method.predict_client, batch_size)
-    found = predict(exp.test, state, t)
-    return [float(np.mean(own.label == label[rows])) if len(rows) else None for rows, own in found]
-
-
-def sampled_calibration(exp: Experiment, state: State, t: int, batch_size: int) -> dict[str, Any] | None:
-    """Calibration after task t where a Bayesian method predicts with parameters drawn from its posteriors, as
-    the mean of their probabilities, in place of their means; None for other methods."""
-    if exp.method.predict_drawn is None:
-        return None
-    found = list(_predict_clients(exp, exp.method.predict_drawn, batch_size)(exp.test, state, t))
-    truth, own = (
-        np.concatenate([exp.scenario.test_label[rows] for rows, _ in found]),
-        _together([f for _, f in found]),
-    )
-    return metrics.calibration(own.label == truth, own.confidence).to_json()

@@ -1,177 +1,188 @@
-"""Predictions over a whole split in one compiled call, and the cache of un-prompted features that prompt
-methods query."""
+"""Features of the frozen backbone, which prompt methods query: computed once for each image whose input is
+deterministic, and kept between runs if `fcljax embed` has written them to files."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from fcljax.config import InputConfig
+from fcljax.data.files.sources import data_folder
 from fcljax.data.store import Split
-from fcljax.data.streaming import Host, over_windows, whole
-from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
-from fcljax.mesh import split as parted
-from fcljax.types import Batch, PyTree, RoundContext
+from fcljax.data.streaming import Host, whole
+from fcljax.files import atomic, open_regular
+from fcljax.runs.build import Experiment
+from fcljax.runs.inputs import Inputs, network_of, read_clean
+from fcljax.runs.predict import make_features
+from fcljax.scenario import Scenario
+from fcljax.types import Frozen, PyTree
 
-BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is shown
+Part = Literal["test", "train"]
+PARTS: tuple[Part, ...] = ("test", "train")
+TIMED_AS = {"train": "client", "test": "eval"}  # the part of a run's time in which the features are used
 
-
-class Predicted(NamedTuple):
-    """The predicted class of each row, its probability under the softmax of all logits, and the class that is
-    predicted where the task is told: among those of the row's own task. A row whose logits have no softmax,
-    as one of them is NaN or +inf, has no predicted class: -1, and a NaN as confidence."""
-
-    label: Int[np.ndarray, " n"]
-    confidence: Float[np.ndarray, " n"]
-    told: Int[np.ndarray, " n"]
+# fill(exp, tasks, section) -> the experiment with the features that these tasks need
+Fill = Callable[[Experiment, Iterable[int], Callable], Experiment]
 
 
-def make_predict(
-    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: Mesh | None = None
-) -> Callable[..., Predicted]:
-    """predictions(turn, model, split, rows, task_of [C]) -> Predicted, in the order of the rows.
-
-    `model` is what `predict` takes between the turn and the batch; `split` may be a `Host`; `task_of` says
-    which task each class belongs to, for predictions that are told a row's.
-
-    Args:
-      predict: (turn, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
-      read: (split, rows [B]) -> network input.
-      batch_size: rows per step of a device.
-      capacity: the most rows that will be asked for. Fewer cost less, but no other trace.
-      mesh: the devices that share the steps; None: the first one takes them all.
-    """
-
-    def loop(read_by: tuple, split: Split, rows, batches):
-        round_context, model, task_of = read_by
-
-        def step(i, out):
-            mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
-            query = None if split.query is None else split.query[mine]
-            nothing = jnp.zeros_like(mine)
-            batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
-            logits = predict(round_context, *model, batch).astype(jnp.float32)
-            mates = task_of == task_of[split.label[mine]][:, None]
-            confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
-            # argmax takes NaN for the largest, so that rows without a prediction would be of the first class
-            label = lambda of: jnp.where(jnp.isnan(confidence), -1, jnp.argmax(of, -1)).astype(jnp.int32)
-            found = label(logits), confidence, label(jnp.where(mates, logits, -jnp.inf))
-            put = lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,))
-            return jax.tree.map(put, out, found)
-
-        none = jnp.zeros(len(rows), jnp.int32)
-        return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(rows)), none))
-
-    def predictions(
-        round_context: RoundContext, model: tuple, split: Split | Host, rows: np.ndarray, task_of: np.ndarray
-    ) -> Predicted:
-        if not len(rows):
-            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-        return Predicted(
-            *_over_rows(loops, (round_context, model, task_of), split, rows, batch_size, capacity)
-        )
-
-    loops = _Loops.of(loop, mesh)
-    return predictions
-
-
-def make_features(
-    features: Callable,
-    read: Callable,
+def frozen_features(
+    inputs: Inputs,
     batch_size: int,
-    advance: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] = lambda images: None,
     mesh: Mesh | None = None,
-) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
-    """cache(frozen, split, rows) -> features of these images, by default of all, under the clean view, on the
-    device, or in numpy for a `Host`.
+) -> Callable[..., Array | np.ndarray]:
+    """(frozen, split, index) -> the backbone's class token [n, width] of these images, by default of all,
+    under the clean view.
 
     Args:
-      features: (frozen, image [B, S, S, 3]) -> [B, ...].
-      read: (split, rows [B]) -> network input.
-      batch_size: rows per step of a device.
-      advance: is told how many rows more are done.
-      mesh: as in `make_predict`.
+      inputs: the backbone, and how images become its input.
+      batch_size: images per step of a device.
+      on_progress: called with the number of images that have been added.
+      mesh: the devices that share the batches; None: the first one.
     """
+    network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
 
-    def loop(frozen, split: Split, rows, batches):
-        shape = jax.eval_shape(lambda: features(frozen, read(split, rows[:batch_size])))
+    def class_token(frozen: Frozen, image: Array) -> Array:
+        return network.apply(frozen.network, image, None, False)[0].cls
 
-        def step(i, out):
-            mine = jax.lax.dynamic_slice(rows, (i * batch_size,), (batch_size,))
-            return jax.lax.dynamic_update_slice_in_dim(
-                out, features(frozen, read(split, mine)), i * batch_size, 0
-            )
+    def read(split: Split, index: Array) -> Array:
+        return read_clean(preprocess, split, index)
 
-        return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(rows), *shape.shape[1:]), shape.dtype))
-
-    def cache(frozen: PyTree, split: Split | Host, rows: np.ndarray | None = None) -> Array | np.ndarray:
-        everything = np.arange(len(whole(split).label))
-        rows = everything if rows is None else rows
-        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * size(mesh))
-        found = _over_rows(loops, frozen, split, rows, batch_size, capacity, advance)
-        return found if isinstance(split, Host) else jnp.asarray(found)
-
-    loops = _Loops.of(loop, mesh)
-    return cache
+    return make_features(class_token, read, batch_size, on_progress, mesh)
 
 
-class _Loops(NamedTuple):
-    """A compiled loop (read_by, split, rows [N], batches) -> results [N, ...] of a device's rows, for each
-    device of a mesh: `resident` reads rows of a split that every device has, `window` of one of its own."""
+def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
+    """fill(exp, tasks, section): the experiment with the query features that clients and evaluations read in
+    these tasks, for all splits whose input is deterministic.
 
-    resident: Callable
-    window: Callable
-    mesh: Mesh | None
+    Those are the test split, and the training split if some phase reads it without augmentation. Features are
+    computed when the first task needs them, so that the first round does not wait for images of later tasks:
+    tasks are filled in their order, each once, and images of later tasks have NaN. Features that `fcljax
+    embed` has written are taken all at once. `section` is entered as "eval" or "client", to time the work.
 
-    @classmethod
-    def of(cls, loop: Callable, mesh: Mesh | None) -> "_Loops":
-        """The loop, compiled once for each. All devices get all results."""
+    Args:
+      exp: the experiment.
+      parts: the splits that are read.
+    """
+    read = ("test", "train") if _reads_clean(exp) else ("test",)
+    wanted: list[Part] = [part for part in parts if part in read] if exp.method.queries else []
+    saved = {part: saved_features(exp.settings, exp.inputs, part) for part in wanted}
+    compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
-        def compiled(images: PartitionSpec) -> Callable:
-            return jit(on_each(loop, mesh, (WHOLE, images, parted(), WHOLE), parted()), mesh)
+    def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
+        split, known = getattr(exp, part), whole(getattr(exp, part)).query
+        index = (newly_assigned if part == "train" else newly_evaluated)(exp.scenario, t)
+        if not len(index) and known is not None:
+            return known
+        index = index if len(index) else np.zeros(1, int)
+        # without known features: the compiled loop takes splits of one kind
+        found = np.asarray(compute(exp.frozen, _with_query(split, None), index))
+        shape = (len(whole(split).label), *found.shape[1:])
+        known = np.full(shape, np.nan, found.dtype) if known is None else np.array(known)
+        known[index] = found
+        return known
 
-        return cls(compiled(WHOLE), compiled(parted()), mesh)
+    def filled(exp: Experiment, part: Part, t: int) -> Experiment:
+        split = getattr(exp, part)
+        if saved[part] is not None and whole(split).query is not None:
+            return exp
+        query = features(exp, part, t) if saved[part] is None else saved[part]
+        query = query if isinstance(split, Host) else exp.engine.place(jnp.asarray(query))
+        new = _with_query(split, query)
+        return exp._replace(train=new) if part == "train" else exp._replace(test=new)
+
+    def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
+        for t, part in itertools.product(tasks, wanted):
+            with section(TIMED_AS[part]):
+                exp = filled(exp, part, t)
+        return exp
+
+    return fill
 
 
-def _over_rows(
-    loops: _Loops,
-    read_by: PyTree,
-    split: Split | Host,
-    rows: np.ndarray,
-    batch_size: int,
-    capacity: int,
-    advance: Callable = lambda rows: None,
-) -> PyTree:
-    """The results of all rows, of which there are some, at most `capacity` of them in one call; a call has
-    whole batches, of which the devices take turns. Calls of a `Host` get a window of the rows that each
-    device reads, in order."""
-    # Two steps at the least: XLA compiles a loop over one step's rows another way, with other roundings.
-    devices, host = size(loops.mesh), isinstance(split, Host)
-    steps = max(2, -(-capacity // (devices * batch_size)))
-    steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
-    width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
-    parts = [rows[start : start + width].astype(np.int32) for start in range(0, len(rows), width)]
-    padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]
-    place = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
-    read_by = put(read_by, loops.mesh) if loops.mesh else read_by
+def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment:
+    """The experiment with the query features of all tasks."""
+    return make_fill(exp, parts)(exp, range(len(exp.scenario.tasks)), contextlib.nullcontext)
 
-    def step(done: list, i: int, window: Split) -> list:
-        batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
-        jax.block_until_ready(done)
-        if done:
-            advance(len(parts[i - 1]))
-        function, mine = (loops.window, place) if host else (loops.resident, padded[i])
-        return [*done, function(read_by, window, put(mine, loops.mesh, parted()), batches)]
 
-    def load(i: int) -> Split:
-        return split.take(padded[i], loops.mesh, parted=True) if isinstance(split, Host) else split
+def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
+    """Indices of the training images that some client has in task t, and none had before."""
+    of_tasks = [
+        np.concatenate([partition.indices for partition in of_task])
+        for of_task in scenario.partitions[: t + 1]
+    ]
+    return np.setdiff1d(of_tasks[-1], np.concatenate([of_tasks[-1][:0], *of_tasks[:-1]]))
 
-    found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
-    back = np.argsort(order)
-    joined = lambda *some: np.concatenate([np.asarray(x)[back] for x in some])[: len(rows)]
-    result = jax.tree.map(joined, *found)
-    advance(len(parts[-1]))
-    return result
+
+def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
+    """Indices of the test images of those classes that are evaluated after task t, and were not before."""
+    read = [np.asarray(scenario.tasks[i].seen) | scenario.learned(i).any(axis=0) for i in range(t + 1)]
+    new = read[-1] & ~np.any([np.zeros_like(read[-1]), *read[:-1]], axis=0)
+    return np.flatnonzero(new[scenario.test_label])
+
+
+def _reads_clean(exp: Experiment) -> bool:
+    """Does some phase read training images without augmentation?"""
+    phases = [phase for each in exp.method.rounds for phase in each.program.phases]
+    return any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
+
+
+def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
+    if isinstance(split, Host):
+        return split._replace(tree=split.tree._replace(query=query))
+    return split._replace(query=query)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
+    """The file of a split's features. Its name depends on everything that decides their bits: weights,
+    images, view, batches, and what computes them."""
+    facts = {
+        "weights": inputs.backbone.digest,
+        "network": repr(inputs.backbone.config),
+        "positions": options.positions,
+        "view": repr(inputs.preprocess),
+        "images": inputs.dataset.digest,
+        "split": part,
+        "batch": options.eval_batch_size,
+        "computed by": [jax.__version__, jax.devices()[0].device_kind],
+    } | ({"devices": options.devices} if options.devices > 1 else {})
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return data_folder(options.data_dir) / "features" / f"{name}.npz"
+
+
+def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
+    """The features that `fcljax embed` has written for these options, if they are there and intact."""
+    count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
+    try:
+        with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
+            features, sha256 = file["features"], str(file["sha256"])
+    except Exception:  # a damaged file may raise anything in the parsers of zip and npy
+        return None
+    fits = features.shape == (count, inputs.backbone.config.width) and features.dtype == np.float32
+    return features if fits and sha256 == _sha256(features) else None
+
+
+def save_features(
+    options: InputConfig, inputs: Inputs, part: Part, features: Float[np.ndarray, "N D"]
+) -> None:
+    """Keep the features of a split for later runs."""
+    path = feature_file(options, inputs, part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        np.savez(temporary, features=features, sha256=np.array(_sha256(features)))
+
+
+def _sha256(features: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()

@@ -1,9 +1,8 @@
-"""Processes, on one host or on several, that play one run together: how they find each other, say the same,
-and end together.
+"""Processes, on one host or several, that share one run: how they find each other, agree, and end together.
 
-Each is started by the same command with its own number. All compute the same values; process 0 alone writes
-files and prints. The work is done in a child of each process: where another one is lost, jax's coordination
-service aborts the process that it runs in, and the parent is left to say so in one line.
+The same command starts each process, with its own number. All compute the same values; process 0 alone writes
+files and prints. A child of each process does the work: when another process is lost, jax's coordination
+service aborts the process that it runs in, and the parent remains to report it in one line.
 """
 
 import contextlib
@@ -23,40 +22,23 @@ import jax
 import numpy as np
 
 from fcljax.errors import InputError, one_line
-from fcljax.options import check_ranges, option
+from fcljax.options import check_ranges
+from fcljax.settings import HostOptions
 
 Value = TypeVar("Value")
 
-LOST = 75  # exit code where another process has ended: the run can be gone on with (EX_TEMPFAIL)
-# what the errors of jax's collectives and of its coordination service have in them where a process is lost
+LOST = 75  # exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
+# words in the errors of jax's collectives and of its coordination service when a process is lost
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
 _JOINED, _OUT = "fcljax-joined", "fcljax-out "  # lines of the child's log
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """Processes that share a run, on one host or several; each gets the same options and its own number."""
-
-    # HOST:PORT of process 0; the run uses the devices of all processes; auto: as Slurm, Open MPI, Kubernetes
-    # or a TPU's runtime says
-    coordinator: str | None = None
-    processes: int | None = None  # how many there are
-    process: int | None = option(None, least=0)  # this one's number, from 0
-    # seconds to wait for the others: to come, and for a sign of life; default: 100
-    host_timeout: int | None = option(None, least=5, most=3600)
-
-    @property
-    def seconds(self) -> int:
-        """Of `host_timeout`."""
-        return 100 if self.host_timeout is None else self.host_timeout
-
-
 def check(hosts: HostOptions) -> None:
-    """Check that the options say who plays.
+    """Check that the options name this process and the others.
 
     Raises:
-      InputError: naming the first that does not.
+      InputError: naming the first option that is wrong or missing.
     """
     check_ranges(hosts)
     given = [name for name in ("processes", "process") if getattr(hosts, name) is not None]
@@ -67,7 +49,7 @@ def check(hosts: HostOptions) -> None:
         return
     if hosts.coordinator == "auto":
         if given:
-            raise InputError(f"{given[0]}: with coordinator 'auto' it is found out; leave out --{given[0]}")
+            raise InputError(f"{given[0]}: coordinator 'auto' finds it by itself; leave out --{given[0]}")
         return
     host, _, port = hosts.coordinator.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
@@ -88,122 +70,135 @@ def check(hosts: HostOptions) -> None:
 # ---- in the run --------------------------------------------------------------------------------------------
 
 
-def leads() -> bool:
-    """Is this the process that writes and prints?"""
-    return jax.process_index() == 0
-
-
-def gathered(text: str) -> list[str]:
-    """What each process says, in the order of their numbers; all must call it together."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils  # a run of one process need not load it
-
-    mine = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
-    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-    padded[: len(mine)] = mine
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
 class Refused(InputError):
-    """Bad input that all processes know of: none of them waits for another."""
+    """Bad input that all processes know of, so that none of them waits for another."""
 
 
-def agreed(function: Callable[[], Value]) -> Value:
-    """What `function` gives here, once it has ended everywhere.
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The processes that share this run, as one of them sees them.
 
-    Raises:
-      Refused: with the line of the first process where it raised an InputError, everywhere.
+    All processes must call a method that communicates together. Where there is one process, each method
+    returns at once.
     """
-    if jax.process_count() == 1:
-        return function()
-    found, error = None, ""
-    try:
-        found = function()
-    except InputError as raised:
-        error = str(raised)
-    for process, line in enumerate(gathered(error)):
-        if line:
-            raise Refused(line if process == 0 or error == line else f"{line} (in process {process})")
-    return found  # pyrefly: ignore[bad-return]  # it raised where there is nothing
 
+    index: int = 0  # of this process
+    count: int = 1
 
-def told(function: Callable[[], Value]) -> Value:
-    """What `function` gives in process 0, a JSON value, in every process.
+    @classmethod
+    def connected(cls) -> "Hosts":
+        """Those that jax has connected."""
+        return cls(jax.process_index(), jax.process_count())
 
-    Raises:
-      Refused: what it raises there, everywhere.
-    """
-    if jax.process_count() == 1:
-        return function()
-    return json.loads(gathered(agreed(lambda: json.dumps(function()) if leads() else ""))[0])
+    @property
+    def first(self) -> bool:
+        """Is this the process that writes and prints?"""
+        return self.index == 0
 
+    def gather(self, text: str) -> list[str]:
+        """The texts of all processes, in the order of their numbers."""
+        if self.count == 1:
+            return [text]
+        from jax.experimental import multihost_utils  # a run of one process need not load it
 
-def spread(tree: Any) -> Any:
-    """Arrays of process 0 in every process, bit for bit; those of the others give the shapes."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
+        mine = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
+        padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+        padded[: len(mine)] = mine
+        texts = np.asarray(multihost_utils.process_allgather(padded))
+        return [each[:size].tobytes().decode() for each, size in zip(texts, sizes, strict=True)]
 
-    def one(x: Any) -> jax.Array:
-        host = np.asarray(x)
-        sent = multihost_utils.broadcast_one_to_all(np.frombuffer(host.tobytes(), np.uint8))
-        return jax.numpy.asarray(np.frombuffer(np.asarray(sent).tobytes(), host.dtype).reshape(host.shape))
+    def agree(self, function: Callable[[], Value]) -> Value:
+        """The result of `function` in this process, once it has succeeded in every process.
 
-    return jax.tree.map(one, tree)
+        Raises:
+          Refused: in every process, with the line of the first one where it raised an InputError.
+        """
+        if self.count == 1:
+            return function()
+        result, error = None, ""
+        try:
+            result = function()
+        except InputError as raised:
+            error = str(raised)
+        for process, line in enumerate(self.gather(error)):
+            if line:
+                raise Refused(line if process == 0 or error == line else f"{line} (in process {process})")
+        return result  # pyrefly: ignore[bad-return]  # it raised where there is nothing
 
+    def from_first(self, function: Callable[[], Value]) -> Value:
+        """The result of `function`, a JSON value, of the first process, which alone calls it.
 
-def check_same(facts: dict[str, Any]) -> None:
-    """Check that all processes have the same settings and read the same files.
+        Raises:
+          Refused: in every process, if it raised an InputError.
+        """
+        if self.count == 1:
+            return function()
+        result = self.agree(lambda: json.dumps(function()) if self.first else "")
+        return json.loads(self.gather(result)[0])
 
-    Args:
-      facts: JSON values by name, in named groups: what must be the same.
+    def broadcast(self, tree: Any) -> Any:
+        """The first process's arrays in every process, bit for bit; those of the others give the shapes."""
+        if self.count == 1:
+            return tree
+        from jax.experimental import multihost_utils
 
-    Raises:
-      Refused: naming the first fact that a process has otherwise than process 0.
-    """
-    first, *others = map(json.loads, gathered(json.dumps(facts)))
-    for process, found in enumerate(others, start=1):
-        for kind, name in [(kind, name) for kind, own in first.items() for name in own]:
-            ours, theirs = (repr(each[kind].get(name))[:60] for each in (first, found))
-            if ours != theirs:
-                raise Refused(
-                    f"{name}: process {process} has {theirs}, process 0 {ours}; they must be the same"
-                )
+        def one(x: Any) -> jax.Array:
+            array = np.asarray(x)
+            sent = multihost_utils.broadcast_one_to_all(np.frombuffer(array.tobytes(), np.uint8))
+            received = np.frombuffer(np.asarray(sent).tobytes(), array.dtype)
+            return jax.numpy.asarray(received.reshape(array.shape))
 
+        return jax.tree.map(one, tree)
 
-def devices_of(asked: int | None) -> int:
-    """The devices of all processes.
+    def check_same(self, facts: dict[str, Any]) -> None:
+        """Check that all processes have the same settings and read the same files.
 
-    Raises:
-      InputError: if other ones are asked for, or the processes have not equally many.
-    """
-    counts = np.bincount([device.process_index for device in jax.devices()], minlength=jax.process_count())
-    if len(set(counts.tolist())) > 1:
-        raise InputError(f"processes: they must have equally many devices, and have {counts.tolist()}")
-    if asked is not None and asked != jax.device_count():
-        raise InputError(
-            f"devices: {asked} asked for, and the {jax.process_count()} processes have {jax.device_count()} "
-            f"together; nearest valid value: {jax.device_count()}"
-        )
-    return jax.device_count()
+        Args:
+          facts: what must be the same: JSON values by name, in named groups.
 
+        Raises:
+          Refused: naming the first fact in which a process differs from process 0.
+        """
+        first, *others = map(json.loads, self.gather(json.dumps(facts)))
+        for process, found in enumerate(others, start=1):
+            for kind, name in [(kind, name) for kind, own in first.items() for name in own]:
+                ours, theirs = (repr(each[kind].get(name))[:60] for each in (first, found))
+                if ours != theirs:
+                    raise Refused(
+                        f"{name}: process {process} has {theirs}, process 0 has {ours}; they must be the same"
+                    )
 
-def leave() -> None:
-    """No process waits for another from here on; all must call it together."""
-    if jax.process_count() > 1:
-        jax.distributed.shutdown()
+    def devices(self, asked: int | None) -> int:
+        """The number of devices of all processes together.
+
+        Raises:
+          InputError: if another number was asked for, or the processes do not have equally many.
+        """
+        counts = np.bincount([device.process_index for device in jax.devices()], minlength=self.count)
+        if len(set(counts.tolist())) > 1:
+            raise InputError(f"processes: they must have equally many devices, and have {counts.tolist()}")
+        total = jax.device_count()
+        if asked is not None and asked != total:
+            raise InputError(
+                f"devices: {asked} asked for, and the {self.count} processes have {total} together; nearest "
+                f"valid value: {total}"
+            )
+        return total
+
+    def leave(self) -> None:
+        """From here on no process waits for another."""
+        if self.count > 1:
+            jax.distributed.shutdown()
 
 
 @contextlib.contextmanager
 def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
-    """Inside the block this process is one of those that play the run. At its end, or if all refuse, it waits
-    for the others; whatever else ends it is left to `work`.
+    """Inside the block this process shares the run with the others. When the block ends, or all refuse, it
+    waits for them; `work` handles every other end.
 
     Raises:
-      InputError: where `auto` finds nothing.
+      InputError: if `auto` finds nothing.
     """
     where = None if hosts.coordinator == "auto" else hosts.coordinator
     try:
@@ -233,14 +228,14 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
 # ---- the child that works, and its parent ------------------------------------------------------------------
 
 
-def tell_folder(out: str, log: TextIO) -> None:
+def report_folder(out: str, log: TextIO) -> None:
     """Let the parent know where the run's files are, for its last line."""
     print(_OUT + json.dumps(out), file=log, flush=True)
 
 
 def work(function: Callable[[TextIO], int], log_number: int) -> int:
-    """`function(log)` in the child: its exit code, or `LOST`. The child ends when its parent does, and what
-    libraries in C++ print goes to the log, since only our own lines are for the user."""
+    """Call `function(log)` in the child, and return its exit code, or `LOST`. The child ends when its parent
+    does. What C++ libraries print goes to the log, since only our own lines are for the user."""
     log = os.fdopen(log_number, "w", buffering=1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.flush(), sys.stderr.flush()
@@ -261,20 +256,19 @@ def _end_with_parent() -> None:
     os._exit(LOST)
 
 
-def supervised(command: list[str], hosts: HostOptions, go_on: Callable[[str | None], str]) -> int:
-    """Run a command, which calls `work` with the number that stands in place of "LOG", as a child, and say in
-    one line what ended it if it cannot say so itself.
+def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | None], str]) -> int:
+    """Run a command as a child, and report in one line what ended it if it cannot do so itself.
 
     Args:
-      command: of Python.
-      hosts: where the others are.
-      go_on: what a user can do then, from the run's folder, if that was known.
+      command: arguments of Python; "LOG" stands for the number that the child gives to `work`.
+      hosts: where the other processes are.
+      advice: what a user can do then, given the run's folder, or None if it is not known.
 
     Returns:
-      Its exit code; `LOST` where another process has ended.
+      The child's exit code; `LOST` if another process has ended.
 
     Raises:
-      InputError: if the processes did not come together.
+      InputError: if the processes did not meet.
     """
     with tempfile.TemporaryFile() as log:
         number = str(log.fileno())
@@ -293,15 +287,15 @@ def supervised(command: list[str], hosts: HostOptions, go_on: Callable[[str | No
     if _JOINED not in lines and code != -signal.SIGKILL:
         where = "the others" if hosts.process == 0 else repr(hosts.coordinator)
         raise InputError(
-            f"coordinator: process {hosts.process} has not met {where} in {hosts.seconds} s; are all "
-            f"{hosts.processes} processes there, and is {hosts.coordinator!r} the address of process 0?"
+            f"coordinator: process {hosts.process} has not met {where} in {hosts.seconds} s; have all "
+            f"{hosts.processes} processes started, and is {hosts.coordinator!r} the address of process 0?"
         )
     out = next((json.loads(line[len(_OUT) :]) for line in lines if line.startswith(_OUT)), None)
     if code == LOST or any(sign in said for sign in _SIGNS[2:]):
         what, code = "another process of the run has ended", LOST
     else:
         what, code = f"stopped by {signal.Signals(-code).name}", 128 - code
-    print(f"fcljax: {one_line(f'{what}; {go_on(out)}')}", file=sys.stderr)
+    print(f"fcljax: {one_line(f'{what}; {advice(out)}')}", file=sys.stderr)
     return code
 
 
@@ -312,8 +306,8 @@ def _said(log: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def _forwarding(child: subprocess.Popen) -> Iterator[None]:
-    """Signals that come to this process go to the child, which knows what to do. (In a session of its own it
-    gets none from the terminal, and none twice.)"""
+    """Signals to this process go to the child, which knows what to do. (Since it has a session of its own,
+    the terminal sends it none, and it gets none twice.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,14 +1,10 @@
-"""What every command starts from: a backbone with its weights, and the images of a data set in the range that
-it expects.
+"""The inputs of a run: a backbone with its weights, and the images of a data set in the range that it
+expects.
 
-Reads files; all that comes after works on what is loaded here.
+Files are read here; everything after works on what was loaded.
 """
 
-import hashlib
-import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -21,23 +17,22 @@ from rich.console import Console
 from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.files.sources import DataOptions, data_folder, hold_out, load_dataset
+from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
-from fcljax.files import atomic, machine_memory, open_regular
+from fcljax.files import machine_memory
 from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
-from fcljax.options import SurrogateOptions, resolved
+from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
-from fcljax.runs.features import make_features
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
-# of a device's memory that images may take when no budget is given: the rest is for the network at work
+# share of a device's memory for images if no budget is given; the network needs the rest while it works
 RESIDENT_SHARE = 0.5
 
 
@@ -56,17 +51,17 @@ def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
 
     Args:
       cfg: what to load.
-      dataset: images to take in place of those that the settings name.
+      dataset: images to use instead of those that the settings name.
 
     Raises:
-      InputError: for anything in the settings or files that cannot work.
+      InputError: for settings or files that cannot work.
     """
     backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
     dataset = load_split(cfg, size) if dataset is None else dataset
-    # Data sets that suggest no crops (digits, glyphs) fill their frame: they are resized as a whole, without
-    # the margin.
-    preprocess = preset(resolved(cfg.preprocess), size, fills_frame=not dataset.augment)
+    # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
+    # a whole, without the margin.
+    preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
     preprocess = with_constants(preprocess, cfg, backbone)
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
@@ -75,7 +70,7 @@ def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
 def load_network(
     cfg: BackboneConfig, image_size: int | None, decoder: str | None = None, seed: int = 0
 ) -> Pretrained:
-    """The network that the settings name; `seed` is of random values, where it has no weights.
+    """The network that the settings name. Without weights it has random values, which `seed` decides.
 
     Raises:
       InputError: as `load_backbone`.
@@ -85,9 +80,7 @@ def load_network(
         cfg.checkpoint,
         image_size,
         cfg.dtype,
-        WeightOptions(
-            heads=cfg.heads, positions=resolved(cfg.positions), decoder=decoder, stem=cfg.stem, seed=seed
-        ),
+        WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),
     )
 
 
@@ -95,7 +88,8 @@ def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Ne
     """The network of a file of weights as methods see it, with its decoder if it has one.
 
     Args:
-      preprocess: how its images are made, of which it keeps the pixel constants; None: those of the weights.
+      backbone: the weights.
+      preprocess: gives the pixel constants; None: those of the weights.
     """
     pixels, pair = backbone if preprocess is None else preprocess, None
     if backbone.decoder and isinstance(backbone.config, ViTConfig):
@@ -110,7 +104,7 @@ def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretra
         return preprocess
     if cfg.normalise == "checkpoint":
         return preprocess.with_pixels(backbone.mean, backbone.std)
-    return preprocess.with_pixels(*NORMALISE[resolved(cfg.normalise)])
+    return preprocess.with_pixels(*NORMALISE[cfg.normalise])
 
 
 def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
@@ -129,7 +123,7 @@ def surrogate_images(
     """Training images of another data set under the clean view, as grey levels.
 
     Raises:
-      InputError: for a data set that is not there, or the run's own.
+      InputError: for a data set that is missing, or the run's own.
     """
     if options.surrogate == cfg.dataset:
         raise InputError(f"surrogate: {options.surrogate!r} is the run's own data set; name another")
@@ -137,8 +131,8 @@ def surrogate_images(
         dataset = load_dataset(options.surrogate, image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
-    rows = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
-    plain = preset(resolved(cfg.preprocess), image_size, fills_frame=not dataset.augment)
+    chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
+    plain = preset(cfg.preprocess, image_size, fills_frame=not dataset.augment)
     view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
     size = dataset.size_train
 
@@ -147,24 +141,19 @@ def surrogate_images(
         return np.round(np.asarray(unit) * 255).astype(np.uint8)
 
     # a chunk at a time: the views are four times as large as the grey levels
-    return np.concatenate([grey(rows[i : i + 256]) for i in range(0, len(rows), 256)])
+    return np.concatenate([grey(chosen[i : i + 256]) for i in range(0, len(chosen), 256)])
 
 
-def tell(inputs: Inputs, console: Console) -> None:
-    """What a user should know of the weights."""
-    tell_notes(inputs.backbone.notes, console)
-
-
-def tell_notes(notes: tuple[str, ...], console: Console) -> None:
-    """The notes that a file of weights comes with."""
-    for note in notes:
+def report_notes(backbone: Pretrained, console: Console) -> None:
+    """Print what a user should know about the weights."""
+    for note in backbone.notes:
         say(console, f"checkpoint: {note}")
 
 
 def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
-    """The options of `load_dataset` and `prepare` under these settings, for a network that sees image_size
-    pixels."""
-    geometry = preset(resolved(cfg.preprocess), image_size).geometry
+    """The options of `load_dataset` and `prepare` under these settings, for a network that takes images of
+    image_size pixels."""
+    geometry = preset(cfg.preprocess, image_size).geometry
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
         data_dir=cfg.data_dir,
@@ -176,60 +165,57 @@ def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
     )
 
 
-def read_clean(preprocess: Preprocess, split: Split, rows: Array) -> Float[Array, "B S S 3"]:
-    """These rows of a split as network input, under the clean view."""
-    mine = _take(split, rows)
+def read_clean(preprocess: Preprocess, split: Split, index: Array) -> Float[Array, "B S S 3"]:
+    """These images of a split as network input, under the clean view."""
+    mine = _take(split, index)
     return clean_view(preprocess, mine.image, mine.size)
 
 
-def fetch(preprocess: Preprocess, augments: bool, split: Split, rows: Array, keys: Array, augment: bool):
-    """What the engine reads: rows of a split as network input, with the query features where they are cached
-    and still hold."""
-    mine = _take(split, rows)
+def fetch(
+    preprocess: Preprocess, augments: bool, split: Split, index: Array, keys: Array, augment: bool
+) -> tuple[Array, Array, Array | None]:
+    """What the engine reads of these examples: the network's input, the labels, and the query features where
+    they are cached and valid."""
+    mine = _take(split, index)
     if augment and augments:
         return train_view(preprocess, mine.image, keys, mine.size), mine.label, None
     return clean_view(preprocess, mine.image, mine.size), mine.label, mine.query
 
 
-def _take(split: Split, rows: Array) -> PyTree:
-    """A split of these rows, of jax's arrays alone."""
-    # The barrier keeps XLA from fusing the gather with what follows. Without it the arithmetic after it would
-    # be compiled another way for arrays of another length, and images on the host would not give the bits of
-    # resident ones.
-    return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[rows], split))
+def _take(split: Split, index: Array) -> PyTree:
+    """A split of these examples."""
+    # The barrier keeps XLA from fusing the gather with what follows. Otherwise the arithmetic after it would
+    # be compiled differently for arrays of another length, and images on the host would not give the same
+    # bits as resident ones.
+    return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[index], split))
 
 
-# ---- where the images lie ----------------------------------------------------------------------------------
+# ---- images on the device or on the host -------------------------------------------------------------------
 
 
 def make_splits(
-    dataset: Dataset,
-    train_label: np.ndarray,
-    test_label: np.ndarray,
-    budget: int | None,
-    eval_batch_size: int,
+    dataset: Dataset, labels: tuple[np.ndarray, np.ndarray], budget: int | None, eval_batch_size: int
 ) -> tuple[Split | Host, Split | Host]:
-    """Training and test split: on the device if both fit into the budget, else the larger one, or both, on
-    the host.
+    """Training and test split: on the device if both fit into the budget; otherwise the larger one, or both,
+    on the host.
 
     Args:
       dataset: the images.
-      train_label: labels that go with the training images, in whatever numbering the caller uses.
-      test_label: labels that go with the test images.
-      budget: MiB of device memory for images; None takes a share of what the device has.
-      eval_batch_size: images per evaluation step, the least that a window of test images holds.
+      labels: of the training and the test images, in the numbering of the caller.
+      budget: MiB of device memory for images; None: a share of the device's memory.
+      eval_batch_size: images per evaluation step; a window of test images has at least two.
 
     Raises:
-      InputError: for a budget that does not hold two windows of two evaluation steps for either split.
+      InputError: for a budget in which two windows of two evaluation steps do not fit.
     """
-    train = Split(dataset.x_train, train_label.astype(np.int32), dataset.size_train)
-    test = Split(dataset.x_test, test_label.astype(np.int32), dataset.size_test)
+    train = Split(dataset.x_train, labels[0].astype(np.int32), dataset.size_train)
+    test = Split(dataset.x_test, labels[1].astype(np.int32), dataset.size_test)
     room = device_memory() * RESIDENT_SHARE if budget is None else budget * 2**20
     one = max(split.image.nbytes // len(split.label) for split in (train, test))
     if budget is not None and room < 8 * eval_batch_size * one:
         least = -(-8 * eval_batch_size * one // 2**20)
         raise InputError(
-            f"data_budget: {budget} MiB hold no windows of {2 * eval_batch_size} images; nearest valid "
+            f"data_budget: {budget} MiB cannot hold windows of {2 * eval_batch_size} images; nearest valid "
             f"value: {least}"
         )
     if train.image.nbytes + test.image.nbytes <= room:
@@ -240,10 +226,10 @@ def make_splits(
 
 
 def device_mesh(devices: int) -> Mesh | None:
-    """The first so many devices; None for one, which needs no mesh.
+    """A mesh of the first devices; None for one device, which needs no mesh.
 
     Raises:
-      InputError: if there are not so many.
+      InputError: if there are fewer.
     """
     available = jax.device_count()
     if devices > available:
@@ -252,7 +238,7 @@ def device_mesh(devices: int) -> Mesh | None:
 
 
 def device_memory() -> int:
-    """Bytes of memory of the first device of this process; of the machine for a CPU."""
+    """Bytes of memory of this process's first device; of the machine for a CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return limit or machine_memory()
 
@@ -265,76 +251,19 @@ def _host(split: Split, window: float) -> Host:
     return Host(split, int(window // (split.image.nbytes // len(split.label))))
 
 
-# ---- frozen features ---------------------------------------------------------------------------------------
-
-
-def frozen_features(
-    inputs: Inputs,
-    batch_size: int,
-    advance: Callable[[int], None] = lambda rows: None,
-    mesh: Mesh | None = None,
-) -> Callable[..., Array | np.ndarray]:
-    """(params, split, rows) -> the backbone's class token [n, width] of these images, by default of all,
-    under the clean view: what prompt methods query. `advance` is told how many images more are done; the
-    devices of `mesh` share the batches."""
-    network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
-    features = lambda frozen, image: network.apply(frozen.network, image, None, False)[0].cls
-    return make_features(
-        features, lambda split, rows: read_clean(preprocess, split, rows), batch_size, advance, mesh
-    )
+# ---- the network's cost -----------------------------------------------------------------------------------
 
 
 def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtypeStruct]:
-    """One image's way through the network, traced but not compiled, and the image."""
+    """The forward pass of one image, traced but not compiled, and the image's shape."""
     network, side = network_of(backbone), backbone.config.image_size
     image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
-    features = jax.jit(lambda params, image: network.apply(params, image, None, False))
-    return features.trace(backbone.params, image), image
+    apply = jax.jit(lambda params, image: network.apply(params, image, None, False))
+    return apply.trace(backbone.params, image), image
 
 
 def forward_flops(backbone: Pretrained) -> float:
-    """Floating-point operations of one image on its way through the network, as XLA counts them; where it
-    does not, two for each parameter."""
+    """Floating-point operations of the forward pass of one image, as XLA counts them; where it does not, two
+    for each parameter."""
     counted = forward_pass(backbone)[0].lower().cost_analysis() or {}
     return counted.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))
-
-
-def feature_file(cfg: InputConfig, inputs: Inputs, part: str) -> Path:
-    """Where the frozen features of a split ("train" or "test") are kept between runs. The name stands for
-    everything that decides their bits: weights, images, view, batches, and what computes them."""
-    facts = {
-        "weights": inputs.backbone.digest,
-        "network": repr(inputs.backbone.config),
-        "positions": cfg.positions,
-        "view": repr(inputs.preprocess),
-        "images": inputs.dataset.digest,
-        "split": part,
-        "batch": cfg.eval_batch_size,
-        "computed by": [jax.__version__, jax.devices()[0].device_kind],
-    } | ({"devices": cfg.devices} if cfg.devices > 1 else {})
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return data_folder(cfg.data_dir) / "features" / f"{name}.npz"
-
-
-def saved_features(cfg: InputConfig, inputs: Inputs, part: str) -> Float[np.ndarray, "N D"] | None:
-    """The features that `fcljax embed` has left for these settings, if they are there and whole."""
-    rows = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
-    try:
-        with open_regular(feature_file(cfg, inputs, part)) as stream, np.load(stream) as file:
-            features, sha256 = file["features"], str(file["sha256"])
-    except Exception:  # a damaged file may raise anything in the parsers of zip and npy
-        return None
-    whole = features.shape == (rows, inputs.backbone.config.width) and features.dtype == np.float32
-    return features if whole and sha256 == _sha256(features) else None
-
-
-def save_features(cfg: InputConfig, inputs: Inputs, part: str, features: Float[np.ndarray, "N D"]) -> None:
-    """Keep the features of a split for the runs to come."""
-    path = feature_file(cfg, inputs, part)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path) as temporary:
-        np.savez(temporary, features=features, sha256=np.array(_sha256(features)))
-
-
-def _sha256(features: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()

@@ -1,5 +1,5 @@
-"""What a run needs of a device's memory at the least, before anything is compiled: XLA ends the process where
-an allocation fails, or the system does."""
+"""The least memory that a run needs on a device, before anything is compiled: when an allocation fails later,
+XLA or the operating system ends the process."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from fcljax.config import RunConfig
 from fcljax.data.store import Split
 from fcljax.errors import InputError
 from fcljax.federated.communication import num_bytes
@@ -17,40 +16,43 @@ from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
 
-def check(exp: Experiment, cfg: RunConfig) -> None:
-    """Check that the run can fit into the first device.
+def check(exp: Experiment) -> None:
+    """Check that the run can fit into the memory of the first device.
 
     Raises:
-      InputError: saying how much it needs at the least, how much there is, and which setting to lower.
+      InputError: naming the least that it needs, what there is, and the setting to lower.
     """
-    parts, room = least(exp, cfg), device_memory()
+    parts, room = least(exp), device_memory()
     need = sum(size for size, _ in parts.values())
     if need <= room:
         return
     name, (size, setting) = max(parts.items(), key=lambda item: item[1][0])
-    gib = lambda number: f"{number / 2**30:,.1f} GiB"
     raise InputError(
-        f"memory: this run needs {gib(need)} at the least, of which {gib(size)} are {name}; the device has "
-        f"{gib(room)}; nearest: a smaller {setting}"
+        f"memory: this run needs at least {_gib(need)}, of which {_gib(size)} are {name}; the device has "
+        f"{_gib(room)}; nearest: a smaller {setting}"
     )
 
 
-def least(exp: Experiment, cfg: RunConfig) -> dict[str, tuple[int, str]]:
-    """Bytes that a run holds at one time whatever the compiler does, by what they are, with the setting that
-    decides over them."""
+def _gib(size: float | int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def least(exp: Experiment) -> dict[str, tuple[int, str]]:
+    """Bytes that a run needs at the same time whatever the compiler does: what they are for -> their number,
+    and the setting that decides it."""
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
     clients = jax.eval_shape(
-        lambda server, key: init_clients(exp.method, server, cfg.clients, key), server, exp.key
+        lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
-    one, batch = _forward(exp), exp.engine.lanes.count * cfg.batch_size
+    one, batch = _forward(exp), exp.engine.lanes.count * exp.settings.batch_size
     return {
         "the network": (num_bytes(exp.frozen), "--backbone"),
         "images on the device": (sum(image.nbytes for image in resident), "--data-budget"),
-        "what the server has": (num_bytes(server), "number in the options of method or adapter"),
-        "what the clients keep": (num_bytes(clients), "number of --clients"),
+        "the server's state": (num_bytes(server), "number in the options of method or adapter"),
+        "the clients' states": (num_bytes(clients), "number of --clients"),
         "a training step": (batch * one, "--batch-size, --image-size or number of --lanes"),
-        "an evaluation step": (cfg.eval_batch_size * one, "--eval-batch-size or --image-size"),
+        "an evaluation step": (exp.settings.eval_batch_size * one, "--eval-batch-size or --image-size"),
     }
 
 

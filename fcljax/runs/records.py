@@ -1,47 +1,60 @@
-"""What a run remembers on the host: a line per round, totals, and where its time went. Plain JSON values."""
+"""The host-side history of a run, in plain JSON values: a line per round, totals, and where its time went."""
 
 import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from fcljax.federated.engine import RoundReport
+from fcljax.terminal import progress_bar
+
+
+class Evaluated(NamedTuple):
+    """Accuracies over all test examples of each task seen so far; None: not evaluated.
+
+    Where the model that counts is each client's own, they are means over the clients of their accuracies on
+    those classes of a task that they have learned.
+    """
+
+    accuracy: list[float] | None = None
+    """Class-IL accuracy of the global model: all classes seen so far compete."""
+    provisional: list[float] | None = None
+    """The same of the merged model before the server changed it, if it does."""
+    task_il: list[float] | None = None
+    """Task-IL accuracy of the global model: the classes of the example's own task compete."""
+
+
+NOT_EVALUATED = Evaluated()
 
 
 @dataclasses.dataclass
 class Records:
-    """Host-side history of a run: one entry per round, accuracies after each task, of what was merged too
-    where the server changes it (`provisional`), the last confusion matrix and calibration, and totals.
-    `uploads` counts the clients that took part in each of the method's rounds. `clients`: after each task,
-    every client's accuracies per task, where clients are evaluated as themselves. `told`, `clients_told`: the
-    same where the task of each row is told. `kept`: sha256 of the file of each finished task, where the
-    server keeps something of it."""
+    """The history of a run."""
 
+    # the lines of metrics.jsonl
     rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # after each task, `Evaluated`
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
     provisional: list[list[float]] = dataclasses.field(default_factory=list)
+    task_il: list[list[float]] = dataclasses.field(default_factory=list)
+    # [task learned][client][task], where clients are evaluated with models of their own
+    clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    clients_task_il: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    # of the last evaluation
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # totals
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
-    uploads: list[int] = dataclasses.field(default_factory=list)
-    clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
-    told: list[list[float]] = dataclasses.field(default_factory=list)
-    clients_told: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
+    uploads: list[int] = dataclasses.field(default_factory=list)  # of each of the method's rounds
+    # sha256 of each finished task's file, where the server keeps examples
     kept: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
@@ -49,54 +62,49 @@ class Records:
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
-    def keep(
-        self, accuracy: list[float] | None, provisional: list[float] | None, told: list[float] | None
-    ) -> None:
+    def keep(self, evaluated: Evaluated) -> None:
         """Add the accuracies after a task."""
-        self.accuracy += [accuracy] if accuracy is not None else []
-        self.provisional += [provisional] if provisional is not None else []
-        self.told += [told] if told is not None else []
+        for name, values in evaluated._asdict().items():
+            if values is not None:
+                getattr(self, name).append(values)
 
-    def count(self, done: RoundReport) -> None:
-        """Add what a round did to the totals."""
-        self.uploads = [
-            a + b for a, b in zip(self.uploads or [0] * len(done.uploads), done.uploads, strict=True)
-        ]
+    def count(self, report: RoundReport) -> None:
+        """Add a round's numbers to the totals."""
+        before = self.uploads or [0] * len(report.uploads)
+        self.uploads = [a + b for a, b in zip(before, report.uploads, strict=True)]
         self.add(
-            rejected=done.rejected,
-            refused=done.refused,
-            client_images=done.examples,
-            trained_images=done.training_examples,
-            useful_steps=done.useful_steps,
-            paid_steps=done.paid_steps,
+            rejected=report.rejected,
+            refused=report.refused,
+            client_images=report.examples,
+            trained_images=report.training_examples,
+            useful_steps=report.useful_steps,
+            paid_steps=report.paid_steps,
         )
 
+    def record(self, t: int, r: int, report: RoundReport, evaluated: Evaluated) -> dict[str, Any]:
+        """Add a round to the history; its line of metrics.jsonl."""
+        line: dict[str, Any] = {"task": t, "round": r, **report.metrics, "participants": report.participants}
+        line |= {
+            "rejected": report.rejected,
+            "refused": report.refused,
+            "slot_efficiency": report.slot_efficiency,
+        }
+        if evaluated.accuracy is not None:
+            line["accuracy"] = [_finite(value) for value in evaluated.accuracy]
+            line["A"] = float(np.nanmean(evaluated.accuracy))
+        if evaluated.provisional is not None:
+            line["A_provisional"] = float(np.mean(evaluated.provisional))
+        if evaluated.task_il is not None:
+            line["A_task_il"] = float(np.nanmean(evaluated.task_il))
+        line = {name: _finite(value) for name, value in line.items()}
+        self.rounds.append(line)
+        self.count(report)
+        return line
 
-def record(
-    records: Records,
-    t: int,
-    r: int,
-    done: RoundReport,
-    row: list[float] | None,
-    provisional: list[float] | None = None,
-    told: list[float] | None = None,
-) -> dict[str, Any]:
-    """Add one round to the history; `row` holds accuracies per task where the round was evaluated,
-    `provisional` those of what was merged, and `told` those where the task is told."""
-    line: dict[str, Any] = {"task": t, "round": r, **done.metrics, "participants": done.participants}
-    line |= {"rejected": done.rejected, "refused": done.refused, "slot_efficiency": done.slot_efficiency}
-    if row is not None:
-        line["accuracy"] = [None if np.isnan(value) else value for value in row]
-        line["A"] = float(np.nanmean(row))
-    if provisional is not None:
-        line["A_provisional"] = float(np.mean(provisional))
-    if told is not None:
-        line["A_task_il"] = float(np.nanmean(told))
-    number = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
-    line = {name: number(value) for name, value in line.items()}
-    records.rounds.append(line)
-    records.count(done)
-    return line
+
+def _finite(value: Any) -> Any:
+    """None in place of NaN and infinite numbers, which JSON does not have."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def json_line(line: dict[str, Any]) -> str:
@@ -105,22 +113,19 @@ def json_line(line: dict[str, Any]) -> str:
 
 
 class Clock:
-    """Seconds per section, with compilation apart.
-
-    JAX reports how long it traced and compiled while a section was open.
-    """
+    """Seconds per section, with compilation apart: JAX reports how long it traced and compiled."""
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds, self.compiling = seconds, 0.0
 
     def __enter__(self) -> "Clock":
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _heard(self, event: str, duration_secs: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
             self.compiling += duration_secs
 
@@ -134,22 +139,14 @@ class Clock:
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
 
 
-def progress_bar(console: Console) -> Progress:
-    """Task, round, loss, accuracy and the time left."""
-    return Progress(
-        TextColumn("task {task.fields[t]} round {task.fields[r]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+def rounds_bar(console: Console) -> Progress:
+    """A progress bar over rounds, whose task has the fields `last_round`."""
+    label = "task {task.fields[t]} round {task.fields[r]}"
+    return progress_bar(label, "loss {task.fields[loss]}  accuracy {task.fields[accuracy]}", console)
 
 
-def shown(records: Records) -> dict[str, Any]:
-    """What the progress bar says of the last round, as fields of its task."""
+def last_round(records: Records) -> dict[str, Any]:
+    """What the progress bar shows of the last round."""
     last = records.rounds[-1] if records.rounds else {}
     accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
     return {

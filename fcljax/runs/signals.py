@@ -1,4 +1,5 @@
-"""Signals that end a run: SIGINT and SIGTERM at once, and one that the user names after the round in hand."""
+"""Signals that end a run: SIGINT and SIGTERM at once, and a signal that the user names after the current
+round."""
 
 import contextlib
 import os
@@ -12,7 +13,7 @@ AGAIN = 0.05  # seconds until a signal that was lost is sent again
 
 
 class Stopped(KeyboardInterrupt):
-    """The program was told to stop by a signal."""
+    """A signal has stopped the program."""
 
     def __init__(self, number: int, advice: str = ""):
         super().__init__(number)
@@ -26,11 +27,11 @@ def number_of(stop: KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGINT and SIGTERM inside the block raise Stopped; further ones of SIGTERM are ignored, so that what is
-    being written can be finished. Only in the main thread, which alone may do so.
+    """SIGINT and SIGTERM inside the block raise Stopped. Further SIGTERMs are ignored, so that files can be
+    finished. This works in the main thread only.
 
-    A signal may come while a module of another language is loaded, which turns what is raised there into an
-    error of its own: whatever error leaves the block after a signal, it is Stopped.
+    A signal may come while an extension module is loaded, which turns the exception into an error of its own:
+    any error that leaves the block after a signal becomes Stopped.
     """
     came: list[int] = []
 
@@ -55,8 +56,9 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sent_again(stop: Callable[[int, object], None]) -> Iterator[None]:
-    """A signal may come while a destructor or a callback of the garbage collector runs, which no exception
-    leaves: Python prints it and goes on. Inside the block such a signal is sent again a moment later."""
+    """Send lost signals again. A signal may come while a destructor or a callback of the garbage collector
+    runs; Python prints the exception and continues. Inside the block such a signal is sent again a moment
+    later."""
     hook = sys.unraisablehook
 
     def lost(error: "sys.UnraisableHookArgs") -> None:
@@ -76,8 +78,8 @@ def _sent_again(stop: Callable[[int, object], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warned_by(name: str | None) -> Iterator[Callable[[], int | None]]:
-    """Inside the block a signal, such as USR1, only leaves a note: the function gives its number once it has
-    come, else None."""
+    """Inside the block a signal, such as USR1, is only noted: the function returns its number once it has
+    come, and None before."""
     came: list[int] = []
     if name is None:
         yield lambda: None

@@ -1,4 +1,4 @@
-"""The results of a run: what summary.json says, what a user must be told, and the run's figures."""
+"""The results of a run: the content of summary.json, warnings for the user, and the run's figures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fcljax.config import RunConfig
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.models.networks import network_name
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
+from fcljax.runs.reconstructions import Rebuilt, draw_restored
 from fcljax.runs.records import Records
 from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundContext, Upload
 
@@ -22,20 +22,18 @@ NO_TRAFFIC = Traffic(0, 0, 0, 0)
 
 
 class Payloads(NamedTuple):
-    """Shapes of what crosses the wire: one client's upload in each of the method's rounds, the broadcast,
-    what of a finished task is handed over, a client's and the server's state, and the named parts that a
-    client trains."""
+    """Shapes of what clients and server send and keep."""
 
-    uploads: tuple[Upload, ...]
+    uploads: tuple[Upload, ...]  # of a client, in each of the method's rounds
     broadcast: Broadcast
-    handover: PyTree
-    state: PyTree
+    handover: PyTree  # what clients get of a finished task when the next one begins
+    state: PyTree  # of a client
     server: PyTree
-    trainable: dict[str, PyTree]
+    trainable: dict[str, PyTree]  # what a client trains, by name
 
 
 def payload_shapes(exp: Experiment) -> Payloads:
-    """The shapes, found without computing anything."""
+    """The shapes, without computing anything."""
     method, task = exp.method, exp.scenario.tasks[0]
     info = ClientInfo.example(exp.sizes.classes)
 
@@ -57,39 +55,41 @@ def payload_shapes(exp: Experiment) -> Payloads:
 
 
 def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
-    """What one client sends and gets in each of the method's rounds; where nothing is merged it sends
-    nothing."""
+    """What one client uploads and downloads in each of the method's rounds; it uploads nothing in a round
+    without aggregation."""
     pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
     return [
         communication.traffic(upload if each.server else None, payloads.broadcast) for each, upload in pairs
     ]
 
 
-def summarize(
-    exp: Experiment, method_name: str, cfg: RunConfig, records: Records, personal: list[float | None] | None
-) -> dict[str, Any]:
-    """What summary.json holds.
+def summarize(exp: Experiment, records: Records, personal: list[float | None] | None) -> dict[str, Any]:
+    """The content of summary.json.
 
-    Communication is counted from the real pytrees; times are seconds. A client of a redrawn population has
-    the classes of all its rounds: client_accuracy weighs them by the rows that it was dealt in the mean
-    round.
+    Communication is counted from the real pytrees; times are seconds. In a redrawn population a client has
+    the classes of all its rounds: client_accuracy weighs them by its examples in the mean round.
+
+    Args:
+      exp: the experiment.
+      records: its history.
+      personal: `evaluate.personal_accuracy`.
     """
-    payloads = payload_shapes(exp)
+    settings, payloads = exp.settings, payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in payloads.trainable.items()}
     return {
-        "method": method_name,
-        "dataset": cfg.dataset,
+        "method": settings.method,
+        "dataset": settings.dataset,
         "backbone": network_name(exp.inputs.backbone.config),
-        "seed": cfg.seed,
-        "fidelity": cfg.fidelity,
+        "seed": settings.seed,
+        "fidelity": settings.fidelity,
         **metrics.summarize(records.accuracy),
-        "task_il": metrics.summarize(records.told),
+        "task_il": metrics.summarize(records.task_il),
         "by_image": _by_image(exp, records),
         "class_names": _class_names(exp),
         "task_classes": [[int(c) for c in task.classes if c >= 0] for task in exp.scenario.tasks],
-        "holdings": _holdings(exp, cfg.population).tolist(),
+        "holdings": _holdings(exp).tolist(),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,
         "unpredicted": metrics.unpredicted(confusion),
@@ -114,9 +114,9 @@ def summarize(
         "rejected_uploads": int(counts["rejected"]),
         "refused_results": int(counts["refused"]),
         "rounds_without_upload": _without_upload(records),
-        "privacy": _privacy(cfg, len(exp.scenario.tasks) * cfg.rounds),
+        "privacy": _privacy(exp),
         "traces": max(exp.engine.traces.values(), default=0),
-        "config": dataclasses.asdict(cfg),
+        "config": dataclasses.asdict(settings),
     }
 
 
@@ -128,72 +128,74 @@ def _class_names(exp: Experiment) -> list[str]:
     return [str(dataset.class_names[label]) for label in order]
 
 
-def _holdings(exp: Experiment, population: str | None) -> np.ndarray:
-    """Training rows of each client and class, [K, C]; of a redrawn population in the mean round."""
-    cached = exp.scenario.holdings
-    return cached if population == "static" else cached / exp.sizes.rounds
+def _holdings(exp: Experiment) -> np.ndarray:
+    """Training examples of each client and class, [K, C]; of a redrawn population in the mean round."""
+    total = exp.scenario.holdings
+    return total if exp.settings.population == "static" else total / exp.sizes.rounds
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
-    """Of clients that are evaluated as themselves: accuracies [task learned][client][task], also where the
-    task is told, and after each task the mean over clients of their mean over tasks, its population
-    deviation, the least and the most. None for other methods."""
+    """Of clients that are evaluated with models of their own: Class-IL and Task-IL accuracies [task
+    learned][client][task], and after each task the mean over clients of their mean over tasks, its population
+    standard deviation, minimum and maximum. None for other methods."""
     if not records.clients:
         return None
-    # of those that have learned something
+    # of the clients that have learned something
     means = [
         [np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
         for each in records.clients
     ]
     spread = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-    return {"accuracy": records.clients, "task_il": records.clients_told} | {
+    return {"accuracy": records.clients, "task_il": records.clients_task_il} | {
         name: [float(of(values)) for values in means] for name, of in spread.items()
     }
 
 
 def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
-    """HePCo's metrics, under the names of its release: accuracies over images, what was merged included where
-    the server changes it (predisacc), and F_N (drop)."""
-    images = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
-    by_name = metrics.by_image(records.accuracy, images)._asdict()
+    """HePCo's metrics, under the names of its release: accuracies over images, those of the merged model
+    before the server changes it (predisacc), and F_N (drop)."""
+
+    count = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
+    by_name = metrics.by_image(records.accuracy, count)._asdict()
     found = {name: metrics.without_nan(values) for name, values in by_name.items()}
-    merged = metrics.by_image(records.provisional, images).acc if records.provisional else None
-    return found | {
-        "predisacc": None if merged is None else metrics.without_nan(merged),
-        "drop": metrics.drop(records.accuracy, images),
-    }
+    merged = metrics.by_image(records.provisional, count).acc if records.provisional else None
+    found["predisacc"] = None if merged is None else metrics.without_nan(merged)
+    return found | {"drop": metrics.drop(records.accuracy, count)}
 
 
 def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
-    """Examples that the server keeps of finished tasks for replay, outside of its state; None if none.
+    """The examples that the server keeps of finished tasks for replay, outside of its state; None if none.
 
-    `examples` and `bytes` are all that it has at the end, and `capacity` how many there is room for. A client
-    sends `example_bytes` for one, and an image of the network's size has `image_bytes` as grey levels.
-    `uploaded` are the examples of all uploads.
+    Returns:
+      examples, bytes: all of them at the end of the run.
+      capacity: how many there is room for.
+      example_bytes: what a client sends for one.
+      image_bytes: an image of the network's size as grey levels.
+      uploaded: the examples in all uploads.
     """
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    buffer = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
-    slots = len(buffer.label)
-    example_bytes = communication.num_bytes(buffer.examples) // slots
-    examples, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
+    kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
+    capacity = len(kept.label)
+    each = communication.num_bytes(kept.examples) // capacity
+    count, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
-        "examples": examples,
-        "bytes": examples * example_bytes,
-        "capacity": slots * len(exp.scenario.tasks),
-        "example_bytes": example_bytes,
+        "examples": count,
+        "bytes": count * each,
+        "capacity": capacity * len(exp.scenario.tasks),
+        "example_bytes": each,
         "image_bytes": 3 * side**2,
         "uploaded": int(sent),
     }
 
 
 def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, Any]:
-    """Per client and round, of the rounds of every task and of the others by their name, and in all.
+    """Traffic per client and round, for the usual rounds and by name for the others, and in total.
 
-    `handover` is per client and task: what comes down of a finished task when the next one begins, for every
-    client.
+    `handover` is per client and task: what every client downloads of a finished task when the next one
+    begins.
     """
     by_round = traffic_by_round(exp, payloads)
     usual, extra = NO_TRAFFIC, {}
@@ -215,29 +217,31 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
     }
 
 
-def _privacy(cfg: RunConfig, rounds: int) -> dict[str, float] | None:
-    """What central differential privacy gives after all rounds; None without noise or delta."""
-    if cfg.noise_multiplier is None or cfg.dp_delta is None:
+def _privacy(exp: Experiment) -> dict[str, float] | None:
+    """The guarantee of central differential privacy after all rounds; None without noise or delta."""
+    noise, delta = exp.settings.noise_multiplier, exp.settings.dp_delta
+    if noise is None or delta is None:
         return None
-    spent = privacy.epsilon(cfg.noise_multiplier, cfg.participation, rounds, cfg.dp_delta)
-    return {"epsilon": spent, "delta": cfg.dp_delta, "noise_multiplier": cfg.noise_multiplier}
+    rounds = len(exp.scenario.tasks) * exp.sizes.rounds
+    spent = privacy.epsilon(noise, exp.settings.participation, rounds, delta)
+    return {"epsilon": spent, "delta": delta, "noise_multiplier": noise}
 
 
 def _without_upload(records: Records) -> list[list[int]]:
-    """Task and round, from 1 on, of the rounds in which no upload was valid, so that nothing was learned."""
+    """Task and round, from 1, of the rounds in which no upload was valid, so that nothing was learned."""
     empty = (line for line in records.rounds if line["rejected"] >= line["participants"] > 0)
     return [[line["task"] + 1, line["round"] + 1] for line in empty]
 
 
 def learned_nothing(summary: dict[str, Any]) -> bool:
-    """Was there no valid upload in any round of a run?"""
+    """Did no round of a run have a valid upload?"""
     rounds = summary["config"]["rounds"] * len(summary["A"])
     return len(summary["rounds_without_upload"]) >= rounds > 0
 
 
 def warnings_of(records: Records) -> list[str]:
-    """What a user must know of a finished run, in lines: uploads that were left out, rounds whose result was
-    not kept, and test images without a prediction."""
+    """Warnings about a finished run, in lines: uploads that were left out, rounds whose result was rejected,
+    and test images without a prediction."""
     lines, counts = [], records.counts
     if counts["rejected"]:
         rounds = sum(line["rejected"] > 0 for line in records.rounds)
@@ -272,21 +276,49 @@ def _rate(amount: float | int, seconds: float) -> float:
     return amount / seconds if seconds > 0 else float("nan")
 
 
+# ---- figures ---------------------------------------------------------------------------------------------
+
 FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
+RESTORED = "restored.png"  # of methods whose server can reconstruct images
 
 
 def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
-    """File name -> draw(path), of FIGURES: accuracy curve, accuracy matrix, reliability, class counts of
-    the clients (of a redrawn population: in the mean round)."""
+    """File name -> draw(path), for FIGURES: accuracy curve, accuracy matrix, reliability, and the examples of
+    each client and class (in a redrawn population those of the mean round)."""
     from fcljax.results import figures
 
     name = f"{summary['method']} on {summary['dataset']}"
-    holdings = _holdings(exp, summary["config"]["population"])
-    classes = [task.classes for task in exp.scenario.tasks]
-    pictures = (
+    holdings, classes = _holdings(exp), [task.classes for task in exp.scenario.tasks]
+    draw = (
         lambda path: figures.save(path, figures.accuracy_curve({name: summary["A"]})),
         lambda path: figures.save(path, figures.accuracy_matrix(summary["accuracy"])),
         lambda path: figures.save(path, figures.reliability(summary["calibration"])),
         lambda path: figures.save(path, figures.class_counts(holdings, classes)),
     )
-    return dict(zip(FIGURES, pictures, strict=True))
+    return dict(zip(FIGURES, draw, strict=True))
+
+
+def draw_figures(
+    exp: Experiment,
+    summary: dict[str, Any],
+    rebuilt: tuple[Rebuilt, Rebuilt] | None,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Draw all figures of a run. A failure is reported in one line: the run and its numbers do not depend on
+    its figures."""
+    figures = figures_of(exp, summary)
+    if rebuilt:
+        figures[RESTORED] = lambda path: draw_restored(path, *rebuilt[0])
+    for name, draw in figures.items():
+        path = folder / name
+        try:
+            draw(path)
+        except Exception as error:
+            say(f"warning: the figure {path} could not be drawn: {type(error).__name__}: {error}")
+
+
+def missing_figures(out: Path, summary: dict[str, Any]) -> list[str]:
+    """The figures of a finished run that are not in its directory."""
+    names = (*FIGURES, *((RESTORED,) if "restored" in summary else ()))
+    return [name for name in names if not (out / "figures" / name).exists()]

@@ -1,5 +1,5 @@
-"""Where the runs of a sweep are made: as processes of this machine, as tasks of Ray, or as jobs of Slurm. All
-start the same command, which writes to files that all machines must see by the same names."""
+"""Where the runs of a sweep are made: as processes of this machine, tasks of Ray, or jobs of Slurm. All start
+the same command, whose files all machines must see under the same names."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,12 @@ Name = Literal["local", "ray", "slurm", "slurm-local"]
 
 
 class Task(NamedTuple):
-    """A run that was started: its exit code once it has ended, None before; and what ends it, which is given
-    the number of a signal."""
+    """A run that was started."""
 
     code: Callable[[], int | None]
+    """Its exit code; None while it runs."""
     stop: Callable[[int], object]
+    """Ends it, as the signal of that number would."""
 
 
 Start = Callable[[Job], Task]
@@ -35,14 +36,14 @@ class SlurmOptions:
     """What a run asks Slurm for: the mapping `slurm` of a sweep's file."""
 
     partition: str | None = None
-    time: int = 24 * 60  # minutes; a run that takes longer is queued again and goes on
+    time: int = 24 * 60  # minutes; a run that takes longer is queued again and resumes
     gpus: int = option(0, least=0)
     cpus: int = 4
     memory_gb: float | None = option(None, positive=True)  # default: the partition's
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    requeues: int = option(3, least=0)  # how often a run whose time is over is queued again
+    requeues: int = option(3, least=0)  # how often a run that timed out is queued again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +56,10 @@ class RayOptions:
 
 @contextlib.contextmanager
 def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> Iterator[Start]:
-    """What starts runs, until the block ends.
-
-    Args:
-      folder: for the engine's own files.
+    """The function that starts runs, until the block ends. `folder` is for the engine's own files.
 
     Raises:
-      InputError: if it is not installed, or refuses.
+      InputError: if the engine is not installed, or refuses.
     """
     if name == "local":
         yield _local
@@ -84,12 +82,12 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     if mine:
         ending = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        signal.signal(signal.SIGTERM, ending)  # Ray's own ends it before it has ended the runs
+        signal.signal(signal.SIGTERM, ending)  # Ray's own handler exits before the runs have ended
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
 
     def start(job: Job) -> Task:
-        told = jobs.stop_file(job)
-        told.unlink(missing_ok=True)
+        stop = jobs.stop_file(job)
+        stop.unlink(missing_ok=True)
         running = remote.remote(job)
 
         def code() -> int | None:
@@ -97,8 +95,8 @@ def _ray(options: RayOptions) -> Iterator[Start]:
                 return None
             return _code(lambda: ray.get(running), job)
 
-        # Ray's own cancel was seen to leave the run's process behind
-        return Task(code, lambda number: write_text(told, str(number)))
+        # Ray's own cancel can leave the run's process behind
+        return Task(code, lambda number: write_text(stop, str(number)))
 
     try:
         yield start
@@ -120,14 +118,16 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
 
     def start(job: Job) -> Task:
         submitted = executor.submit(jobs.Again(), job)
-        code = lambda: _code(submitted.result, job) if submitted.done() else None
-        return Task(code, lambda number: submitted.cancel())
+        return Task(
+            lambda: _code(submitted.result, job) if submitted.done() else None,
+            lambda number: submitted.cancel(),
+        )
 
     return start
 
 
 def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
-    """As submitit names them; what nobody asks for is left out."""
+    """The options by submitit's names, without those that are not set."""
     asked = {
         "timeout_min": options.time,
         "cpus_per_task": options.cpus,
@@ -142,7 +142,7 @@ def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
 
 
 def _code(result: Callable[[], int], job: Job) -> int:
-    """The exit code of a run that has ended; the log says how an engine lost one."""
+    """The exit code of a run that has ended. If the engine lost it, the log gets the reason."""
     try:
         return result()
     except Exception as error:

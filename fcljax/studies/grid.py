@@ -17,6 +17,7 @@ Options are those of `fcljax run METHOD`, by the names that `--config` reads. A 
 base's; nothing stands in two places otherwise. Everything but a method may be left out.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -27,43 +28,54 @@ from typing import Any, NamedTuple
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError
+from fcljax.studies import typed
 from fcljax.studies.seeds import parse_seeds
 
-KEYS = ("method", "base", "grid", "runs", "seeds", "slurm", "ray")
-MOST_RUNS = 10_000  # more are rather a mistake
+MOST_RUNS = 10_000  # more are probably a mistake
 MOST_OF_PART, MOST_OF_NAME = 40, 120  # characters of a value in a folder's name, and of the name
 PLAIN = re.compile(rf"[A-Za-z0-9+-][A-Za-z0-9.+-]{{0,{MOST_OF_PART - 1}}}")
 
 
 class Planned(NamedTuple):
-    """A run to make: the name of its folder, its method, the options that the file gives it, and all."""
+    """A run to make."""
 
     name: str
-    method: str
+    """Of its folder."""
     given: dict[str, Any]
+    """The options that the file gives it."""
     cfg: RunConfig
+    """All its settings."""
+
+    @property
+    def method(self) -> str:
+        """Its method."""
+        return self.cfg.method
 
 
-class Sections(NamedTuple):
-    """A file's content, each part of its kind."""
+@dataclasses.dataclass(frozen=True)
+class SweepFile:
+    """The content of a sweep's file."""
 
-    methods: list[str]
-    base: dict[str, Any]
-    grid: dict[str, list]
-    runs: list[dict[str, Any]]
-    seeds: list[int] | None
+    method: str | list[str] = dataclasses.field(default_factory=list)
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grid: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    seeds: int | list[int] | None = None
+    slurm: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ray: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Point(NamedTuple):
-    """One run's options by the place in the file that they come from; those that come later win."""
+    """A run before its options are read."""
 
     method: str
     variant: str | None
     layers: dict[str, dict[str, Any]]
+    """Place in the file -> its options; later places win."""
 
     def given(self) -> dict[str, Any]:
-        """The options, whichever place they come from."""
+        """The options of all places."""
         return {name: value for layer in self.layers.values() for name, value in layer.items()}
 
 
@@ -78,131 +90,101 @@ def plan(path: str | Path) -> list[Planned]:
 
 def plan_of(values: Mapping[str, Any], where: str) -> list[Planned]:
     """As `plan`, of a file's content; `where` is its name for messages."""
+    file = typed.read(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
     try:
-        parts = sections(values)
-        planned = [_planned(point, list(parts.grid)) for point in _points(parts)]
+        _check_places(file)
+        seeds = _seeds(file)
+        methods = _methods(file)
+        count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
+        if count * math.prod(map(len, file.grid.values())) > MOST_RUNS:
+            raise InputError(f"grid: it makes more than {MOST_RUNS:,} runs")
+        planned = [_planned(point, list(file.grid)) for point in _points(file, methods, seeds)]
         _check_different(planned)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     return planned
 
 
-def sections(values: Mapping[str, Any]) -> Sections:
-    """A file's content in its parts.
+def _check_places(file: SweepFile) -> None:
+    """Check that each variant has a name of its own, and that every option stands in one place.
 
     Raises:
-      InputError: for a part of another kind, an unknown one, or an option in two places.
+      InputError: naming the first that does not.
     """
-    for key in values:
-        choose("key", key, KEYS)
-    base = _options(values.get("base"), "base")
-    grid = {name: _values(name, given) for name, given in _options(values.get("grid"), "grid").items()}
-    runs = _variants(values.get("runs"))
-    for place, options in [("base", base), *((_place(run), run) for run in runs)]:
-        twice = next((name for name in options if name in grid), None)
-        if twice:
-            raise InputError(f"grid.{twice}: {place} has it too; leave it in one place")
-    for place, options in [("grid", grid), *((_place(run), run) for run in runs)]:
-        if "seed" in options:
-            raise InputError(f"{place}.seed: list them as seeds: [1, 2, 3]")
-    seeds = None if values.get("seeds") is None else _seeds(values["seeds"], base.get("seed"))
-    parts = Sections(_methods(values.get("method"), runs), base, grid, runs, seeds)
-    count = max(1, len(runs)) * max(1, len(parts.methods)) * len(seeds or [0])
-    if count * math.prod(map(len, grid.values())) > MOST_RUNS:
-        raise InputError(f"grid: it makes more than {MOST_RUNS:,} runs")
-    return parts
-
-
-def _options(given: object, place: str) -> dict[str, Any]:
-    """A mapping of options; none is an empty one."""
-    if given is None:
-        return {}
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise InputError(f"{place}: {given!r} is no mapping of options to values")
-    if "method" in given and not place.startswith("runs"):
-        raise InputError(f"{place}.method: it stands beside {place}, not in it: method: NAME, or a list")
-    return given
-
-
-def _values(name: str, given: object) -> list:
-    if not isinstance(given, list) or not given:
-        raise InputError(f"grid.{name}: {given!r} is no list of values; for one value use base")
-    return given
-
-
-def _variants(given: object) -> list[dict[str, Any]]:
-    if given is None:
-        return []
-    if not isinstance(given, list) or not given:
-        raise InputError(f"runs: {given!r} is no list of mappings, such as - {{name: plain, lr: 0.01}}")
-    runs = [_options(run, f"runs[{place + 1}]") for place, run in enumerate(given)]
-    for place, run in enumerate(runs):
+    for i, run in enumerate(file.runs):
         if not isinstance(run.get("name"), str | int) or not str(run["name"]).strip():
-            raise InputError(f"runs[{place + 1}].name: each of runs needs a name; this has none")
-    names = [str(run["name"]) for run in runs]
+            raise InputError(f"runs[{i}].name: each of runs needs a name; this has none")
+        if not isinstance(run.get("method", ""), str):
+            raise InputError(f"runs[{i}].method: {run['method']!r} is not text")
+    names = [str(run["name"]) for run in file.runs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"runs: {twice!r} is the name of two of them")
-    return runs
+    variants = [(f"runs[{run['name']}]", run) for run in file.runs]
+    for place, options in [("base", file.base), *variants]:
+        both = next((name for name in options if name in file.grid), None)
+        if both:
+            raise InputError(f"grid.{both}: {place} has it too; leave it in one place")
+    for place, options in [("base", file.base), ("grid", file.grid), *variants]:
+        if "seed" in options and place != "base":
+            raise InputError(f"{place}.seed: list them as seeds: [1, 2, 3]")
+        if "method" in options and place in ("base", "grid"):
+            raise InputError(f"{place}.method: it stands beside {place}, not in it: method: NAME, or a list")
+    for name, given in file.grid.items():
+        if not given:
+            raise InputError(f"grid.{name}: it has no values")
 
 
-def _place(run: Mapping[str, Any]) -> str:
-    return f"runs[{run['name']}]"
-
-
-def _methods(given: object, runs: list[dict[str, Any]]) -> list[str]:
-    """The methods of all runs that do not bring their own."""
-    methods = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(isinstance(method, str) for method in [*methods, *(run.get("method", "") for run in runs)]):
-        raise InputError(f"method: {given!r} is no name of a method and no list of them")
-    own = bool(runs) and all("method" in run for run in runs)
+def _methods(file: SweepFile) -> list[str]:
+    """The methods of all runs that have none of their own."""
+    methods = [file.method] if isinstance(file.method, str) else file.method
+    own = bool(file.runs) and all("method" in run for run in file.runs)
     if not methods and not own:
         raise InputError("method: none given; give one, such as method: fppl")
     if methods and own:
-        raise InputError(f"method: nothing reads {given!r}: each of runs has a method of its own")
+        raise InputError(f"method: nothing reads {file.method!r}: each of runs has a method of its own")
     return methods
 
 
-def _seeds(given: object, first: object) -> list[int]:
-    """As `fcljax run --seeds` reads them."""
-    listed = isinstance(given, list)
-    if not all(
-        isinstance(seed, int) and not isinstance(seed, bool) for seed in (given if listed else [given])
-    ):
-        raise InputError(
-            f"seeds: {given!r} is no number of seeds and no list of them, such as 3 or [1, 2, 3]"
-        )
-    if listed and first is not None:
+def _seeds(file: SweepFile) -> list[int | None]:
+    """As `fcljax run --seeds` reads them; None: the default."""
+    first = file.base.get("seed")
+    if file.seeds is None:
+        return [None]
+    if isinstance(file.seeds, int):
+        begin: int = config.convert("base.seed", int, RunConfig.seed if first is None else first)
+        return [*parse_seeds(str(file.seeds), begin)]
+    if first is not None:
         raise InputError(f"base.seed: nothing reads {first!r}: seeds lists them all")
-    begin: int = config.convert("base.seed", int, RunConfig.seed if first is None else first)
-    return parse_seeds(",".join(map(str, given)) + "," if listed else str(given), begin)
+    return [*parse_seeds(",".join(map(str, file.seeds)) + ",", 0)]
 
 
-def _points(parts: Sections) -> Iterator[Point]:
+def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Iterator[Point]:
     """All runs of a file, before their options are read."""
-    for run in parts.runs or [{}]:
+    for run in file.runs or [{}]:
         variant = str(run["name"]) if run else None
         own = {name: value for name, value in run.items() if name not in ("name", "method")}
-        for method in [run["method"]] if "method" in run else parts.methods:
-            for values in itertools.product(*parts.grid.values()):
-                grid = dict(zip(parts.grid, values, strict=True))
-                for seed in parts.seeds or [None]:
-                    seeds = {} if seed is None else {"seed": seed}
-                    layers = {"base": parts.base, f"runs[{variant}]": own, "grid": grid, "seeds": seeds}
-                    yield Point(method, variant, layers)
+        own_methods = [run["method"]] if "method" in run else methods
+        for method, values, seed in itertools.product(
+            own_methods, itertools.product(*file.grid.values()), seeds
+        ):
+            grid = dict(zip(file.grid, values, strict=True))
+            last = {} if seed is None else {"seed": seed}
+            yield Point(
+                method, variant, {"base": file.base, f"runs[{variant}]": own, "grid": grid, "seeds": last}
+            )
 
 
 def _planned(point: Point, grid: list[str]) -> Planned:
     given = point.given()
     try:
-        read = config.from_mapping(point.method, given, "options")
-        cfg = config.resolve(point.method, read)
+        cfg = config.from_mapping(point.method, given, "options")
     except InputError as error:
         said = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, said)}: {said}") from None
-    given = {option: getattr(read, option) for option in given}  # 1e-3 is text in YAML
+    given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
-    return Planned(name_of(point.method, point.variant, values, cfg.seed), point.method, given, cfg)
+    return Planned(name_of(point.method, point.variant, values, cfg.seed), given, cfg)
 
 
 def _blamed(point: Point, message: str) -> str:
@@ -245,9 +227,9 @@ def _check_different(planned: list[Planned]) -> None:
     Raises:
       InputError: naming two that are.
     """
-    found: dict[tuple[str, RunConfig], str] = {}
+    found: dict[RunConfig, str] = {}
     for run in planned:
-        other = found.setdefault((run.method, run.cfg), run.name)
+        other = found.setdefault(run.cfg, run.name)
         if other is not run.name:
             raise InputError(f"grid: {other} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]

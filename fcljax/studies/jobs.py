@@ -11,38 +11,43 @@ from typing import NamedTuple
 
 from fcljax.runs.signals import number_of
 
-# of the environment, what runs elsewhere get too
+# variables of the environment that runs on other machines get too
 CARRIED = ("FCLJAX_", "JAX_", "XLA_", "PYTHONPATH", "PYTHONWARNINGS")
 
 
 class Job(NamedTuple):
-    """What a process needs to make a run, or to go on with one. Paths are absolute: the process may begin in
-    another folder."""
+    """What a process needs to make or resume a run. Paths are absolute: it may start in another folder."""
 
     name: str
     method: str
-    out: str  # run directory
-    settings: str  # config.yaml of the run
-    log: str  # file that the process's output is added to
-    options: tuple[str, ...]  # further ones of `fcljax run`
-    folder: str  # that relative paths of the settings begin in
-    environment: Mapping[str, str]  # what it has more than the process that starts it
+    out: str
+    """The run directory."""
+    settings: str
+    """config.yaml of the run."""
+    log: str
+    """The file that the process's output is added to."""
+    options: tuple[str, ...]
+    """Further options of `fcljax run`."""
+    folder: str
+    """Where relative paths of the settings start."""
+    environment: Mapping[str, str]
+    """Variables that are added to the environment."""
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of the environment that decides what runs do."""
+    """The variables that influence what runs do."""
     return {name: value for name, value in environment.items() if name.startswith(CARRIED)}
 
 
 def command(job: Job) -> list[str]:
-    """The command line of a run: a new one, or one that was begun and goes on."""
+    """The command line that starts or resumes a run."""
     begun = (Path(job.out) / "config.yaml").exists()
     where = ["--resume", job.out] if begun else ["--config", job.settings, "--out", job.out]
     return [sys.executable, "-m", "fcljax", "run", job.method, *where, *job.options]
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a run, away from the terminal's signals: who has started it passes them on."""
+    """Start a run in a session of its own: it gets signals from the caller, not from the terminal."""
     with open(job.log, "ab") as log:
         return subprocess.Popen(
             command(job),
@@ -56,40 +61,39 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def work(job: Job) -> int:
-    """Make a run, from start to end, and return its exit code. What ends this process is passed on, and so is
-    a signal whose number stands in the file of `stop_file`."""
-    told = stop_file(job)
-    if told.exists():
+    """Make a run, from start to end, and return its exit code. Whatever ends this process also ends the run,
+    and so does a signal whose number is in the file of `stop_file`."""
+    stop = stop_file(job)
+    if stop.exists():
         return 128 + signal.SIGTERM
     process = start(job)
     try:
         while process.poll() is None:
             time.sleep(0.2)
-            if told.exists():
-                process.send_signal(int(told.read_text()))
+            if stop.exists():
+                process.send_signal(int(stop.read_text()))
                 process.wait()
-    except BaseException as stop:
-        process.send_signal(number_of(stop) if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
+    except BaseException as end:
+        process.send_signal(number_of(end) if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
         process.wait()
         raise
     return process.returncode
 
 
 def stop_file(job: Job) -> Path:
-    """Where an engine that passes no signals on says that a run shall end."""
+    """Where an engine that cannot pass signals on writes the number of one."""
     return Path(f"{job.log}.stop")
 
 
 class Again:
-    """`work` as submitit wants it: a job whose time is over, or that makes room, is queued again and does the
-    same, which is to go on."""
+    """`work` as submitit wants it: a job that timed out or was preempted is queued again and resumes."""
 
     def __call__(self, job: Job) -> int:
         """Make a run."""
         return work(job)
 
     def checkpoint(self, job: Job) -> object:
-        """What is queued again."""
+        """The job that is queued again."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, job)

@@ -1,5 +1,5 @@
-"""Experiments at mini scale: the design of a paper's table, made small enough to end in minutes on two CPU
-cores, without downloads. Its numbers are not the paper's; what can be compared is the order of the rows."""
+"""Experiments at mini scale: a paper's table made small enough to run in minutes on two CPU cores, without
+downloads. The numbers are not the paper's; the order of the rows can be compared."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from fcljax import config
 from fcljax.config import RunConfig
 
-CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets that are dealt by labels of a task
-GLYPHS, TASKS = 100, 5  # classes of the data set `glyphs`, and tasks at most
-# training images of a class; sampled clients draw a tenth of them
+CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets with the partition `quantity`
+GLYPHS, TASKS = 100, 5  # classes of the data set `glyphs`, and the largest number of tasks
+# training images per class; sampled clients draw a tenth of them
 IMAGES, IMAGES_SAMPLED = 20, 100
 
 VALUES: dict[str, Any] = {
-    # as the packaged network and the glyphs are meant to be seen
+    # what the packaged network expects of glyphs
     "backbone": "vit_micro",
     "checkpoint": None,
     "decoder": None,
@@ -33,11 +33,11 @@ VALUES: dict[str, Any] = {
     "lanes": None,
     "lane_mode": None,
     "devices": 1,
-    # of 16 patches, of which a quarter shows too little of a letter
+    # of 16 patches; a quarter shows too little of a letter
     "mask_ratio": 0.5,
-    # another data set than the run's
+    # not the run's own data set
     "surrogate": "digits",
-    # the clients' batch size, as where nothing is given
+    # the default: the clients' batch size
     "server_batch_size": None,
 }
 MOST: dict[str, int] = {
@@ -46,13 +46,13 @@ MOST: dict[str, int] = {
     "rounds": 3,
     "epochs": 3,
     "batch_size": 16,
-    # blocks of the micro network
+    # the micro network has six blocks
     "prompt_blocks": 6,
     "pool_blocks": 6,
     "vpt_blocks": 6,
     "coda_blocks": 6,
     "lora_blocks": 6,
-    # rows that clients remember, of 20 of a class and not hundreds
+    # examples in replay buffers, of 20 per class and not hundreds
     "exemplars": 2,
     "memory_size": 100,
     # training on the server
@@ -65,7 +65,7 @@ MOST: dict[str, int] = {
     "student_steps": 20,
     "match_steps": 25,
 }
-# rates, and what they belong to
+# learning rates and their optimiser
 USUAL = (
     "lr",
     "full_lr",
@@ -79,10 +79,9 @@ USUAL = (
     "weight_decay",
 )
 
-
-# By how much the rates of a method are multiplied in a system's tables. Most are higher than by default: what
-# moves in hundreds of steps at the paper's scale has a few dozens here. Chosen on held-out training images,
-# never by the order of rows: experiments/mini_rates.py tries, experiments/RESULTS.md has what came of it.
+# Factors of the methods' learning rates in each paper's tables. Most are above 1, because training has a few
+# dozen steps here instead of hundreds. They were chosen on held-out training images by
+# experiments/mini_rates.py, never by the order of rows; docs/results/history.md has the accuracies.
 _PROMPT, _WHOLE, _PAIR = {"lr": 10}, {"lr": 10, "full_lr": 10}, {"lora_lr": 100}
 FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "hepco": {
@@ -99,40 +98,39 @@ FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
 }
 
 
-def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
+def mini(settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
     """The settings of a row at mini scale.
 
     Args:
-      method: of the row.
-      settings: resolved, at the paper's scale.
+      settings: of a row, at the paper's scale.
       system: whose table the row is of: hepco, pilora and so on.
-      kept: fields that the row itself sets, or that the table varies: they stay as they are, but for rates
-        that FACTORS multiplies.
+      kept: fields that the row itself sets or that the table varies. They stay as they are, except for
+        learning rates that FACTORS multiplies.
 
-    What becomes of each field:
-      dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; of a pool of sources
-        the mixture of digits and glyphs. `surrogate`, where a method has it: digits.
-      glyph_train: 20 images of a class, 100 with sampled clients. `glyph_test`: 10.
-      backbone: vit_micro with its packaged weights and decoder, also where the paper has a convolutional
-        network, which learns next to nothing from random values in so few steps. At its own `image_size` of
-        32, with `preprocess` fppl, the weights' own pixels and no random crops or flips, since mirrored
-        letters are others. `checkpoint`, `stem`, `heads`, `dtype` and where images lie: as usual.
-      tasks, clients: at most 5. rounds, epochs: at most 3; where a task has one round, 9 epochs.
-      batch_size: at most 16; of the server (`server_batch_size`) the same.
-      partition, alpha, imbalance, population, participation, class_order, train_share and all else of who
-        holds what: as they are. But `classes_per_client` keeps its share of the
-        task's labels, of which there are 20 here; and a pool of CIFAR-100's superclasses becomes one of
-        neighbours in the class order, five of them as before.
-      lr and all other rates, with the optimiser that they belong to: as `fcljax run METHOD` has them, since
-        those of the paper are for longer schedules and larger networks. Some are multiplied: see FACTORS.
-      blocks with prompts or LoRA pairs: as many as before, at most the network's 6. Their lengths stay.
-      exemplars, memory_size: at most 2 of a class, and 100 in all.
-      mask_ratio: half of the network's 16 patches are seen; a quarter shows too little of a letter.
+    How each field changes:
+      dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; for a pool of
+        sources the mixture of digits and glyphs. `surrogate`, if the method has it: digits.
+      glyph_train: 20 images per class, 100 with sampled clients. `glyph_test`: 10.
+      backbone: vit_micro with its packaged weights and decoder, also in place of a convolutional network,
+        which learns next to nothing from random weights in so few steps. At its own `image_size` of 32, with
+        `preprocess` fppl, the weights' own pixels and no random crops or flips, since mirrored letters are
+        other letters. `checkpoint`, `stem`, `heads`, `dtype` and where images are stored: the defaults.
+      tasks, clients: at most 5. rounds, epochs: at most 3; 9 epochs if a task has one round.
+      batch_size: at most 16; the server's (`server_batch_size`) is the same.
+      partition, alpha, imbalance, population, participation, class_order, train_share and all else of the
+        client partitions: unchanged. But `classes_per_client` keeps its share of the task's labels, of which
+        there are 20 here, and a pool of CIFAR-100's superclasses becomes one of neighbours in the class
+        order, still five of them.
+      lr and all other learning rates, with their optimiser: the method's defaults, since the paper's are for
+        longer schedules and larger networks. Some are multiplied: see FACTORS.
+      blocks with prompts or LoRA pairs: the same number, at most the network's 6. Their lengths stay.
+      exemplars, memory_size: at most 2 per class, and 100 in all.
+      mask_ratio: half of the network's 16 patches are visible; a quarter shows too little of a letter.
       Epochs and steps of training on the server: at most those of MOST.
-      Everything else, and so every switch and weight: as it is.
+      Everything else, including every switch and weight: unchanged.
 
     Raises:
-      InputError: for what cannot be at this scale.
+      InputError: if the row cannot run at this scale.
     """
     small = {name: value for name, value in VALUES.items() if hasattr(settings, name)}
     small |= {
@@ -142,21 +140,21 @@ def mini(method: str, settings: RunConfig, system: str, kept: Collection[str] = 
     }
     small |= _data(settings) | _schedule(settings)
     changed = {name: value for name, value in small.items() if name not in kept}
-    changed |= _rates(method, settings, system, kept)
-    return config.resolve(method, dataclasses.replace(settings, **changed))
+    changed |= _rates(settings, system, kept)
+    return config.resolve(dataclasses.replace(settings, **changed))
 
 
-def _rates(method: str, settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
-    """Those of the row or the method, some of them many times."""
-    usual = config.run_class(method, settings.adapter)()
+def _rates(settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
+    """The learning rates of the row or the method, some of them multiplied."""
+    usual = config.preset(settings.method, settings.adapter)
     names = [name for name in USUAL if hasattr(settings, name)]
     rates = {name: getattr(settings if name in kept else usual, name) for name in names}
-    factors = FACTORS.get(system, {}).get(method, {})
+    factors = FACTORS.get(system, {}).get(settings.method, {})
     return rates | {name: rates[name] * factor for name, factor in factors.items() if name in rates}
 
 
 def _data(settings: RunConfig) -> dict[str, Any]:
-    """Which images there are, and what depends on their number and classes."""
+    """The images, and the fields that depend on their number and classes."""
     small: dict[str, Any] = {"dataset": "glyphs", "glyph_train": IMAGES}
     if settings.partition == "sampled":
         small["glyph_train"] = IMAGES_SAMPLED
@@ -164,10 +162,10 @@ def _data(settings: RunConfig) -> dict[str, Any]:
         labels = CLASSES.get(settings.dataset, GLYPHS) / settings.tasks
         now = GLYPHS / min(settings.tasks, TASKS)
         small["classes_per_client"] = max(1, round(settings.classes_per_client * now / labels))
-    if settings.pool == "sources":
+    if settings.task_pool == "sources":
         small["dataset"] = "mix:digits+glyphs"
-    if settings.pool == "superclasses":
-        small["pool"] = "order"
+    if settings.task_pool == "superclasses":
+        small["task_pool"] = "order"
     return small
 
 

@@ -1,223 +1,93 @@
-"""The tables of papers: what the files of experiments/ say of them, and what our runs say to that. Pure.
+"""The numbers of a paper's tables beside ours. Pure; `papers.py` reads the paper's numbers.
 
-A file holds the settings of one or more rows of a table, as `fcljax run METHOD --config FILE` reads them. The
-comment at its top tells the rest, a field to a line:
+When a number is met: it lies in the 95 % interval of our mean (Student's t over two seeds or more; the
+paper's own standard deviation has no part in it), or no further from our mean than the tolerance: 1 point, or
+2 % of a number of MiB. A column is `reproduced` if every number of every row is met, each row run at the
+paper's scale with at least 3 seeds, or with one where the paper had one; `not reproduced` if all rows were
+run with that many seeds and a number is not met. A column with fewer runs, or without numbers, has no status.
 
-    # FPPL on ImageNet-R, 20 tasks                     the title
-    # source: the paper and its table
-    # metrics: A_avg A_last forgetting.released        as summary.json names them, with a dot where it nests
-    # row: fppl = 74.33+-0.37 70.84+-0.15 -            METHOD [OPTIONS] = the paper's numbers of these metrics
-    # row: fedavg --lr 5e-5 = 54.75+-2.60 46.78 -      - where it has none; +- where it says a deviation
-    # claim: what the paper says in words              may be left out
-    # note: what else is to be known                  may be left out
-    # upload: what a client sends
-    # seeds: 2023, 2024, 2025                          as many as the paper has runs
-    # status: unverified                               or: reproduced, not reproduced
-    # cost: not measured
-    # run: fcljax run fppl --config experiments/...    the row of the paper's own method
-
-Accuracies and forgetting are in %, metrics that end with _bytes in MiB. A file is named SYSTEM_TABLE.yaml or
-SYSTEM_TABLE_COLUMN.yaml.
-
-What counts as met. A number of the paper is met if it lies in the 95 % interval of our mean (Student's t
-over two seeds or more; the paper's own deviation has no part in it) or no further from our mean than the
-tolerance: 1 point, or 2 % of a number of MiB. A file is `reproduced` if every number of every row is met,
-each row run at the paper's scale with at least 3 seeds, or with one where the paper had one; else, if all
-rows were run with that many seeds, `not reproduced`. A file of which less was run, or that has no numbers,
-stays as it was.
-
-What counts as ordered. Two rows are compared if they stand in one file, or are the same method with the same
-options in two files with the same data set and weights. The paper orders them clearly in a metric if its
-numbers differ by more than the tolerance and by more than the sum of their deviations. They are ordered alike
-here if our means differ in the same direction.
+When two rows are ordered: rows are compared within a column, and across columns if method, options, data set
+and weights are the same. The paper orders two rows clearly in a metric if its numbers differ by more than the
+tolerance and by more than the sum of their standard deviations. Our runs order them alike if our means differ
+in the same direction.
 """
 
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from fcljax.errors import InputError
 from fcljax.results.metrics import over_seeds, paired_difference
+from fcljax.studies.papers import Column, Number, Row
 
-MARK = "# metrics: "  # a file whose header has it is one of experiments/
-FIELDS = ("source", "metrics", "row", "claim", "note", "upload", "seeds", "status", "cost", "run")
-MANY = ("row", "claim", "note")  # of which a header may have several
-NEEDED = ("source", "metrics", "row", "upload", "seeds", "status", "cost", "run")
-STATUS = ("unverified", "reproduced", "not reproduced")
-LEAST_SEEDS = 3  # of a row that is reproduced, where the paper had several runs
-POINTS, SHARE = 1.0, 0.02  # the tolerance, in points and of a size
-NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\+-(\d+(?:\.\d+)?))?")
+MIN_SEEDS = 3  # of a row that is reproduced, where the paper had several runs
+POINTS, SHARE = 1.0, 0.02  # the tolerance, in points and as a share of a size
 
 
-class Number(NamedTuple):
-    """What the paper says of a metric: % or MiB, with its deviation if it tells it."""
+class Compared(NamedTuple):
+    """A number of the paper beside ours; None where there is no such number."""
 
-    mean: float
-    deviation: float | None
-
-
-class Row(NamedTuple):
-    """A row: the method, its options as they are typed, and the paper's number of each metric of the file."""
-
-    method: str
-    options: tuple[str, ...]
-    numbers: tuple[Number | None, ...]
-
-    def words(self) -> str:
-        """Method and options as they are typed."""
-        return shlex.join((self.method, *self.options))
-
-
-class Table(NamedTuple):
-    """A file of experiments/: its header, and the settings that its rows share."""
-
-    path: str
-    title: str
-    fields: Mapping[str, str]  # those that come once
-    metrics: tuple[str, ...]
-    rows: tuple[Row, ...]
-    claims: tuple[str, ...]
-    seeds: tuple[int, ...]
-    settings: Mapping[str, Any]
+    metric: str
+    paper: Number | None
+    values: tuple[float, ...]
+    """Ours, seed by seed, in the paper's unit."""
+    mean: float | None = None
+    """Our mean over the seeds."""
+    deviation: float | None = None
+    """Our population standard deviation."""
+    difference: float | None = None
+    """Our mean minus the paper's."""
+    interval: tuple[float, float] | None = None
+    """The 95 % interval of the difference."""
 
     @property
-    def name(self) -> tuple[str, str, str]:
-        """As `name_of`."""
-        return name_of(self.path)
-
-    def label(self, row: Row) -> str:
-        """A row's name in a table of all files."""
-        column = self.name[2]
-        return f"{row.words()} [{column}]" if column else row.words()
+    def met(self) -> bool:
+        """Whether the paper's number is what we have, by the rule above."""
+        if self.paper is None or self.difference is None:
+            return self.paper is None
+        inside = self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
+        return inside or abs(self.difference) <= tolerance(self.metric, self.paper.mean) * (1 + 1e-9)
 
 
 class Result(NamedTuple):
-    """What became of a row: our values of each metric, seed by seed, in the paper's unit, and why there are
-    none or fewer than were asked for."""
+    """The outcome of a row."""
 
-    table: Table
+    column: Column
     row: Row
     values: tuple[tuple[float, ...], ...]
-    seeds: int  # with which it was run to the end
+    """Our values of each metric, seed by seed, in the paper's unit."""
+    seeds: int
+    """How many runs finished."""
     why: str = ""
+    """Why there are fewer runs than were asked for, or none."""
 
     @property
     def label(self) -> str:
         """Its name."""
-        return self.table.label(self.row)
+        return self.column.label(self.row)
 
-
-class Compared(NamedTuple):
-    """A number of the paper beside ours: mean and population standard deviation over the seeds, ours minus
-    the paper's, and the 95 % interval of that. None: there is no such thing."""
-
-    paper: Number | None
-    mean: float | None
-    deviation: float | None
-    difference: float | None
-    interval: tuple[float, float] | None
+    def compared(self) -> dict[str, Compared]:
+        """Each metric's number of the paper beside ours."""
+        numbers = zip(self.column.metrics, self.row.numbers, self.values, strict=True)
+        return {metric: compared(metric, paper, values) for metric, paper, values in numbers}
 
 
 class Pair(NamedTuple):
-    """Two rows that the paper orders clearly: by how much it has more of the metric in the first, and by how
-    much we have (None: one of them was not run)."""
+    """Two rows that the paper orders clearly in a metric."""
 
     metric: str
     more: str
     less: str
     paper: float
+    """By how much the paper has more in the first."""
     ours: float | None
+    """By how much we have more in the first; None if one of them was not run."""
 
     @property
     def alike(self) -> bool:
-        """Do our runs have the same order?"""
+        """Whether our runs have the same order."""
         return self.ours is not None and self.ours > 0
-
-
-def name_of(path: str | Path) -> tuple[str, str, str]:
-    """(system, table, column) of a file, as its name has them; the column may be empty."""
-    system, _, rest = Path(path).stem.partition("_")
-    table, _, column = rest.partition("_")
-    return system, table, column
-
-
-# ---- headers -----------------------------------------------------------------------------------------------
-
-
-def parse(path: str, text: str, settings: Mapping[str, Any]) -> Table:
-    """A file of experiments/ from its text and its settings.
-
-    Raises:
-      InputError: naming the file, the line and what is wrong with it.
-    """
-    title, lines = _header(path, text)
-    found = {field: [value for name, value in lines if name == field] for field in FIELDS}
-    for field, values in found.items():
-        if field in NEEDED and not values:
-            raise InputError(f"{path}: the header has no line '# {field}: ...'")
-        if field not in MANY and len(values) > 1:
-            raise InputError(f"{path}: {field}: {len(values)} lines of it; nearest: 1")
-    once = {field: values[0] for field, values in found.items() if values and field not in MANY}
-    if once["status"] not in STATUS:
-        raise InputError(f"{path}: status: {once['status']!r} is none of {', '.join(STATUS)}")
-    metrics = tuple(once["metrics"].split())
-    rows = tuple(_row(path, line, len(metrics)) for line in found["row"])
-    if len({row.words() for row in rows}) < len(rows):
-        raise InputError(f"{path}: row: two rows have the same method and options")
-    seeds = once["seeds"].replace(" ", "").split(",")
-    if not all(seed.isascii() and seed.isdigit() for seed in seeds):
-        raise InputError(f"{path}: seeds: {once['seeds']!r} is no list such as 2023, 2024")
-    return Table(path, title, once, metrics, rows, tuple(found["claim"]), tuple(map(int, seeds)), settings)
-
-
-def _header(path: str, text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The title, and (field, value) of the lines after it."""
-    comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
-    title, *rest = comments or [""]
-    lines = []
-    for line in rest:
-        field, colon, value = line.partition(": ")
-        if not colon or field not in FIELDS:
-            raise InputError(f"{path}: {line!r} is no line of a header; it has {', '.join(FIELDS)}")
-        lines.append((field, value.strip()))
-    return title, lines
-
-
-def _row(path: str, line: str, count: int) -> Row:
-    words, _, numbers = line.rpartition(" = ")
-    try:
-        method, *options = shlex.split(words) or [""]
-    except ValueError:  # a quote that does not end
-        method, options = "", []
-    if not method:
-        raise InputError(f"{path}: row: {line!r} is not METHOD [OPTIONS] = NUMBERS")
-    read = tuple(_number(path, word) for word in numbers.split())
-    if len(read) != count:
-        raise InputError(f"{path}: row: {line!r} has {len(read)} numbers of {count} metrics")
-    return Row(method, tuple(options), read)
-
-
-def _number(path: str, word: str) -> Number | None:
-    if word == "-":
-        return None
-    found = NUMBER.fullmatch(word)
-    if not found:
-        raise InputError(f"{path}: row: {word!r} is no number such as 74.33+-0.37, and not -")
-    return Number(float(found[1]), float(found[2]) if found[2] else None)
-
-
-def with_status(text: str, status: str, cost: str) -> str:
-    """A file's text with these two lines in place of its own."""
-    new = {"# status: ": status, "# cost: ": cost}
-    lines = []
-    for line in text.splitlines():
-        start = next((start for start in new if line.startswith(start)), None)
-        lines.append(start + new[start] if start else line)
-    return "\n".join(lines) + "\n"
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -230,61 +100,42 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
         value = value.get(name) if isinstance(value, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) / 2**20 if _is_size(metric) else 100 * float(value)
+    return float(value) / 2**20 if unit(metric) == "MiB" else 100 * float(value)
 
 
 def unit(metric: str) -> str:
-    """In which unit a metric stands in tables."""
-    return "MiB" if _is_size(metric) else "%"
-
-
-def _is_size(metric: str) -> bool:
-    return metric.endswith("_bytes")
+    """The unit of a metric in tables."""
+    return "MiB" if metric.endswith("_bytes") else "%"
 
 
 def tolerance(metric: str, number: float) -> float:
     """How far from the paper's number ours may be."""
-    return SHARE * abs(number) if _is_size(metric) else POINTS
+    return SHARE * abs(number) if unit(metric) == "MiB" else POINTS
 
 
-def compared(paper: Number | None, values: Sequence[float]) -> Compared:
+def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Compared:
     """A number of the paper and our values of it, seed by seed."""
+    found = Compared(metric, paper, tuple(values))
     if not values:
-        return Compared(paper, None, None, None, None)
+        return found
     mean, deviation = over_seeds(values)
+    found = found._replace(mean=mean, deviation=deviation)
     if paper is None:
-        return Compared(None, mean, deviation, None, None)
-    interval = None
-    if len(values) > 1:
-        interval = paired_difference(values, [paper.mean] * len(values))[1:]
-    return Compared(paper, mean, deviation, mean - paper.mean, interval)
+        return found
+    interval = paired_difference(values, [paper.mean] * len(values))[1:] if len(values) > 1 else None
+    return found._replace(difference=mean - paper.mean, interval=interval)
 
 
-def met(metric: str, found: Compared) -> bool:
-    """Is the paper's number what we have? The rule stands above."""
-    if found.paper is None:
-        return True
-    if found.difference is None:
-        return False
-    inside = found.interval is not None and found.interval[0] <= 0 <= found.interval[1]
-    return inside or abs(found.difference) <= tolerance(metric, found.paper.mean) * (1 + 1e-9)
-
-
-def status_of(results: Sequence[Result]) -> str | None:
-    """The status that all rows of a file, run at the paper's scale, give it; None: it stays as it was."""
-    table = results[0].table
-    least = 1 if len(table.seeds) == 1 else LEAST_SEEDS
-    numbers = [number for row in table.rows for number in row.numbers if number is not None]
-    if not numbers or {each.row for each in results} != set(table.rows):
+def status_of(results: Sequence[Result]) -> Literal["reproduced", "not reproduced"] | None:
+    """The status of a column after runs at the paper's scale; None: too few runs, or no numbers."""
+    column = results[0].column
+    least = 1 if len(column.seeds) == 1 else MIN_SEEDS
+    has_numbers = any(number is not None for row in column.rows for number in row.numbers)
+    complete = len(results) == len(column.rows) and all(each.seeds >= least for each in results)
+    if not has_numbers or not complete:
         return None
-    if any(each.seeds < least for each in results):
-        return None
-    every = [
-        met(metric, compared(number, values))
-        for each in results
-        for metric, number, values in zip(table.metrics, each.row.numbers, each.values, strict=True)
-    ]
-    return "reproduced" if all(every) else "not reproduced"
+    met = all(number.met for each in results for number in each.compared().values())
+    return "reproduced" if met else "not reproduced"
 
 
 # ---- the order of the rows ---------------------------------------------------------------------------------
@@ -292,45 +143,37 @@ def status_of(results: Sequence[Result]) -> str | None:
 
 def orderings(results: Sequence[Result]) -> list[Pair]:
     """All pairs of rows that the paper orders clearly, metric by metric."""
+    numbers = [each.compared() for each in results]
     pairs = []
-    for first, second in itertools.combinations(results, 2):
-        if _comparable(first, second):
-            pairs += [pair for metric in first.table.metrics if (pair := _pair(metric, first, second))]
+    for i, j in itertools.combinations(range(len(results)), 2):
+        if _comparable(results[i], results[j]):
+            labels = results[i].label, results[j].label
+            found = [_pair(labels, numbers[i][metric], numbers[j][metric]) for metric in numbers[i]]
+            pairs += [pair for pair in found if pair]
     return pairs
 
 
 def _comparable(first: Result, second: Result) -> bool:
-    if first.table.path == second.table.path:
+    if first.column.key == second.column.key:
         return True
     same = ("dataset", "backbone", "checkpoint")
-    given = [{name: each.table.settings.get(name) for name in same} for each in (first, second)]
+    given = [{name: each.column.settings.get(name) for name in same} for each in (first, second)]
     return given[0] == given[1] and first.row[:2] == second.row[:2]
 
 
-def _pair(metric: str, first: Result, second: Result) -> Pair | None:
-    """The two rows in the paper's order; None if it has none, or not clearly."""
-    if metric not in second.table.metrics:
+def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | None:
+    """Two rows in the paper's order; None if it has none, or not clearly."""
+    if first.paper is None or second.paper is None:
         return None
-    ours, theirs = _number_of(metric, first), _number_of(metric, second)
-    if ours is None or theirs is None:
+    gap = first.paper.mean - second.paper.mean
+    noise = (first.paper.deviation or 0.0) + (second.paper.deviation or 0.0)
+    largest = max(abs(first.paper.mean), abs(second.paper.mean))
+    if abs(gap) <= max(noise, tolerance(first.metric, largest)):
         return None
-    gap = ours.mean - theirs.mean
-    noise = (ours.deviation or 0.0) + (theirs.deviation or 0.0)
-    if abs(gap) <= max(noise, tolerance(metric, max(abs(ours.mean), abs(theirs.mean)))):
-        return None
-    more, less = (first, second) if gap > 0 else (second, first)
-    means = [_mean_of(metric, each) for each in (more, less)]
-    found = None if means[0] is None or means[1] is None else means[0] - means[1]
-    return Pair(metric, more.label, less.label, abs(gap), found)
-
-
-def _number_of(metric: str, result: Result) -> Number | None:
-    return result.row.numbers[result.table.metrics.index(metric)]
-
-
-def _mean_of(metric: str, result: Result) -> float | None:
-    values = result.values[result.table.metrics.index(metric)]
-    return over_seeds(values)[0] if values else None
+    ours = None if first.mean is None or second.mean is None else first.mean - second.mean
+    if gap > 0:
+        return Pair(first.metric, labels[0], labels[1], gap, ours)
+    return Pair(first.metric, labels[1], labels[0], -gap, None if ours is None else -ours)
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------
@@ -339,30 +182,26 @@ HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interva
 
 
 def lines(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """The cells of the table: its head, and a line for each row and metric. Without the column of notes if
-    there are none."""
-    cells = [HEAD, *_cells(results)]
+    """The cells of the table: its head, and a line for each row and metric. The column of notes is left out
+    if there are none."""
+    cells: list[tuple[str, ...]] = [HEAD]
+    for result in results:
+        for place, number in enumerate(result.compared().values()):
+            cells.append((result.label, *_cells(number), "" if place else result.why))
     return cells if any(each.why for each in results) else [line[:-1] for line in cells]
 
 
-def _cells(results: Iterable[Result]) -> list[tuple[str, ...]]:
-    cells: list[tuple[str, ...]] = []
-    for result in results:
-        metrics = zip(result.table.metrics, result.row.numbers, result.values, strict=True)
-        for place, (metric, number, values) in enumerate(metrics):
-            found = compared(number, values)
-            told = (
-                result.label,
-                f"{metric} ({unit(metric)})",
-                _paper(number),
-                _ours(found, len(values)),
-                str(len(values)),
-                _signed(found.difference),
-                _interval(found.interval),
-                result.why if place == 0 else "",
-            )
-            cells.append(told)
-    return cells
+def _cells(found: Compared) -> tuple[str, ...]:
+    """The cells of a metric."""
+    no_difference = found.difference is None or math.isnan(found.difference)
+    return (
+        f"{found.metric} ({unit(found.metric)})",
+        _paper(found.paper),
+        _ours(found),
+        str(len(found.values)),
+        "-" if no_difference else f"{found.difference:+.2f}",
+        "-" if found.interval is None else f"{found.interval[0]:+.2f} to {found.interval[1]:+.2f}",
+    )
 
 
 def _paper(number: Number | None) -> str:
@@ -371,44 +210,36 @@ def _paper(number: Number | None) -> str:
     return f"{number.mean:g}" if number.deviation is None else f"{number.mean:.2f} ± {number.deviation:.2f}"
 
 
-def _ours(found: Compared, count: int) -> str:
+def _ours(found: Compared) -> str:
     if found.mean is None:
         return "-"
-    return f"{found.mean:.2f}" if count == 1 else f"{found.mean:.2f} ± {found.deviation:.2f}"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:+.2f}"
-
-
-def _interval(found: tuple[float, float] | None) -> str:
-    return "-" if found is None else f"{found[0]:+.2f} to {found[1]:+.2f}"
+    return f"{found.mean:.2f}" if len(found.values) == 1 else f"{found.mean:.2f} ± {found.deviation:.2f}"
 
 
 def order_lines(pairs: Sequence[Pair]) -> list[str]:
-    """What is to be said of the order of the rows."""
-    known = [pair for pair in pairs if pair.ours is not None]
+    """Sentences about the order of the rows."""
     if not pairs:
         return ["The paper orders no two rows by a clear gap."]
-    alike = sum(pair.alike for pair in known)
-    told = [
+    known = [pair for pair in pairs if pair.ours is not None]
+    by_metric = {pair.metric: [each for each in known if each.metric == pair.metric] for pair in known}
+    alike = _alike(known)
+    said = [
         f"Of {len(known)} pairs of rows that the paper orders by a clear gap {alike} are ordered alike here."
     ]
-    metrics = dict.fromkeys(pair.metric for pair in known)
-    if len(metrics) > 1:
-        told.append(f"By metric: {', '.join(_alike(metric, known) for metric in metrics)}.")
+    if len(by_metric) > 1:
+        parts = [f"{metric} {_alike(mine)} of {len(mine)}" for metric, mine in by_metric.items()]
+        said.append(f"By metric: {', '.join(parts)}.")
     if len(known) < len(pairs):
-        told.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
-    return told
+        said.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
+    return said
 
 
-def _alike(metric: str, pairs: Sequence[Pair]) -> str:
-    mine = [pair for pair in pairs if pair.metric == metric]
-    return f"{metric} {sum(pair.alike for pair in mine)} of {len(mine)}"
+def _alike(pairs: Sequence[Pair]) -> int:
+    return sum(pair.alike for pair in pairs)
 
 
 def otherwise(pairs: Iterable[Pair]) -> list[str]:
-    """The pairs that our runs order in another way, a line each."""
+    """A line for each pair that our runs order the other way."""
     return [
         f"{pair.metric}: {pair.more} above {pair.less} by {pair.paper:.2f} in the paper, {pair.ours:.2f} here"
         for pair in pairs
@@ -419,22 +250,18 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
 def markdown(title: str, notes: Sequence[str], results: Sequence[Result], claims: Sequence[str]) -> str:
     """All of it as Markdown."""
     pairs = orderings(results)
-    parts = [f"# {title}", *notes, _grid(lines(results)), _cell(" ".join(order_lines(pairs)))]
-    different = otherwise(pairs)
-    if different:
-        parts += ["Ordered in another way:", "\n".join(f"- {_cell(line)}" for line in different)]
-    if claims:
-        parts += ["The paper in words:", "\n".join(f"- {_cell(claim)}" for claim in claims)]
+    cells = lines(results)
+    head, *body = [f"| {' | '.join(map(_escaped, row))} |" for row in cells]
+    grid = "\n".join([head, f"|{'---|' * len(cells[0])}", *body])
+    parts = [f"# {title}", *notes, grid, _escaped(" ".join(order_lines(pairs)))]
+    for said, items in (("Ordered the other way:", otherwise(pairs)), ("The paper in words:", claims)):
+        if items:
+            parts += [said, "\n".join(f"- {_escaped(item)}" for item in items)]
     return "\n\n".join(parts) + "\n"
 
 
-def _grid(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    return "\n".join([head, f"|{'---|' * len(rows[0])}", *body])
-
-
-def _cell(text: str) -> str:
-    """Text of which Markdown makes nothing else."""
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is."""
     return re.sub(r"([|`*_<\[\\])", r"\\\1", text)
 
 
@@ -442,24 +269,23 @@ def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
     """The rows as table.json holds them."""
     return [
         {
-            "file": Path(each.table.path).name,
+            "column": each.column.name,
             "method": each.row.method,
-            "options": list(each.row.options),
+            "options": each.row.options,
             "label": each.label,
             "seeds": each.seeds,
             "why": each.why,
-            "metrics": {
-                metric: compared(number, values)._asdict()
-                | {
-                    "paper": number and number._asdict(),
-                    "unit": unit(metric),
-                    "values": values,
-                    "met": None if number is None or not values else met(metric, compared(number, values)),
-                }
-                for metric, number, values in zip(
-                    each.table.metrics, each.row.numbers, each.values, strict=True
-                )
-            },
+            "metrics": {metric: _plain(number) for metric, number in each.compared().items()},
         }
         for each in results
     ]
+
+
+def _plain(found: Compared) -> dict[str, Any]:
+    numbers = {name: value for name, value in found._asdict().items() if name != "metric"}
+    known = found.paper is not None and bool(found.values)
+    return numbers | {
+        "paper": found.paper and found.paper._asdict(),
+        "unit": unit(found.metric),
+        "met": found.met if known else None,
+    }

@@ -1,122 +1,90 @@
-"""The rows of a paper's table as runs of a sweep, and the paper's numbers beside ours (`tables.py` says how).
+"""The rows of a paper's table as runs of a sweep, and the paper's numbers beside ours.
 
-The folder is a sweep's (`sweeps.py`) and has table.md and table.json besides. A report of the folder's runs
-would be written beside these, in `write`.
+`papers.py` reads the tables, `paper_tables.py` compares the numbers. The folder is a sweep's (`sweeps.py`),
+and has table.md and table.json besides.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from rich.table import Table as Shown
+from rich.table import Table
 
 from fcljax import config
-from fcljax.config import SAMPLED, YAML_BYTES, RunConfig
+from fcljax.config import PartitionConfig, RunConfig
 from fcljax.errors import InputError, choose
-from fcljax.files import read_text, write_text
+from fcljax.files import write_text
 from fcljax.methods import find_method
 from fcljax.results import page
 from fcljax.results.comparison import compare
 from fcljax.results.run_folder import write_json
 from fcljax.studies import paper_tables as tables
-from fcljax.studies import sweeps
+from fcljax.studies import papers, sweeps
 from fcljax.studies.grid import Planned, name_of
 from fcljax.studies.mini import MOST, mini
-from fcljax.studies.paper_tables import Pair, Result, Row, Table
+from fcljax.studies.paper_tables import Result
+from fcljax.studies.papers import Column, Row, Verified
 from fcljax.studies.sweeps import Outcome
 from fcljax.terminal import add_row
 
 Scale = Literal["mini", "paper"]
-# options of a run as they are typed -> values by field name
-Read = Callable[[str, Sequence[str]], dict[str, Any]]
 TEXT, DATA, FIGURE = "table.md", "table.json", "accuracy.png"
 
 
 class Part(NamedTuple):
-    """A row, the names of its runs, seed by seed, and why it has none."""
+    """A row of the table."""
 
-    table: Table
+    column: Column
     row: Row
     runs: tuple[str, ...]
+    """The names of its runs, seed by seed."""
     why: str = ""
+    """Why it has none."""
+
+    @property
+    def label(self) -> str:
+        """The row's name."""
+        return self.column.label(self.row)
 
 
 class Plan(NamedTuple):
-    """All rows of a table and their runs; rows whose settings are the same share theirs."""
+    """Rows of a table and their runs; rows whose settings are the same share theirs."""
 
+    scale: Scale
     parts: list[Part]
     runs: list[Planned]
 
-
-# ---- files -------------------------------------------------------------------------------------------------
-
-
-def find(folder: str | Path, system: str, table: str) -> list[Table]:
-    """The files of a table, by name.
-
-    Raises:
-      InputError: for a folder without such files, an unknown system or table, or a file that is none.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(
-            f"experiments: no folder {str(folder)!r}; give that of the repository, --experiments FOLDER"
-        )
-    named = {path: tables.name_of(path) for path in sorted(folder.glob("*.yaml"))}
-    texts = {path: _text(path) for path in named}
-    named = {path: name for path, name in named.items() if tables.MARK in texts[path]}
-    if not named:
-        raise InputError(f"experiments: no file in {str(folder)!r} has a header with {tables.MARK.strip()!r}")
-    choose("system", system, dict.fromkeys(name[0] for name in named.values()))
-    choose("table", table, dict.fromkeys(name[1] for name in named.values() if name[0] == system))
-    mine = [path for path, name in named.items() if name[:2] == (system, table)]
-    return [tables.parse(str(path), texts[path], config.load_yaml(path)) for path in mine]
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_text(path, YAML_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"experiments: cannot read {str(path)!r}: {why}") from None
+    @property
+    def column(self) -> Column:
+        """One of the table's columns."""
+        return self.parts[0].column
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
 
 
-def settings_of(table: Table, row: Row, read: Read) -> RunConfig:
-    """The settings of a row at the paper's scale: `fcljax run METHOD --config FILE OPTIONS`, without what of
-    the file is not the row's: options of the file's own method or adapter that the row's does not have, and
-    those of sampled clients where the row deals in another way.
+def settings_of(column: Column, row: Row) -> RunConfig:
+    """The settings of a row at the paper's scale.
+
+    What the row cannot read is left out of the column's settings: options of the paper's own method or
+    adapter that the row's does not have, and those of sampled clients where the row has other clients.
 
     Raises:
       InputError: naming the file, the row and what is wrong.
     """
+    values, given = dict(column.settings), dict(row.options)
     try:
-        given = read(row.method, row.options)
-        values = {name: value for name, value in table.settings.items() if name != "method"}
-        adapter = given.get("adapter") or values.get("adapter") or find_method(row.method).adapter
-        own = _fields(row.method, adapter)
-        foreign = _fields(main_method(table), values.get("adapter")) - own
+        adapter = given.get("adapter") or values.get("adapter")
+        foreign = _fields(column.paper.method, values.get("adapter")) - _fields(row.method, adapter)
         if given.get("partition", "sampled") != "sampled":
-            foreign |= set(SAMPLED)
+            fields = dataclasses.fields(PartitionConfig)
+            foreign |= {field.name for field in fields if "sampled" in field.metadata.get("only", ())}
         kept = {name: value for name, value in values.items() if name not in foreign}
-        return config.resolve(row.method, config.from_mapping(row.method, kept | given, "options"))
+        return config.from_mapping(row.method, kept | given, "options")
     except InputError as error:
-        raise InputError(f"{table.path}: row {row.words()!r}: {error}") from None
-
-
-def main_method(table: Table) -> str:
-    """The method of the paper that a file is of, which its command runs.
-
-    Raises:
-      InputError: if the line `# run:` is no such command.
-    """
-    words = table.fields["run"].split()
-    if words[:2] != ["fcljax", "run"] or len(words) < 3:
-        raise InputError(f"{table.path}: run: {table.fields['run']!r} is not fcljax run METHOD ...")
-    return words[2]
+        raise InputError(f"{column.path}: {column.key}: row {row.words()!r}: {error}") from None
 
 
 def _fields(method: str, adapter: str | None) -> set[str]:
@@ -124,71 +92,87 @@ def _fields(method: str, adapter: str | None) -> set[str]:
     return {field.name for field in dataclasses.fields(options)}
 
 
-def plan(found: Sequence[Table], scale: Scale, seeds: int | None, read: Read) -> Plan:
-    """The runs of a table's rows, row by row, seeds innermost.
+def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | None = None) -> Plan:
+    """The runs of a table, row by row, seeds innermost.
 
     Args:
-      found: the files of the table.
+      found: the columns of the table.
       scale: `mini` as `mini.mini` has it, or the paper's.
-      seeds: how many of each row: the first ones of its file, and those after the last of them; None: as many
-        as the file names at the paper's scale, one at mini scale.
-      read: options as they are typed.
+      seeds: how many of each row, as `seeds_of`.
+      row: the rows to run alone: a label, or method and options, which stand for all columns.
 
     Raises:
-      InputError: for a row that does not resolve at the paper's scale.
+      InputError: for a row that does not resolve at the paper's scale, or an unknown `row`.
     """
-    varied = {"clients"} if len({table.settings.get("clients") for table in found}) > 1 else set()
+    if row is not None:
+        known = [name for column in found for each in column.rows for name in _names(column, each)]
+        choose("row", row, known)
+    varied = {"clients"} if len({column.settings.get("clients") for column in found}) > 1 else set()
     parts, runs = [], {}
-    for table in found:
-        for row, cfg, why in _settings(table, scale, varied, read):
-            names = (
-                [] if cfg is None else [_run(runs, table, row, cfg, s) for s in seeds_of(table, scale, seeds)]
-            )
-            parts.append(Part(table, row, tuple(names), why))
-    return Plan(parts, [run for run in runs.values()])
+    for column in found:
+        for each, cfg, why in _settings(column, scale, varied):
+            if row is not None and row not in _names(column, each):
+                continue
+            names = [_run(runs, column, each, cfg, seed) for seed in seeds_of(column, scale, seeds) if cfg]
+            parts.append(Part(column, each, tuple(names), why))
+    return Plan(scale, parts, list(runs.values()))
 
 
-def _settings(
-    table: Table, scale: Scale, varied: set[str], read: Read
-) -> list[tuple[Row, RunConfig | None, str]]:
-    """The settings of a file's rows, or why one cannot be run at this scale. All see the same images."""
-    full = [(row, settings_of(table, row, read)) for row in table.rows]
+def _names(column: Column, row: Row) -> tuple[str, str]:
+    return column.label(row), row.words()
+
+
+def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[Row, RunConfig | None, str]]:
+    """The settings of a column's rows, or why one cannot be run at this scale. All see the same images."""
+    full = [(row, settings_of(column, row)) for row in column.rows]
     if scale == "paper":
-        return [(row, cfg, "") for row, cfg in full]
+        yield from ((row, cfg, "") for row, cfg in full)
+        return
     small: list[tuple[Row, RunConfig | None, str]] = []
     for row, cfg in full:
-        # what a row says of its schedule is of the paper's length too
-        kept = varied | (set(read(row.method, row.options)) - set(MOST))
+        # a schedule that the row itself sets is also one of the paper's length
+        kept = varied | (set(row.options) - set(MOST))
         try:
-            small.append((row, mini(row.method, cfg, table.name[0], kept), ""))
+            small.append((row, mini(cfg, column.system, kept), ""))
         except InputError as error:
             small.append((row, None, f"cannot run at mini scale: {error}"))
     images = max((cfg.glyph_train for _, cfg, _ in small if cfg), default=0)
-    return [(row, cfg and dataclasses.replace(cfg, glyph_train=images), why) for row, cfg, why in small]
+    for row, cfg, why in small:
+        yield row, cfg and dataclasses.replace(cfg, glyph_train=images), why
 
 
-def seeds_of(table: Table, scale: Scale, count: int | None) -> list[int]:
-    """The seeds of a file's rows."""
-    count = count or (1 if scale == "mini" else len(table.seeds))
-    more = range(max(table.seeds) + 1, max(table.seeds) + 1 + count)
-    return [*table.seeds, *more][:count]
+def seeds_of(column: Column, scale: Scale, count: int | None) -> list[int]:
+    """The first `count` seeds of a column, then those after its largest; None: one at mini scale or all."""
+    count = count or (1 if scale == "mini" else len(column.seeds))
+    more = range(max(column.seeds) + 1, max(column.seeds) + 1 + count)
+    return [*column.seeds, *more][:count]
 
 
-def _run(runs: dict, table: Table, row: Row, cfg: RunConfig, seed: int) -> str:
+def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str:
     """The name of the run of a row with a seed; it is added to `runs` if none has its settings yet."""
     cfg = dataclasses.replace(cfg, seed=seed)
-    key = row.method, cfg
-    if key not in runs:
-        words = [table.name[2], *row.options]
+    if cfg not in runs:
+        words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
-        usual = config.run_class(row.method, cfg.adapter)()
+        usual = dataclasses.replace(
+            config.preset(row.method, cfg.adapter, cfg.fidelity),
+            adapter=find_method(row.method).adapter,
+            fidelity=RunConfig.fidelity,
+        )
         given = {
             field.name: getattr(cfg, field.name)
             for field in dataclasses.fields(cfg)
             if getattr(cfg, field.name) != getattr(usual, field.name)
         }
-        runs[key] = Planned(name_of(row.method, variant, [], seed), row.method, given, cfg)
-    return runs[key].name
+        runs[cfg] = Planned(name_of(row.method, variant, [], seed), given, cfg)
+    return runs[cfg].name
+
+
+def command(run: Planned) -> str:
+    """The command line that makes a run by hand."""
+    switches = {field.name for field in dataclasses.fields(run.cfg) if field.type is bool}
+    typed = {name: value if name in switches else str(value) for name, value in run.given.items()}
+    return shlex.join(["fcljax", "run", run.method, *papers.words_of(typed)])
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -202,13 +186,13 @@ def results(made: Plan, outcomes: Mapping[str, Outcome]) -> list[Result]:
 def _result(part: Part, outcomes: Sequence[Outcome]) -> Result:
     good = [each.summary for each in outcomes if each.state == "finished" and each.summary]
     bad = next((each for each in outcomes if each.state != "finished"), None)
-    found = [[tables.value_of(summary, metric) for summary in good] for metric in part.table.metrics]
+    found = [[tables.value_of(summary, metric) for summary in good] for metric in part.column.metrics]
     values = tuple(tuple(value for value in each if value is not None) for each in found)
     why = part.why or ("" if bad is None else f"{bad.state}: {bad.why}" if bad.why else bad.state)
-    missing = [metric for metric, each in zip(part.table.metrics, found, strict=True) if None in each]
+    missing = [metric for metric, each in zip(part.column.metrics, found, strict=True) if None in each]
     if missing and not why:
         why = f"no value of {', '.join(missing)}"
-    return Result(part.table, part.row, values, len(good), why)
+    return Result(part.column, part.row, values, len(good), why)
 
 
 def shared(made: Plan) -> list[str]:
@@ -216,60 +200,61 @@ def shared(made: Plan) -> list[str]:
     owners: dict[tuple[str, ...], list[str]] = {}
     for part in made.parts:
         if part.runs:
-            owners.setdefault(part.runs, []).append(part.table.label(part.row))
+            owners.setdefault(part.runs, []).append(part.label)
     return [", ".join(labels) for labels in owners.values() if len(labels) > 1]
 
 
-def title_of(made: Plan, scale: Scale) -> str:
+def title_of(made: Plan) -> str:
     """The title of a table."""
-    system, table, _ = made.parts[0].table.name
-    return f"{system} {table}, {scale} scale"
+    return f"{made.column.system} {made.column.table}, {made.scale} scale"
 
 
-def notes_of(made: Plan, scale: Scale) -> list[str]:
+def notes_of(made: Plan) -> list[str]:
     """What a reader of a table must know."""
-    source = made.parts[0].table.fields["source"]
-    notes = [f"Paper: {source}. Ours: mean and population standard deviation over the seeds."]
-    if scale == "mini":
+    paper, entry = made.column.paper, made.column.entry
+    notes = [
+        f"Paper: {paper.paper}, {entry.source}. Ours: mean and population standard deviation over the seeds."
+    ]
+    notes += [*paper.notes, *entry.notes]
+    if made.scale == "mini":
         notes.append(
             "At mini scale the numbers are not expected to be the paper's: the design is the same with "
             "another network, other images and a shorter schedule. What is compared is the order of the rows."
         )
     same = shared(made)
     if same:
-        notes.append("The same runs stand for several rows, whose settings do not differ at this scale: ")
-        notes[-1] += "; ".join(same) + "."
+        notes.append(
+            "The same runs stand for several rows, whose settings do not differ at this scale: "
+            f"{'; '.join(same)}."
+        )
     return notes
-
-
-def claims_of(made: Plan) -> list[str]:
-    """What the paper says in words, each once."""
-    return list(dict.fromkeys(claim for part in made.parts for claim in part.table.claims))
 
 
 def write(
     made: Plan,
     found: Sequence[Result],
     outcomes: Mapping[str, Outcome],
-    scale: Scale,
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
     """Write table.md, table.json, the figure of `compare` and the report page into the folder of the sweep.
-    `tell` is told why there is no page, if so."""
-    title, pairs = title_of(made, scale), tables.orderings(found)
-    text = tables.markdown(title, notes_of(made, scale), found, claims_of(made))
-    system, table, _ = made.parts[0].table.name
-    write_text(out / TEXT, text)
+    `tell` gets the reason if there is no page."""
+    pairs, claims = tables.orderings(found), made.column.entry.claims
+    write_text(out / TEXT, tables.markdown(title_of(made), notes_of(made), found, claims))
     write_json(
         out / DATA,
         {
-            "system": system,
-            "table": table,
-            "scale": scale,
+            "system": made.column.system,
+            "table": made.column.table,
+            "scale": made.scale,
             "rows": tables.plain(found),
-            "order": {"alike": sum(pair.alike for pair in pairs), "pairs": list(map(_plain_pair, pairs))},
-            "claims": claims_of(made),
+            "order": {
+                "alike": sum(pair.alike for pair in pairs),
+                "pairs": [
+                    pair._asdict() | {"alike": None if pair.ours is None else pair.alike} for pair in pairs
+                ],
+            },
+            "claims": claims,
         },
     )
     done = sweeps.finished(outcomes, out)
@@ -278,45 +263,37 @@ def write(
         page.try_report(done, out / page.NAME, tell)
 
 
-def _plain_pair(pair: Pair) -> dict[str, Any]:
-    return pair._asdict() | {"alike": pair.alike if pair.ours is not None else None}
-
-
-def shown(made: Plan, found: Sequence[Result], scale: Scale) -> Shown:
+def shown(made: Plan, found: Sequence[Result]) -> Table:
     """The table for a terminal."""
-    table = Shown(title=title_of(made, scale))
+    table = Table(title=title_of(made))
     head, *lines = tables.lines(found)
     for name in head:
-        table.add_column(
-            name, overflow="fold", justify="left" if name in ("row", "metric", "note") else "right"
-        )
+        left = name in ("row", "metric", "note")
+        table.add_column(name, overflow="fold", justify="left" if left else "right")
     for cells in lines:
         add_row(table, *cells)
     return table
 
 
-# ---- the files of experiments ------------------------------------------------------------------------------
-
-
 def update(found: Sequence[Result], outcomes: Mapping[str, Outcome], made: Plan, device: str) -> list[str]:
-    """Write status and cost of runs at the paper's scale into the files of experiments/.
+    """Write status and cost of runs at the paper's scale into the file of the paper.
 
     Returns:
-      A line for each file: its new status, or why it stays as it was.
+      A line for each column: its new status, or why it stays as it was.
     """
-    told = []
-    for path in dict.fromkeys(each.table.path for each in found):
-        mine = [each for each in found if each.table.path == path]
-        status = tables.status_of(mine)
+    said, verified = [], {}
+    for key in dict.fromkeys(each.column.key for each in found):
+        status = tables.status_of([each for each in found if each.column.key == key])
         if status is None:
-            told.append(
-                f"{path}: stays as it was: not all rows have enough seeds, or the paper has no numbers"
+            said.append(
+                f"{key}: stays as it was: not all rows have enough seeds, or the paper has no numbers"
             )
             continue
-        names = {name for part in made.parts if part.table.path == path for name in part.runs}
-        summaries = [outcomes[name].summary for name in names]
-        seconds = sum(sum(each["time"].values()) for each in summaries if each)
-        cost = f"{len(names)} runs, {seconds / 3600:.2f} hours in all, {device}"
-        write_text(path, tables.with_status(_text(Path(path)), status, cost))
-        told.append(f"{path}: {status}")
-    return told
+        names = {name for part in made.parts if part.column.key == key for name in part.runs}
+        summaries = [summary for name in names if (summary := outcomes[name].summary)]
+        hours = sum(sum(each["time"].values()) for each in summaries) / 3600
+        verified[key] = Verified(status, f"{len(names)} runs, {hours:.2f} hours in all, {device}")
+        said.append(f"{key}: {status}")
+    if verified:
+        papers.write_verified(found[0].column.path, verified)
+    return said

@@ -1,4 +1,4 @@
-"""One method over several seeds: a run directory for each in one folder, and what they say together."""
+"""One method over several seeds: a run directory for each in one folder, and their mean."""
 
 import contextlib
 import dataclasses
@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
-from fcljax.files import check_folder, write_text
+from fcljax.files import write_text
 from fcljax.results import metrics, page
 from fcljax.results.run_folder import write_json
-from fcljax.runs import loop, origin
-from fcljax.terminal import say
+from fcljax.runs import loop
+from fcljax.runs.folder import check_new, locked
+from fcljax.runs.loop import Observer
+from fcljax.runs.resume import check_file
 
 LIST = "seeds.yaml"
 
@@ -43,7 +44,7 @@ def parse_seeds(text: str, first: int) -> list[int]:
 
 
 def stored_seeds(folder: str | Path) -> list[int] | None:
-    """The seeds of a folder that `run_seeds` has made; None: it is no such folder.
+    """The seeds of a folder that `run_seeds` has made; None for any other folder.
 
     Raises:
       InputError: if the list was edited into something else.
@@ -58,27 +59,18 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 
 def run_seeds(
-    method: str,
-    cfg: RunConfig,
-    seeds: Sequence[int],
-    out: str | Path,
-    resume: bool,
-    console: Console,
-    stop: Callable[[], int | None] = lambda: None,
-    track: Sequence[str] = (),
+    cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, observer: Observer
 ) -> list[dict[str, Any]]:
-    """Run a method once with each seed, into `out`/seed-S; a run that is finished there is not made again.
+    """Run a method once with each seed, into `out`/seed-S; finished runs in `out` are not repeated.
 
-    Writes seeds.json, mean and deviation over the seeds, and the values; and report.html.
+    Writes seeds.json (mean, standard deviation and values over the seeds) and report.html.
 
     Args:
-      method: of the package, or from outside.
-      cfg: resolved settings, but for the seed.
-      seeds: all of them; with `resume` those that were there before and any more.
+      cfg: settings; the seed is replaced.
+      seeds: all of them; with `resume` the previous ones and any more.
       out: the folder; a new one, unless `resume`.
-      resume: go on with what is in `out`.
-      console: where progress bars and warnings go.
-      stop, track: as of `loop.run`.
+      resume: resume the runs in `out`.
+      observer: of all runs.
 
     Returns:
       The runs' summaries.
@@ -86,63 +78,48 @@ def run_seeds(
     Raises:
       InputError: as `loop.run`.
     """
-    out = Path(out)
-    check = (lambda: origin.check_file(out, method, cfg)) if resume else None
+    out, summaries = Path(out), []
+    check = (lambda: check_file(out, cfg)) if resume else None
     with folder_of_runs(out, check):
-        return _run_all(method, cfg, seeds, out, console, stop, track)
+        write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
+        write_text(out / "config.yaml", config.to_yaml(cfg))
+        for i, seed in enumerate(seeds):
+            folder = out / f"seed-{seed}"
+            observer.say(f"seed {seed}, {i + 1} of {len(seeds)}")
+            begun = (folder / "config.yaml").exists()
+            own = dataclasses.replace(cfg, seed=seed)
+            summaries.append(loop.run(own, folder, begun, observer))
+        write_json(out / "seeds.json", over_seeds(summaries))
+        page.try_report([out], out / page.NAME, observer.say)
+    return summaries
 
 
 @contextlib.contextmanager
 def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[None]:
-    """A folder that several runs go into, which this process alone works in until the block ends: a new one,
-    or one that is there, if `resumed` does not refuse it.
+    """A folder of several runs, which this process owns until the block ends.
+
+    Args:
+      out: the folder.
+      resumed: what checks an existing folder before it is resumed; None: the folder must be new.
 
     Raises:
-      InputError: if it exists and should not, cannot be written, is refused, or another process has it.
+      InputError: if it exists and should not, cannot be written, is refused, or another process owns it.
     """
     if resumed is not None:
         resumed()
     else:
-        loop.check_new(out)
-        check_folder(out)
+        check_new(out)
         out.mkdir(parents=True, exist_ok=True)
-    with loop.alone(out):
+    with locked(out):
         yield
-
-
-def _run_all(
-    method: str,
-    cfg: RunConfig,
-    seeds: Sequence[int],
-    out: Path,
-    console: Console,
-    stop: Callable[[], int | None],
-    track: Sequence[str],
-) -> list[dict[str, Any]]:
-    write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
-    write_text(out / "config.yaml", config.to_yaml(method, cfg))
-    summaries = []
-    for place, seed in enumerate(seeds):
-        folder = out / f"seed-{seed}"
-        say(console, f"seed {seed}, {place + 1} of {len(seeds)}")
-        begun = (folder / "config.yaml").exists()
-        own = dataclasses.replace(cfg, seed=seed)
-        summaries.append(loop.run(method, own, folder, begun, console, stop, track))
-    write_json(out / "seeds.json", over_seeds(summaries))
-    page.try_report([out], out / page.NAME, lambda line: say(console, line))
-    return summaries
 
 
 def over_seeds(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean and population standard deviation over seeds of the numbers that papers report."""
-    read = {
-        "A_avg": lambda run: run["A_avg"],
-        "A_last": lambda run: run["A_last"],
-        "forgetting_paper": lambda run: run["forgetting"]["paper"],
-    }
+    found = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
+    found["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}
-    for name, value in read.items():
-        values = [value(run) for run in summaries]
+    for name, values in found.items():
         known = [each for each in values if each is not None]
         mean, deviation = metrics.over_seeds(known) if known else (None, None)
         result[name] = {"mean": mean, "population_std": deviation, "values": values}

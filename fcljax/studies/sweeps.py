@@ -1,8 +1,7 @@
 """A sweep: the runs of a grid (`grid.py`), each a run directory of its own in one folder, some at a time.
 
-The folder holds a run directory for each run, plan.yaml (the runs and what the file gives them), settings/
-(their config.yaml), logs/ (what they say), and at the end sweep.json and accuracy.png. It has nothing to do
-with the sweeps of `federated/sweep.py`, which play clients on lanes.
+The folder has a run directory for each run, plan.yaml (the runs and the options that the file gives them),
+settings/ (their config.yaml), logs/ (their output), and at the end sweep.json and accuracy.png.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import write_text
 from fcljax.results.comparison import compare
 from fcljax.results.run_folder import load_summary, write_json
-from fcljax.runs import origin
+from fcljax.runs.resume import check_file
 from fcljax.runs.signals import number_of, postponed
 from fcljax.runs.summary import learned_nothing
 from fcljax.studies import engines
@@ -34,28 +33,32 @@ from fcljax.studies.seeds import folder_of_runs
 from fcljax.terminal import add_row, say
 
 PLAN, SETTINGS, LOGS, RESULT = "plan.yaml", "settings", "logs", "sweep.json"
-SECONDS = 0.2  # between two looks at what runs
+SECONDS = 0.2  # between two checks of the running processes
 
 
 class Outcome(NamedTuple):
-    """What became of a run: "finished", "failed" or "not finished", the exit code of its process if there was
-    one, why it failed, and its summary.json if it has one."""
+    """The outcome of a run."""
 
     state: str
+    """"finished", "failed" or "not finished"."""
     exit_code: int | None
+    """Of its process, if there was one."""
     why: str
+    """Why it failed."""
     summary: dict[str, Any] | None
+    """Its summary.json, if it has one."""
 
 
 class Ways(NamedTuple):
-    """How runs are made: at most so many at a time, or each on a GPU of its own, where, and with which
-    further options of `fcljax run`."""
+    """How runs are made."""
 
-    slots: Sequence[str | None]  # what CUDA_VISIBLE_DEVICES is for each that runs at a time; None: as it is
+    slots: Sequence[str | None]
+    """CUDA_VISIBLE_DEVICES of each run at a time; None: unchanged."""
     engine: engines.Name = "local"
     slurm: engines.SlurmOptions = engines.SlurmOptions()
     ray: engines.RayOptions = engines.RayOptions()
     options: tuple[str, ...] = ()
+    """Further options of `fcljax run`."""
 
 
 def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Console) -> dict[str, Outcome]:
@@ -64,16 +67,16 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
     Args:
       runs: all of the sweep.
       out: its folder; a new one, unless `resume`.
-      resume: go on with what is there. Runs may be more than before, and are otherwise as they were.
-      ways: how.
+      resume: resume the sweep in `out`. There may be more runs than before; the others must be unchanged.
+      ways: how they are made.
       console: where the progress bar goes.
 
     Returns:
-      What became of each run, by its name; sweep.json says the same.
+      The outcome of each run, by its name, as in sweep.json.
 
     Raises:
-      InputError: for a folder that cannot be used, belongs to another sweep or in which a process is at work.
-      KeyboardInterrupt: after all that ran have ended, with checkpoints to go on from.
+      InputError: for a folder that cannot be used, or belongs to another sweep or process.
+      KeyboardInterrupt: after all running processes have ended, with checkpoints to resume from.
     """
     check = (lambda: _check_same(runs, out)) if resume else None
     with folder_of_runs(out, check):
@@ -99,20 +102,20 @@ def _write_plan(runs: Sequence[Planned], out: Path) -> None:
     for name in (SETTINGS, LOGS):
         (out / name).mkdir(exist_ok=True)
     for run in runs:
-        write_text(_settings(run, out), config.to_yaml(run.method, run.cfg))
+        write_text(_settings(run, out), config.to_yaml(run.cfg))
     write_text(out / PLAN, yaml.safe_dump(plan_of(runs), sort_keys=False))
 
 
 def plan_of(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
-    """What plan.yaml holds: name of the run -> its method, and what the sweep's file gives it."""
+    """The content of plan.yaml: name of the run -> its method and the options that the file gives it."""
     return {run.name: {"method": run.method} | run.given for run in runs}
 
 
 def _check_same(runs: Sequence[Planned], out: Path) -> None:
-    """Check that what was begun in a sweep is in it still, with the same settings.
+    """Check that every run that was begun is still planned, with the same settings.
 
     Raises:
-      InputError: naming the first run that is not, and the settings in which it is another.
+      InputError: naming the first run that is not, and the settings that differ.
     """
     if not (out / PLAN).is_file():
         raise InputError(f"resume: {str(out)!r} is no folder of a sweep: it has no {PLAN}")
@@ -124,7 +127,7 @@ def _check_same(runs: Sequence[Planned], out: Path) -> None:
             raise InputError(
                 f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file has not"
             )
-        origin.check_file(out / name, now[name].method, now[name].cfg)
+        check_file(out / name, now[name].cfg)
 
 
 def _settings(run: Planned, out: Path) -> Path:
@@ -147,7 +150,7 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
 
 
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
-    """What became of a run whose process has ended with this code; None: there was no process."""
+    """The outcome of a run whose process has ended with this code; None: there was no process."""
     try:
         summary = load_summary(out / run.name)
     except InputError:
@@ -163,17 +166,17 @@ def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
 
 
 def last_line(log: Path) -> str:
-    """What a process has said last."""
+    """The last line of a process's output."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 10_000))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-    return one_line(next((line for line in reversed(lines) if line), "it said nothing"))
+    return one_line(next((line for line in reversed(lines) if line), "no output"))
 
 
 def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """The content of sweep.json."""
     states = [outcome.state for outcome in outcomes.values()]
-    told = [
+    rows = [
         {
             "name": run.name,
             "method": run.method,
@@ -186,10 +189,10 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
     ]
     return {
         state.replace(" ", "_"): states.count(state) for state in ("finished", "failed", "not finished")
-    } | {"runs": told}
+    } | {"runs": rows}
 
 
-# ---- runs that go on ---------------------------------------------------------------------------------------
+# ---- running -----------------------------------------------------------------------------------------------
 
 
 def play(
@@ -200,12 +203,12 @@ def play(
     watch: Callable[[Mapping[str, int], Sequence[str]], None],
 ) -> None:
     """Make runs, at most `len(slots)` at a time, and write their exit codes into `codes`. A signal that ends
-    this process is passed on to those that run; it ends when they have."""
+    this process is passed on to the running ones, which it waits for."""
     waiting, free, running = deque(jobs), list(slots), {}
     try:
         while waiting or running:
             while waiting and free:
-                with postponed():  # nothing runs that nobody knows of
+                with postponed():  # so that no process is started without being recorded
                     job, slot = waiting.popleft(), free.pop(0)
                     running[job.name] = (start(on_device(job, slot)), slot)
             for name, code in _ended(running).items():
@@ -221,7 +224,7 @@ def play(
 
 
 def on_device(job: Job, device: str | None) -> Job:
-    """A job that sees one GPU alone."""
+    """A job that sees only one GPU."""
     if device is None:
         return job
     return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
@@ -233,7 +236,7 @@ def _ended(running: Mapping[str, tuple[Task, str | None]]) -> dict[str, int]:
 
 
 def _end(running: Mapping[str, tuple[Task, str | None]], number: int) -> None:
-    """Tell all runs to end, as the signal would, and wait until they have."""
+    """Send a signal to all runs, and wait until they have ended."""
     for task, _ in running.values():
         task.stop(number)
     while len(_ended(running)) < len(running):
@@ -280,7 +283,7 @@ def _rounds(folder: Path) -> int:
         return 0
 
 
-# ---- what is said at the end -------------------------------------------------------------------------------
+# ---- tables ------------------------------------------------------------------------------------------------
 
 
 def finished(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
@@ -289,7 +292,7 @@ def finished(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
 
 
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
-    """A table of what did not finish, if anything, and those of `compare` over what did, with its figure."""
+    """The tables and the figure of `compare` over the finished runs, and a table of the others, if any."""
     done = finished(outcomes, out)
     compared, figure = compare(done, out / "accuracy.png") if done else ([], None)
     failed = Table("run", "exit code", "why", title="failed")
@@ -307,6 +310,6 @@ def plan_table(runs: Sequence[Planned]) -> Table:
     names = dict.fromkeys(name for run in runs for name in run.given)
     differ = [name for name in names if len({run.given.get(name) for run in runs}) > 1]
     for run in runs:
-        told = [f"{name} {run.given[name]}" for name in differ if name in run.given]
-        add_row(table, run.name, run.method, ", ".join(told))
+        cells = [f"{name} {run.given[name]}" for name in differ if name in run.given]
+        add_row(table, run.name, run.method, ", ".join(cells))
     return table

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from fcljax.data.augment import Geometry
+from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular
 

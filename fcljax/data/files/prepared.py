@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fcljax
-from fcljax.data.augment import Geometry
 from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
+from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import leftovers, owned, temporary_folder, write_text
 from fcljax.terminal import say

@@ -17,7 +17,6 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.archives import read_npz
-from fcljax.data.augment import Geometry
 from fcljax.data.files import download, listings, prepared
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.image_folders import folder_of_classes
@@ -25,6 +24,7 @@ from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, same_classes
+from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
 from fcljax.errors import InputError, nearest, reason
 from fcljax.files import check_folder, in_home, machine_memory

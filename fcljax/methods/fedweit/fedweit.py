@@ -26,6 +26,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
+from fcljax.adapters.full import FullOptions
+from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
 from fcljax.methods.fedweit.decomposed import Arrays, Own, Received, Shape, arrays_of, decomposed, pruned
@@ -34,32 +36,43 @@ from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, RoundContext, Sizes, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
 class FedWeITOptions:
-    """Options of FedWeIT; the values are the release's. Fields with default None take the value of the
-    fidelity preset."""
+    """Options of FedWeIT; the values are the release's."""
 
-    sparse_weight: float = 1e-3  # lambda_1 of the task-adaptive parameters
-    mask_weight: float = 0.0  # lambda_1 of the masks
-    keep_weight: float = 100.0  # lambda_2; half of it weighs the squares
-    prune: float = 1e-3  # task-adaptive parameters that are not larger are 0 where sent or evaluated
-    # share of each array's outputs whose base is not sent, those with the smallest masks; 0: all is sent
+    sparse_weight: float = 1e-3
+    """Weight lambda_1 of the L1 norm of the task-adaptive parameters."""
+    mask_weight: float = 0.0
+    """Weight lambda_1 of the L1 norm of the masks."""
+    keep_weight: float = 100.0
+    """Weight lambda_2 of the change of earlier tasks' parameters, half of which weighs the squares."""
+    prune: float = 1e-3
+    """Task-adaptive parameters up to this size are 0 where they are sent or evaluated."""
     unsent: float = option(0.3, below=1.0)
-    received: int = 5  # task-adaptive parameters that a task is handed from the knowledge base
-    remembered: int = 1  # finished tasks of each client that the knowledge base holds
-    mask_start: float | None = option(None, positive=True, below=1.0)  # what masks begin with
-    adaptive_start: float | None = None  # share of the first base that task-adaptive parameters begin with
-    retroactive: bool | None = None  # do the task-adaptive parameters of earlier tasks go on training?
+    """Share of each array's outputs, those with the smallest masks, whose base is not sent."""
+    received: int = 5
+    """Task-adaptive parameters that a task receives from the knowledge base."""
+    remembered: int = 1
+    """Finished tasks of each client in the knowledge base."""
+    mask_start: float = option(0.9, positive=True, below=1.0)
+    """Initial value of the masks."""
+    adaptive_start: float = 0.0
+    """Initial task-adaptive parameters, as a share of the first base."""
+    retroactive: bool = True
+    """Whether the task-adaptive parameters of earlier tasks go on training."""
 
 
-_STARTS = {"mask_start": 0.5, "adaptive_start": 1 / 3}
-FIDELITY = {
-    "intended": {"mask_start": 0.9, "adaptive_start": 0.0, "retroactive": True},
-    "paper": _STARTS | {"retroactive": True},
-    "released": _STARTS | {"retroactive": False},
+_RUN = RunConfig(aggregator="uniform", lr=0.01)
+_ADAPTERS = (LoraOptions(lora_pairs="one", lora_lr=1e-3), FullOptions(full_lr=1e-3 / 3))
+_PAPER = FedWeITOptions(mask_start=0.5, adaptive_start=1 / 3)
+PRESETS = {
+    "intended": Preset(FedWeITOptions(), _RUN, _ADAPTERS),
+    "paper": Preset(_PAPER, _RUN, _ADAPTERS),
+    "released": Preset(dataclasses.replace(_PAPER, retroactive=False), _RUN, _ADAPTERS),
 }
 
 

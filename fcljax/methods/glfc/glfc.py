@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.full import FullOptions
+from fcljax.adapters.lora import LoraOptions
 from fcljax.methods.glfc.lenet import LeNet
 from fcljax.methods.glfc.proxy import (
     REPORT,
@@ -59,6 +61,7 @@ from fcljax.parts.replay import (
 )
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Batch, ClientContext, Method, Task
 
 Schedule = Literal["constant", "steps", "released"]
@@ -70,46 +73,40 @@ DIVISOR = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class GLFCOptions(ProxyOptions):
-    """Options of GLFC. Fields with default None take the value of the fidelity preset."""
+    """Options of GLFC."""
 
-    memory_size: int | None = None  # rows that a client remembers, shared by its old classes
-    memory_repeats: bool | None = None  # may herding choose a row again, as the release's does?
-    # by how much the mean entropy of a client's rows must rise for it to take its task as new
-    entropy_rise: float | None = None
-    # in nats, or as a share of the entropy of a uniform guess among the seen classes: few classes never
-    # reach 1.2 nats
-    entropy_unit: Literal["share", "nats"] | None = None
-    # of the rate over a task: constant; steps: a fifth from half of its epochs on, a fifth of that from three
-    # quarters, again from nine tenths; released: the same, forgotten at the end of the round of each step
-    rate_schedule: Schedule | None = None
+    memory_size: int = 200
+    """Examples in the memory of a client, shared by its old classes."""
+    memory_repeats: bool = False
+    """Whether herding may choose an example again, as the release's does."""
+    entropy_rise: float = 0.02
+    """Rise of the mean entropy of a client's examples at which it takes its task as new."""
+    entropy_unit: Literal["share", "nats"] = "share"
+    """Unit of that rise: nats, or the entropy of a uniform guess among the seen classes."""
+    lr_schedule: Schedule = "constant"
+    """Learning-rate schedule over a task: constant, divided by 5 after 1/2, 3/4 and 9/10 of its epochs
+    (steps), or the same but for the round of each step alone (released)."""
 
 
-_INTENDED = dict(
-    memory_size=200,
-    memory_repeats=False,
-    entropy_rise=0.02,
-    entropy_unit="share",
-    rate_schedule="constant",
-    match_steps=100,
-    match_start="grey",
-    monitor_images=4,
-    reset_best="arrival",
-)
-_RELEASED = dict(
+# clients are averaged equally, whatever they have
+_RUN = RunConfig(aggregator="uniform", lr=1e-3)
+_ADAPTERS = (LoraOptions(lora_pairs="one"), FullOptions(full_lr=3e-4))
+_RELEASED = GLFCOptions(
     memory_size=2000,
     memory_repeats=True,
     entropy_rise=1.2,
     entropy_unit="nats",
-    rate_schedule="released",
+    lr_schedule="released",
     match_steps=5000,
     match_start="normal",
     monitor_images=20,
     reset_best="never",
 )
-FIDELITY = {
-    "intended": _INTENDED,
-    "paper": _RELEASED | dict(memory_repeats=False, rate_schedule="steps", reset_best="arrival"),
-    "released": _RELEASED,
+_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, lr_schedule="steps", reset_best="arrival")
+PRESETS = {
+    "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
+    "paper": Preset(_PAPER, _RUN, _ADAPTERS),
+    "released": Preset(_RELEASED, _RUN, _ADAPTERS),
 }
 
 
@@ -163,7 +160,7 @@ def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
     """The learning rate over the epochs of a task (B8)."""
 
     def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
-        return rate_factor(options.rate_schedule, run.training.epochs, round, rounds, epoch)
+        return rate_factor(options.lr_schedule, run.training.epochs, round, rounds, epoch)
 
     return factor
 

@@ -30,12 +30,19 @@ PERTURBED, TRIED = 5, 20  # perturbations of each feature that count, and that a
 class LGAOptions(GLFCOptions):
     """Options of LGA: GLFC's and these."""
 
-    loss_weight: float = 1.0  # lambda, of the whole loss
-    # share of a task's rounds, the first ones, in which the merged model scores 0 (the release: 6 of 10)
+    loss_weight: float = 1.0
+    """Weight lambda of the whole loss."""
     quiet_share: float = option(0.6, most=1.0)
+    """Share of a task's rounds, the first ones, in which the merged model scores 0 (release: 6 of 10)."""
 
 
-FIDELITY = glfc.FIDELITY | {"released": glfc.FIDELITY["released"] | dict(reset_best="second")}
+PRESETS = {
+    name: preset._replace(options=LGAOptions(**dataclasses.asdict(preset.options)))
+    for name, preset in glfc.PRESETS.items()
+}
+PRESETS["released"] = PRESETS["released"]._replace(
+    options=dataclasses.replace(PRESETS["released"].options, reset_best="second")
+)
 
 
 def lga(options: LGAOptions, run: Run) -> Method:

@@ -31,22 +31,26 @@ LINE_SEARCH = 10  # evaluations of a step of L-BFGS at the most
 
 @dataclasses.dataclass(frozen=True)
 class ProxyOptions:
-    """How prototypes travel and how the proxy judges models. Fields with default None take the value of the
-    fidelity preset."""
+    """How prototypes travel, and how the proxy judges models."""
 
-    prototype_steps: int = option(50, least=0)  # of gradient descent that perturb a prototype
-    prototype_lr: float = option(0.2, positive=True)  # their rate
-    prototype_decay: float = 1e-5  # their weight decay
-    # side in pixels in which prototypes are sent and rebuilt; larger images are resized to it
+    prototype_steps: int = option(50, least=0)
+    """Steps of gradient descent that perturb a prototype."""
+    prototype_lr: float = option(0.2, positive=True)
+    """Learning rate of the steps that perturb a prototype."""
+    prototype_decay: float = 1e-5
+    """Weight decay of the steps that perturb a prototype."""
     gradient_side: int = 32
-    # steps of L-BFGS that rebuild an image; the release: 250 of 20 each
-    match_steps: int | None = None
-    # what an image is rebuilt from: noise of a tenth around grey, or of deviation 1 around black
-    match_start: Literal["grey", "normal"] | None = None
-    monitor_images: int | None = None  # last states of each rebuilt image that models must predict
-    monitor_padding: float = option(0.125, most=1.0)  # of these before a crop, over the side
-    # when the best score starts anew: with new gradients, with the second task, or never
-    reset_best: Literal["arrival", "second", "never"] | None = None
+    """Side in pixels at which prototypes are sent and rebuilt; larger images are resized to it."""
+    match_steps: int = 100
+    """Steps of L-BFGS that rebuild an image (release: 250 of 20 each)."""
+    match_start: Literal["grey", "normal"] = "grey"
+    """Noise that an image is rebuilt from: of a tenth around grey, or standard normal."""
+    monitor_images: int = 4
+    """Last states of each rebuilt image that models must predict."""
+    monitor_padding: float = option(0.125, most=1.0)
+    """Padding of these images before a crop, over the side."""
+    reset_best: Literal["arrival", "second", "never"] = "arrival"
+    """When the best score starts anew: with new gradients, with the second task, or never."""
 
 
 class Sent(NamedTuple):

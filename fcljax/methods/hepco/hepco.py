@@ -27,15 +27,17 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.models.heads import cross_entropy, kl, mask_logits
-from fcljax.options import option, resolved
+from fcljax.options import option
 from fcljax.parts.client import ClientEnd, LearningRateFactor, OfEachClient, Report
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
+from fcljax.settings import Preset, RunConfig, changed
 from fcljax.types import Method, Task, Weighted
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
@@ -48,65 +50,77 @@ TEACHERS_AT_A_TIME = 16  # bounds the memory of their prompts where they run at 
 
 @dataclasses.dataclass(frozen=True)
 class PromptedOptions:
-    """What HePCo's clients share with those of its baselines. Fields with default None take the value of the
-    fidelity preset."""
+    """Options that HePCo's clients share with those of its baselines."""
 
-    # of the learning rate over the epochs of a round; lag: one epoch late
-    epoch_schedule: Schedule | None = None
+    epoch_schedule: Schedule = "cosine"
+    """Learning-rate schedule over the epochs of a round; cosine_lag is one epoch late."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HepcoOptions(PromptedOptions):
-    """Options of HePCo; the values are the release's. Fields with default None take the value of the fidelity
-    preset."""
+    """Options of HePCo; the values are the release's."""
 
-    kl_weight: float = 1.0  # lambda_KL, of the disagreement of class probabilities
-    mse_weight: float = 0.1  # lambda_MSE, of the disagreement of prompts
-    generator_steps: int = 100  # of the generator of the task's classes
-    generator_growth: int = option(50, least=0)  # further steps per earlier task, of that of older classes
-    generator_lr: float = option(1e-4, positive=True)  # learning rate of both
-    generator_norm: bool = True  # batch normalisation in the generators
-    noise_width: int = 64  # of the generators' noise
-    label_width: int = 64  # of their embedding of classes
-    latent_batch: int = 64  # latents of a step
-    replay_ratio: float = 0.5  # latents of older classes, over those of the task's, in the distillation
-    distill_steps: int = 200  # of the distillation
-    distill_lr: float = option(1e-4, positive=True)  # its learning rate
-    kl_direction: Direction | None = None  # KL(server || client) or KL(client || server)
-    # of the prompts' numbers, in the generators' loss; none: the disagreement of prompts does not reach them
-    generator_mse: Literal["sum", "mean", "none"] | None = None
-    loss_weights: Weights | None = None  # how much each client's losses count for a class
-    distill_phases: Phases | None = None  # prompts and classifier on the same latents, or one after the other
-    wo_previous: bool = False  # ablation: no generator of older classes, no replay
-    wo_kl: bool = False  # ablation: no disagreement of class probabilities
-    wo_mse: bool = False  # ablation: no disagreement of prompts
-    wo_prompt_distillation: bool = False  # ablation: prompts stay averaged
-    wo_classifier_distillation: bool = False  # ablation: the classifier stays averaged
+    kl_weight: float = 1.0
+    """Weight lambda_KL of the disagreement of class probabilities."""
+    mse_weight: float = 0.1
+    """Weight lambda_MSE of the disagreement of prompts."""
+    generator_steps: int = 100
+    """Steps of the generator of the task's classes."""
+    generator_growth: int = option(50, least=0)
+    """Further steps per earlier task of the generator of older classes."""
+    generator_lr: float = option(1e-4, positive=True)
+    """Learning rate of both generators."""
+    generator_norm: bool = True
+    """Batch normalisation in the generators."""
+    noise_width: int = 64
+    """Width of the generators' noise."""
+    label_width: int = 64
+    """Width of the generators' embedding of classes."""
+    latent_batch: int = 64
+    """Latents per step."""
+    replay_ratio: float = 0.5
+    """Latents of older classes over those of the task's classes in the distillation."""
+    distill_steps: int = 200
+    """Steps of the distillation."""
+    distill_lr: float = option(1e-4, positive=True)
+    """Learning rate of the distillation."""
+    kl_direction: Direction = "server_client"
+    """Direction of the divergence: KL(server || client) or KL(client || server)."""
+    generator_mse: Literal["sum", "mean", "none"] = "none"
+    """Reduction of the prompts' disagreement in the generators' loss; none leaves it out."""
+    loss_weights: Weights = "over_total"
+    """How much each client's losses count for a class."""
+    distill_phases: Phases = "shared"
+    """Whether prompts and classifier are distilled on the same latents, or one after the other."""
+    wo_previous: bool = False
+    """Ablation: no generator of older classes, no replay."""
+    wo_kl: bool = False
+    """Ablation: no disagreement of class probabilities."""
+    wo_mse: bool = False
+    """Ablation: no disagreement of prompts."""
+    wo_prompt_distillation: bool = False
+    """Ablation: prompts stay averaged."""
+    wo_classifier_distillation: bool = False
+    """Ablation: the classifier stays averaged."""
 
 
+# clients that exist for one round, and are averaged whatever they have
+_RUN = RunConfig(partition="sampled", aggregator="uniform")
+_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="reported")
 CLIENT = {
-    "intended": dict(epoch_schedule="cosine"),
-    "paper": dict(epoch_schedule="cosine_lag"),
-    "released": dict(epoch_schedule="cosine_lag", preprocess="hepco", class_order="python", long_tail="told"),
+    "intended": Preset(PromptedOptions(), _RUN),
+    "paper": Preset(PromptedOptions("cosine_lag"), _RUN),
+    "released": Preset(PromptedOptions("cosine_lag"), _RELEASED),
 }
-_SERVER = {
-    "intended": dict(
-        kl_direction="server_client",
-        generator_mse="none",
-        loss_weights="over_total",
-        distill_phases="shared",
-    ),
-    "paper": dict(
-        kl_direction="server_client", generator_mse="sum", loss_weights="uniform", distill_phases="shared"
-    ),
-    "released": dict(
-        kl_direction="client_server",
-        generator_mse="none",
-        loss_weights="over_total",
-        distill_phases="sequential",
+# baselines that train the whole network (section 5)
+WHOLE = changed(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5)
+PRESETS = {
+    "intended": Preset(HepcoOptions(), _RUN),
+    "paper": Preset(HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform"), _RUN),
+    "released": Preset(
+        HepcoOptions("cosine_lag", kl_direction="client_server", distill_phases="sequential"), _RELEASED
     ),
 }
-FIDELITY = {name: CLIENT[name] | _SERVER[name] for name in CLIENT}
 
 
 def hepco(options: HepcoOptions, run: Run) -> Method:
@@ -271,7 +285,8 @@ class Study(NamedTuple):
 
     def prompt(self, cached: Params, trainable: Params, latent: Array) -> Array:
         """A model's prompts for latents."""
-        prompt = resolved(self.learner.adapter.prompt)
+        prompt = self.learner.adapter.prompt
+        assert prompt is not None
         return prompt(cached.adapter, trainable.adapter, latent, self.task)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
+from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
 from fcljax.options import option
@@ -37,57 +37,62 @@ REPTILE = 67.0  # times the way that a generator went in a round is its gradient
 
 @dataclasses.dataclass(frozen=True)
 class TargetOptions(PromptedOptions):
-    """Options of TARGET. Fields with default None take the value of the fidelity preset: `released` has the
-    release's constants for CIFAR-100, with which the warm-up never ends; `paper` the same with as many rounds
-    as its 8,000 images need; `intended` those of a port to vision transformers, with half of its generator's
-    steps and channels, for the sake of machines without an accelerator."""
+    """Options of TARGET. `released` has the release's constants for CIFAR-100, with which the warm-up never
+    ends; `paper` the same with as many rounds as its 8,000 images need; `intended` those of a port to vision
+    transformers, with half of its generator's steps and channels, for machines without an accelerator."""
 
-    distill_weight: float = 25.0  # of the clients' distillation on synthetic images
-    distill_temperature: float = option(2.0, positive=True)  # of student and teacher
-    synthetic_batch: int = 64  # synthetic images of a client's step; the release: all of them in an epoch
-    local_classes: Literal["current", "seen", "all"] = "current"  # classes in the clients' cross-entropy
-    synthesis_rounds: int | None = None  # of the generator; each leaves synthesis_batch images
-    synthesis_batch: int | None = None  # images of a round
-    synthesis_warmup: int = 20  # rounds before the student learns and the disagreement counts
-    generator_steps: int | None = None  # of a round
-    generator_lr: float | None = option(None, positive=True)  # learning rate of the generator
-    noise_lr: float = option(0.01, positive=True)  # learning rate of the noise, which is new in every round
-    meta: Literal["fomaml", "reptile"] | None = None  # what the generator keeps of a round
-    label_weight: float | None = None  # of the global model's cross-entropy
-    adversarial_weight: float = 1.0  # of the disagreement of global model and student
-    student_steps: int | None = None  # of the student in a round
-    student_lr: float | None = option(None, positive=True)  # its learning rate
-    student_temperature: float = option(20.0, positive=True)  # of its distillation
-    noise_width: int = 256  # of the generator's noise
-    generator_channels: int | None = None  # of the generator's last hidden layer
-    crop_padding: float = option(0.125, most=1.0)  # of synthetic images before a crop, over the side
+    distill_weight: float = 25.0
+    """Weight of the clients' distillation on synthetic images."""
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the clients' distillation."""
+    synthetic_batch: int = 64
+    """Synthetic images per step of a client (release: all of them in an epoch)."""
+    local_classes: Literal["current", "seen", "all"] = "current"
+    """Classes in the cross-entropy of the clients."""
+    synthesis_rounds: int = 30
+    """Rounds of the generator, each of which adds synthesis_batch images."""
+    synthesis_batch: int = 16
+    """Images per round of the generator."""
+    synthesis_warmup: int = 20
+    """Rounds of the generator before the student learns and the disagreement counts."""
+    generator_steps: int = 40
+    """Steps of the generator in each of its rounds."""
+    generator_lr: float = option(2e-3, positive=True)
+    """Learning rate of the generator."""
+    noise_lr: float = option(0.01, positive=True)
+    """Learning rate of the noise, which is new in every round of the generator."""
+    meta: Literal["fomaml", "reptile"] = "fomaml"
+    """Meta-learning update by which the generator carries over what it learned in a round."""
+    label_weight: float = 0.5
+    """Weight of the global model's cross-entropy in the generator's loss."""
+    adversarial_weight: float = 1.0
+    """Weight of the disagreement of global model and student in the generator's loss."""
+    student_steps: int = 50
+    """Steps of the student in each round of the generator."""
+    student_lr: float = option(2e-3, positive=True)
+    """Learning rate of the student."""
+    student_temperature: float = option(20.0, positive=True)
+    """Temperature of the student's distillation."""
+    noise_width: int = 256
+    """Width of the generator's noise."""
+    generator_channels: int = 32
+    """Channels of the generator's last hidden layer."""
+    crop_padding: float = option(0.125, most=1.0)
+    """Padding of synthetic images before a crop, over the side."""
 
 
-_CIFAR = dict(
+_CIFAR = TargetOptions(
+    epoch_schedule="cosine_lag",
     synthesis_batch=256,
     generator_steps=10,
-    generator_lr=2e-3,
-    meta="fomaml",
-    label_weight=0.5,
     student_steps=400,
     student_lr=0.2,
     generator_channels=64,
 )
-FIDELITY = {
-    "intended": CLIENT["intended"]
-    | dict(
-        synthesis_rounds=30,
-        synthesis_batch=16,
-        generator_steps=40,
-        generator_lr=2e-3,
-        meta="fomaml",
-        label_weight=0.5,
-        student_steps=50,
-        student_lr=2e-3,
-        generator_channels=32,
-    ),
-    "paper": CLIENT["paper"] | _CIFAR | dict(synthesis_rounds=32),
-    "released": CLIENT["released"] | _CIFAR | dict(synthesis_rounds=10),
+PRESETS = {
+    "intended": WHOLE["intended"]._replace(options=TargetOptions()),
+    "paper": WHOLE["paper"]._replace(options=dataclasses.replace(_CIFAR, synthesis_rounds=32)),
+    "released": WHOLE["released"]._replace(options=dataclasses.replace(_CIFAR, synthesis_rounds=10)),
 }
 
 

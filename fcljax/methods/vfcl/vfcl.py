@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
 from fcljax.methods.vfcl.bayesian import bayesian
@@ -37,6 +38,7 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.replay import Budget, herded
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method
 
 KLScale = Literal["per_sample", "per_parameter", "none"]
@@ -48,32 +50,32 @@ _RHO_OF_ONE = math.log(math.e - 1)  # softplus of it is 1
 class VFCLOptions:
     """Options of VFCL; the paper's values where it has them."""
 
-    prior_weight: float = option(1.0, least=0.0)  # lambda_p, of the two priors together; 0: neither acts
-    # lambda_k: the global prior's share of the mixture; 0: without it, 1: without the client's own
+    prior_weight: float = option(1.0, least=0.0)
+    """Weight lambda_p of the two priors together; with 0 neither acts."""
     global_share: float = option(0.5, least=0.0, most=1.0)
-    samples: int = option(1, least=1)  # n: draws of the parameters in every step
-    # rows of each class that a client remembers, chosen by herding; 0: none
+    """Share lambda_k of the global prior in the mixture; with 1 the client's own prior does not act."""
+    samples: int = option(1, least=1)
+    """Number n of draws of the parameters per step."""
     exemplars: int = option(20, least=0)
-    # draws of the parameters for a second reliability diagram, by their mean probabilities; 0: none
+    """Examples of each class in a client's memory, chosen by herding."""
     test_samples: int = option(5, least=0)
-    # deviation that all numbers begin with; the paper does not say
+    """Draws of the parameters for a second reliability diagram of their mean probabilities."""
     sigma: float = option(0.02, positive=True)
-    # what the priors' term is divided by: the client's rows (the evidence bound per row), the number of
-    # parameters, or nothing (equation 9 as written)
+    """Initial standard deviation of all parameters, on which the paper is silent."""
     kl_scale: KLScale = "per_sample"
-    # how the server merges Gaussians: conflation: as their product, whose variance falls by the number of
-    # clients in every round; tempered: the same means, and the variance times that number; average: means and
-    # rhos by the clients' rows (Ours-FedAvg); default: tempered, and conflation under `paper`
-    merge: Literal["conflation", "tempered", "average"] | None = None
+    """Divisor of the priors' term: the client's examples, the number of parameters, or none (eq. 9)."""
+    merge: Literal["conflation", "tempered", "average"] = "tempered"
+    """How the server merges Gaussians: as their product (conflation), with its variance times the number of
+    clients (tempered), or by averaging means and rhos by examples (Ours-FedAvg)."""
 
 
-# The product of C posteriors that all hold the same prior counts it C times in every round: deviations fall
-# by C to the power of rounds / 2, and gradient descent on the priors diverges once their squares are under
-# rate / (2 rows).
-FIDELITY = {
-    "intended": {"merge": "tempered"},
-    "paper": {"merge": "conflation"},
-    "released": {"merge": "conflation"},  # no code was released
+_RUN = RunConfig(lr=0.01, optimiser="sgd", rounds=10)
+_ADAPTERS = (FullOptions(full_lr=0.01),)
+_PAPER = Preset(VFCLOptions(merge="conflation"), _RUN, _ADAPTERS)
+PRESETS = {
+    "intended": Preset(VFCLOptions(), _RUN, _ADAPTERS),
+    "paper": _PAPER,
+    "released": _PAPER,  # no code was released
 }
 
 

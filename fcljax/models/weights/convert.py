@@ -13,30 +13,36 @@ from fcljax.models.weights import checkpoints, torchvision
 from fcljax.models.weights.pretrained import (
     FORMAT,
     Loaded,
-    Positions,
     WeightOptions,
     listed,
     loaded,
     save_native,
     shape_text,
 )
+from fcljax.options import option
+from fcljax.settings import Positions
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """Options of `fcljax convert`."""
 
-    heads: int | None = None  # attention heads; default: as the file says, else width / 64
-    # attention heads of a masked autoencoder's decoder; default: as the file says, else 16
-    decoder_heads: int | None = None
-    keep_head: bool = False  # keep the classification head, if there is one
-    part: Literal["teacher", "student"] = "teacher"  # which network to take from a checkpoint that holds both
-    # side in pixels; position embeddings are interpolated; default: the network's own
-    image_size: int | None = None
-    # pixel constants; default: as the file says or its kind suggests
-    normalise: Literal["half", "unit", "imagenet"] | None = None
-    positions: Positions = "antialiased"  # how position embeddings are interpolated
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type in which all weights are stored
+    heads: int | None = option(None, unset="the file's, else width / 64")
+    """Number of attention heads."""
+    decoder_heads: int | None = option(None, unset="the file's, else 16")
+    """Number of attention heads of a masked autoencoder's decoder."""
+    keep_head: bool = False
+    """Keep the classification head, if there is one."""
+    part: Literal["teacher", "student"] = "teacher"
+    """Network to take from a checkpoint that holds both."""
+    image_size: int | None = option(None, unset="the network's own")
+    """Side in pixels of the images, to which position embeddings are interpolated."""
+    normalise: Literal["half", "unit", "imagenet"] | None = option(None, unset="the file's, or its kind's")
+    """Pixel range that the network expects."""
+    positions: Positions = "antialiased"
+    """Interpolation of position embeddings."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Number format in which all weights are stored."""
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:

@@ -18,7 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fcljax.errors import InputError, choose
 from fcljax.models.mae import DecoderConfig, decoder_shapes
-from fcljax.models.vit import VITS, ViTConfig, parameter_shapes
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import ViTConfig, parameter_shapes
 from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]

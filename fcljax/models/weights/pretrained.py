@@ -9,7 +9,7 @@ import json
 import math
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,15 @@ from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic
-from fcljax.models.convnet import Stem
 from fcljax.models.mae import DecoderConfig, sincos_positions
-from fcljax.models.networks import CONVNETS, Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.vit import VITS, ViTConfig
+from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
+from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
+from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
 from fcljax.pixels import NORMALISE
+from fcljax.settings import Positions, Stem
 from fcljax.types import PyTree
 
-PACKAGED = {"vit_micro": "vit_micro.safetensors"}
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 # sha256 of these files as they were packaged
 ASSET_DIGESTS = {
@@ -65,10 +65,6 @@ class Pretrained(NamedTuple):
     mapping: str
     digest: str  # the file's sha256
     notes: tuple[str, ...]  # for the user: what was assumed, left out, or changed
-
-
-# how position embeddings are interpolated: as timm does today, or as it did until version 0.6
-Positions = Literal["antialiased", "plain"]
 
 
 class WeightOptions(NamedTuple):

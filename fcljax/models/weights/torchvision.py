@@ -7,11 +7,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fcljax.errors import InputError
-from fcljax.models.convnet import Stem, Variables, convnet_shapes
+from fcljax.models.convnet import Variables, convnet_shapes
 from fcljax.models.densenet import DenseNet, DenseNetConfig
 from fcljax.models.networks import ConvNetConfig, network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
 from fcljax.models.weights.naming import Tensors, check, float32, reverse
+from fcljax.settings import Stem
 from fcljax.types import PyTree
 
 _STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}  # by the size of the first kernel

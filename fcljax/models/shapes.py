@@ -1,0 +1,107 @@
+"""The shapes of the networks that have names; without JAX."""
+
+import dataclasses
+
+from fcljax.settings import Stem
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """Static shape of a ViT.
+
+    `dtype` is the type of the factors of matrix products; all else is float32. Without `final_norm`
+    the features are what the last block gives, and the parameters have no `norm`.
+    """
+
+    image_size: int = 224
+    patch: int = 16
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp: int = 3072
+    dtype: str = "float32"
+    epsilon: float = 1e-6  # of the LayerNorms
+    final_norm: bool = True
+
+    @property
+    def grid(self) -> int:
+        """Patches per side."""
+        return self.image_size // self.patch
+
+
+VITS: dict[str, ViTConfig] = {
+    "vit_micro": ViTConfig(image_size=32, patch=8, width=96, depth=6, heads=4, mlp=384),
+    "vit_ti16": ViTConfig(width=192, heads=3, mlp=768),
+    "vit_s16": ViTConfig(width=384, heads=6, mlp=1536),
+    "vit_b16": ViTConfig(),
+}
+
+
+def reduction(stem: Stem, stages: int) -> int:
+    """Pixels of a side that become one place of the last stage: each stage after the first halves it."""
+    return (4 if stem == "imagenet" else 1) * 2 ** (stages - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+    """Static shape of a ResNet: basic blocks per stage; each stage doubles the channels of the one before it
+    and halves the side. `dtype` is the type of the factors of convolutions."""
+
+    image_size: int = 224
+    stages: tuple[int, ...] = (2, 2, 2, 2)
+    channels: int = 64  # of the first stage
+    stem: Stem = "imagenet"
+    dtype: str = "float32"
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last stage."""
+        return reduction(self.stem, len(self.stages))
+
+    @property
+    def width(self) -> int:
+        """Channels of the last stage, which are the features."""
+        return self.channels * 2 ** (len(self.stages) - 1)
+
+
+RESNETS: dict[str, ResNetConfig] = {
+    "resnet_micro": ResNetConfig(16, (1, 1, 1), 16, "cifar"),
+    "resnet18": ResNetConfig(),
+    "resnet34": ResNetConfig(stages=(3, 4, 6, 3)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseNetConfig:
+    """Static shape of a DenseNet: layers per block. Every layer adds `growth` channels; between blocks there
+    are half as many, and half the side."""
+
+    image_size: int = 224
+    blocks: tuple[int, ...] = (6, 12, 24, 16)
+    growth: int = 32
+    channels: int = 64  # of the stem
+    stem: Stem = "imagenet"
+    dtype: str = "float32"
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last block."""
+        return reduction(self.stem, len(self.blocks))
+
+    @property
+    def width(self) -> int:
+        """Channels of the last block, which are the features."""
+        width = self.channels
+        for i, layers in enumerate(self.blocks):
+            width = (width // 2 if i else width) + layers * self.growth
+        return width
+
+
+DENSENETS: dict[str, DenseNetConfig] = {
+    "densenet121": DenseNetConfig(),
+    "densenet169": DenseNetConfig(blocks=(6, 12, 32, 32)),
+}
+
+
+CONVNETS: dict[str, ResNetConfig | DenseNetConfig] = {**RESNETS, **DENSENETS}
+PACKAGED = {"vit_micro": "vit_micro.safetensors"}

@@ -1,0 +1,84 @@
+"""Run directories: making a new one, and keeping it to one process at a time.
+
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/, figures/ and
+report.html, and kept/ for methods whose server keeps examples of finished tasks.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fcljax import config
+from fcljax.config import RunConfig
+from fcljax.errors import InputError
+from fcljax.files import check_folder, owned, write_text
+
+LOCK = ".lock"  # file that the process that works in a run directory owns
+
+
+def check_new(out: Path) -> None:
+    """Check that a new run directory can be made at `out`.
+
+    Raises:
+      InputError: if something other than an empty folder is there, or nothing can be written.
+    """
+    _check_empty(out)
+    check_folder(out)
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
+        raise InputError(f"out: {str(out)!r} exists already; give a new folder, or resume it: --resume {out}")
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Inside the block no other process works in the run directory.
+
+    Raises:
+      InputError: if another process does, or the directory cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned(out / LOCK))
+        except BlockingIOError:
+            raise InputError(
+                f"out: another process works in {str(out)!r}; wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            raise _unwritable(out, error) from None
+        yield
+
+
+@contextlib.contextmanager
+def created(out: Path, settings: RunConfig) -> Iterator[None]:
+    """Make the run directory, with config.yaml, and lock it for the block. If that fails, no part of it
+    stays.
+
+    Raises:
+      InputError: if it cannot be written, or another process has made it in the meantime.
+    """
+    new = not out.exists()
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out))
+            _check_empty(out)
+        except OSError as error:
+            raise _unwritable(out, error) from None
+        own = [out / "checkpoints", out / "figures"]
+        try:
+            for folder in own:
+                folder.mkdir()
+            write_text(out / "config.yaml", config.to_yaml(settings))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                (out / LOCK).unlink()
+                for folder in [*own, *([out] if new else [])]:
+                    folder.rmdir()  # which removes empty folders only
+            raise _unwritable(out, error) from None
+        yield
+
+
+def _unwritable(out: Path, error: OSError) -> InputError:
+    return InputError(f"out: cannot write to {str(out)!r}: {error.strerror or error}")

@@ -1,0 +1,184 @@
+"""Predictions and features over a whole split, in few compiled calls."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from fcljax.data.store import Split
+from fcljax.data.streaming import Host, over_windows, whole
+from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
+from fcljax.mesh import split as parted
+from fcljax.types import Batch, PyTree, RoundContext
+
+BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is shown
+
+# on_progress(images): called with the number of images that have been added
+OnProgress = Callable[[int], None]
+
+
+class Predicted(NamedTuple):
+    """Predictions for some images. An image whose logits have no softmax, because one is NaN or +inf, has the
+    class -1 and the confidence NaN."""
+
+    label: Int[np.ndarray, " n"]
+    """The predicted class."""
+    confidence: Float[np.ndarray, " n"]
+    """Its probability under the softmax of all logits."""
+    label_in_task: Int[np.ndarray, " n"]
+    """The predicted class among those of the image's own task (Task-IL)."""
+
+
+def make_predict(
+    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: Mesh | None = None
+) -> Callable[..., Predicted]:
+    """predictions(round_context, model, split, index, task_of [C]) -> Predicted, in the order of the index.
+
+    `model` is what `predict` takes between the context and the batch; `split` may be a `Host`; `task_of` is
+    the task of each class, for Task-IL predictions.
+
+    Args:
+      predict: (round_context, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
+      read: (split, index [B]) -> network input.
+      batch_size: images per step of a device.
+      capacity: the most images of a call. Fewer cost less, and need no other trace.
+      mesh: the devices that share the steps; None: the first one takes them all.
+    """
+
+    def loop(arguments: tuple, split: Split, index: Array, batches: Array) -> tuple[Array, Array, Array]:
+        round_context, model, task_of = arguments
+
+        def step(i, out):
+            mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
+            query = None if split.query is None else split.query[mine]
+            nothing = jnp.zeros_like(mine)
+            batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
+            logits = predict(round_context, *model, batch).astype(jnp.float32)
+            in_task = task_of == task_of[split.label[mine]][:, None]
+            confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
+
+            def label(of: Array) -> Array:
+                # argmax takes NaN for the largest, which would predict the first class
+                return jnp.where(jnp.isnan(confidence), -1, jnp.argmax(of, -1)).astype(jnp.int32)
+
+            found = label(logits), confidence, label(jnp.where(in_task, logits, -jnp.inf))
+            return jax.tree.map(
+                lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,)), out, found
+            )
+
+        none = jnp.zeros(len(index), jnp.int32)
+        return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(index)), none))
+
+    def predictions(
+        round_context: RoundContext, model: tuple, split: Split | Host, index: np.ndarray, task_of: np.ndarray
+    ) -> Predicted:
+        if not len(index):
+            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        return Predicted(*loops.over((round_context, model, task_of), split, index, capacity))
+
+    loops = _Loops.of(loop, batch_size, mesh)
+    return predictions
+
+
+def make_features(
+    features: Callable,
+    read: Callable,
+    batch_size: int,
+    on_progress: OnProgress = lambda images: None,
+    mesh: Mesh | None = None,
+) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
+    """compute(frozen, split, index) -> features of these images, by default of all, under the clean view, on
+    the device, or in numpy for a `Host`.
+
+    Args:
+      features: (frozen, image [B, S, S, 3]) -> [B, ...].
+      read: (split, index [B]) -> network input.
+      batch_size: images per step of a device.
+      on_progress: called with the number of images that have been added.
+      mesh: as in `make_predict`.
+    """
+
+    def loop(frozen: PyTree, split: Split, index: Array, batches: Array) -> Array:
+        shape = jax.eval_shape(lambda: features(frozen, read(split, index[:batch_size])))
+
+        def step(i, out):
+            mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
+            found = features(frozen, read(split, mine))
+            return jax.lax.dynamic_update_slice_in_dim(out, found, i * batch_size, 0)
+
+        return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
+
+    def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
+        everything = np.arange(len(whole(split).label))
+        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * size(mesh))
+        index = everything if index is None else index
+        found = loops.over(frozen, split, index, capacity, on_progress)
+        return found if isinstance(split, Host) else jnp.asarray(found)
+
+    loops = _Loops.of(loop, batch_size, mesh)
+    return compute
+
+
+class _Loops(NamedTuple):
+    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images."""
+
+    resident: Callable  # reads images of a split that every device has
+    window: Callable  # reads images of a device's own window
+    batch_size: int
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, loop: Callable, batch_size: int, mesh: Mesh | None) -> "_Loops":
+        """The loop, compiled once for each. All devices get all results."""
+
+        def compiled(images: PartitionSpec) -> Callable:
+            return jit(on_each(loop, mesh, (WHOLE, images, parted(), WHOLE), parted()), mesh)
+
+        return cls(compiled(WHOLE), compiled(parted()), batch_size, mesh)
+
+    def over(
+        self,
+        arguments: PyTree,
+        split: Split | Host,
+        index: np.ndarray,
+        capacity: int,
+        on_progress: OnProgress = lambda images: None,
+    ) -> PyTree:
+        """The results of all images, at least one; at most `capacity` of them in a call.
+
+        A call has whole batches, of which the devices take turns. Calls of a `Host` get a window of the
+        images that each device reads, in order.
+        """
+        # At least two steps: XLA compiles a loop over one step's images differently, with other roundings.
+        mesh, batch_size, devices, host = self.mesh, self.batch_size, size(self.mesh), isinstance(split, Host)
+        steps = max(2, -(-capacity // (devices * batch_size)))
+        steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
+        width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
+        parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
+        padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]
+        in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
+        arguments = put(arguments, mesh) if mesh else arguments
+
+        def step(done: list, i: int, window: Split) -> list:
+            batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
+            jax.block_until_ready(done)
+            if done:
+                on_progress(len(parts[i - 1]))
+            function, mine = (self.window, in_window) if host else (self.resident, padded[i])
+            return [*done, function(arguments, window, put(mine, mesh, parted()), batches)]
+
+        def load(i: int) -> Split:
+            return split.take(padded[i], mesh, parted=True) if isinstance(split, Host) else split
+
+        def joined(*results: Array) -> np.ndarray:
+            return np.concatenate([np.asarray(x)[back] for x in results])[: len(index)]
+
+        found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
+        back = np.argsort(order)
+        result = jax.tree.map(joined, *found)
+        on_progress(len(parts[-1]))
+        return result

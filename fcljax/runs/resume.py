@@ -1,0 +1,153 @@
+"""Whether a run may be resumed: the settings and the files that it began with must be those that it has
+now."""
+
+import os
+import secrets
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcljax import config
+from fcljax.config import RunConfig
+from fcljax.errors import InputError
+from fcljax.files import write_text
+from fcljax.methods import METHODS
+from fcljax.results.run_folder import load_summary
+from fcljax.runs import checkpoint
+from fcljax.runs.inputs import Inputs
+
+# settings that do not influence a run's results, and may change when it is resumed
+FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
+
+
+def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
+    """What a run's checkpoints say about its beginning: plain JSON values."""
+    return {"settings": plain_settings(settings), "digests": digests(inputs)}
+
+
+def digests(inputs: Inputs) -> dict[str, str]:
+    """sha256 of everything that a run reads, by name."""
+    decoder = inputs.backbone.decoder
+    return {
+        "images": inputs.dataset.digest,
+        "weights": inputs.backbone.digest,
+        "decoder's weights": checkpoint.digest(decoder.params) if decoder else "",
+        "surrogate images": checkpoint.digest(inputs.surrogate),
+    }
+
+
+def plain_settings(settings: RunConfig) -> dict[str, Any]:
+    """All settings as YAML gives them back."""
+    return yaml.safe_load(config.to_yaml(settings))
+
+
+def differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Settings that influence a run's results and differ: name -> 'name (now, not before)'."""
+    names = [name for name in {**before, **now} if name not in FREE and before.get(name) != now.get(name)]
+    return {name: config.differences({name: before.get(name)}, {name: now.get(name)})[0] for name in names}
+
+
+def check_file(out: Path, settings: RunConfig, may: Collection[str] = ()) -> None:
+    """Check that settings are those of config.yaml, except for those that `may` differ.
+
+    Raises:
+      InputError: naming those that differ.
+    """
+    differ = differing(config.load_yaml(out / "config.yaml"), plain_settings(settings))
+    if set(differ) - set(may):
+        raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ.values())}")
+
+
+def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:
+    """The summary of a finished run; None if it is not finished, or is to get another number of rounds.
+
+    Raises:
+      InputError: if config.yaml has other settings, or the run finished with other ones.
+    """
+    check_file(out, settings, may=("rounds",))
+    try:
+        summary = load_summary(out)
+    except InputError:
+        return None  # there is none, or it is damaged and will be made again
+    then = {"method": settings.method, **summary.get("config", {})}
+    differ = differing(then, plain_settings(settings))
+    if set(differ) - {"rounds"}:
+        named = ", ".join(differ.values())
+        raise InputError(f"resume: {str(out)!r} was finished with other settings: {named}")
+    return None if differ else summary
+
+
+def check_settings(
+    before: dict[str, Any] | None, settings: RunConfig, steps: Sequence[int], out: Path
+) -> int:
+    """Check that a run may be resumed with these settings.
+
+    They must be those of its checkpoints. Only the number of rounds per task may change, and only while every
+    round so far would have been the same with the new number: since the last round of a task closes the task,
+    all of them must lie before the last round of the first task. The run then equals one that had the new
+    number from its beginning.
+
+    Args:
+      before: `origin` of the newest checkpoint; None: there is no checkpoint.
+      settings: of the run now.
+      steps: numbers of rounds at which there are checkpoints.
+      out: the run directory, for messages.
+
+    Returns:
+      The last of `steps` that it may be resumed from; 0: none.
+
+    Raises:
+      InputError: naming the settings that differ, or why the number of rounds cannot change.
+    """
+    if before is None:
+        return max(steps, default=0)
+    differ = differing(before["settings"], plain_settings(settings))
+    if set(differ) - {"rounds"}:
+        raise InputError(
+            f"resume: the run in {str(out)!r} began with other settings: {', '.join(differ.values())}"
+        )
+    if not differ:
+        return max(steps, default=0)
+    had = before["settings"]["rounds"]
+    common = [step for step in steps if step < min(had, settings.rounds)]
+    if settings.method not in METHODS:
+        why = f"it is not known how {settings.method} depends on their number"
+    elif not common:
+        why = "no checkpoint from before the last round of its first task is left"
+    else:
+        return common[0]
+    raise InputError(
+        f"rounds: the run in {str(out)!r} has {had} per task, not {settings.rounds}, and {why}; "
+        f"nearest: {had}"
+    )
+
+
+def check_digests(before: dict[str, Any], inputs: Inputs, out: Path) -> None:
+    """Check that a run is resumed with the files that it began with.
+
+    Raises:
+      InputError: naming the first that differs.
+    """
+    now = digests(inputs)
+    for name, then in before["digests"].items():
+        if now.get(name) != then:
+            raise InputError(
+                f"resume: the {name} are not those that the run in {str(out)!r} began with: their sha256 is "
+                f"{now.get(name, '')[:16]}, not {then[:16]}; put the old ones back"
+            )
+
+
+def change_rounds(out: Path, settings: RunConfig, later: list[int]) -> None:
+    """Give a run another number of rounds: config.yaml gets the new number, and checkpoints that do not
+    belong to both numbers (`later`) and the summary are set aside."""
+    if config.load_yaml(out / "config.yaml").get("rounds") == settings.rounds and not later:
+        return
+    if (out / "summary.json").exists():
+        aside = out / checkpoint.ASIDE
+        aside.mkdir(exist_ok=True)
+        os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")
+    for step in later:
+        checkpoint.set_aside(out / "checkpoints", step)
+    write_text(out / "config.yaml", config.to_yaml(settings))

@@ -1,0 +1,119 @@
+"""One round of a run: the clients train, the server aggregates, the model is evaluated, the result
+recorded."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fcljax.federated.engine import Clients, RoundInputs, RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.faults import parse_faults, reached
+from fcljax.federated.keys import RunKey
+from fcljax.federated.schedule import participants
+from fcljax.runs.build import Experiment
+from fcljax.runs.checkpoint import State
+from fcljax.runs.evaluate import make_evaluate
+from fcljax.runs.records import NOT_EVALUATED, Clock, Records
+from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
+
+_PURPOSE = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
+
+
+def first_server(exp: Experiment) -> PyTree:
+    """The server's state before the first round."""
+    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
+
+
+def first_state(exp: Experiment) -> State:
+    """The state of server and clients before the first round."""
+    server = first_server(exp)
+    clients = init_clients(exp.method, server, exp.sizes.clients, jax.random.fold_in(exp.key, RunKey.CLIENTS))
+    return State(server, clients, jax.random.key_data(exp.key))
+
+
+class Outcome(NamedTuple):
+    """What a round leaves."""
+
+    state: State
+    kept: ReplayBuffer | None
+    """Examples that the server keeps of the task that has just ended, if it keeps any."""
+    line: dict[str, Any]
+    """The round's line of metrics.jsonl."""
+
+
+# play_round(exp, state, past, step): `past` is what the server keeps of the earlier tasks
+PlayRound = Callable[[Experiment, State, tuple[ReplayBuffer, ...], int], Outcome]
+
+
+def make_play_round(
+    exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
+) -> PlayRound:
+    """play_round(exp, state, past, step) -> Outcome, which also adds the round to the records.
+
+    Args:
+      exp: the experiment; a call may give it with other query features.
+      records: where rounds are recorded.
+      clock: measures the time of clients, server and evaluation.
+      clients: plays the clients' part, if the engine does not: clients on other machines. A server that does
+        not have the personal models that count evaluates nothing then.
+    """
+    play, settings = _make_play(exp, records, clock, clients), exp.settings
+    evaluates = clients is None or not exp.method.personal
+    evaluate = make_evaluate(exp) if evaluates else None
+
+    def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> Outcome:
+        t, r = divmod(step, settings.rounds)
+        last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
+        state, kept, report = play(exp, state, past, t, r)
+        if kept is not None:
+            records.add(replay_examples=len(kept.label))
+        if evaluate and (last or settings.eval_every_round):
+            with clock("eval"):
+                evaluated = evaluate(exp.test, state, t, records)
+            if last:
+                records.keep(evaluated)
+        return Outcome(state, kept, records.record(t, r, report, evaluated))
+
+    return play_round
+
+
+def _make_play(
+    exp: Experiment, records: Records, clock: Clock, clients: Clients | None
+) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport]]:
+    """play(exp, state, past, task, round) -> (state, kept, report): a round, with what comes before the first
+    and after the last one of a task."""
+    begin_task, settings = jax.jit(exp.method.begin_task), exp.settings
+    shares = parse_faults(settings.faults)
+
+    def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
+        (server, states, key), task, last = state, exp.scenario.tasks[t], r == settings.rounds - 1
+        partition = exp.scenario.partitions[t][r]
+        everyone = np.flatnonzero(partition.count)
+        sampled = participants(settings.seed, t, r, everyone, settings.participation)
+        sampled = reached(shares, settings.seed, t, r, sampled)
+
+        def stage(when: When) -> RoundReport:
+            nonlocal server, states
+            ids, number = (sampled, r) if when == "round" else (everyone, 0)
+            key = jax.random.fold_in(exp.key, _PURPOSE[when])
+            inputs = RoundInputs(exp.frozen, exp.train, partition, ids, task, number, key, when, last, past)
+            guarded = records.counts.get("rejected", 0) > 0
+            server, states, report = run_round(
+                exp.engine, server, states, inputs, section=clock, clients=clients, guarded=guarded
+            )
+            return report
+
+        round_context = RoundContext.on_host(exp.frozen, task, r, last)
+        kept = None
+        if r == 0:
+            begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
+            server = begin_task(round_context, server, begin_key)
+            records.count(stage("task_start")._replace(training_examples=0))
+        report = stage("round")
+        if last:
+            records.count(stage("task_end")._replace(training_examples=0))
+            kept = keep_task(exp.engine, exp.frozen, server, task, r)
+        return State(server, states, key), kept, report
+
+    return play

@@ -1,0 +1,247 @@
+"""The files of experiments/: the tables of a paper as data, one YAML file for each paper.
+
+docs/reproducing.md describes the format with an example. The settings of a row are those of `base`, of its
+table, its column and its own options; later ones win. Accuracies and forgetting are in %, metrics that end
+with _bytes in MiB.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from fcljax import config
+from fcljax.errors import InputError, choose
+from fcljax.files import read_text, write_text
+from fcljax.options import flag
+from fcljax.studies import typed
+
+Status = Literal["unverified", "reproduced", "not reproduced"]
+MARK, VERIFIED = "\ntables:", "\nverified:"
+
+
+class Number(NamedTuple):
+    """A number of the paper, in % or MiB."""
+
+    mean: float
+    deviation: float | None
+    """The standard deviation; None if the paper has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEntry:
+    """A row as the file has it."""
+
+    method: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    numbers: Any = None
+    """A list with an entry for each metric, in a table with columns a mapping from column to such a list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnEntry:
+    """What a column of a table has in place of the table's own, or besides it."""
+
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    upload: int | None = None
+    seeds: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEntry:
+    """A table as the file has it."""
+
+    title: str
+    source: str
+    metrics: list[str]
+    upload: int
+    rows: list[RowEntry]
+    columns: dict[str, ColumnEntry] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    claims: list[str] = dataclasses.field(default_factory=list)
+    """What the paper says in words."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What our runs at the paper's scale found of a column."""
+
+    status: Status
+    cost: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """A file of experiments/."""
+
+    paper: str
+    method: str
+    seeds: list[int]
+    base: dict[str, Any]
+    tables: dict[str, TableEntry]
+    verified: dict[str, Verified]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+class Row(NamedTuple):
+    """A row of a column: the method, its options, and the paper's number of each metric."""
+
+    method: str
+    options: Mapping[str, Any]
+    numbers: tuple[Number | None, ...]
+
+    def words(self) -> str:
+        """Method and options as they are typed on the command line."""
+        return shlex.join([self.method, *words_of(self.options)])
+
+
+class Column(NamedTuple):
+    """A column of a table, or a table without columns: the rows that share their settings."""
+
+    path: str
+    system: str
+    table: str
+    name: str
+    """Empty in a table without columns."""
+    paper: Paper
+    entry: TableEntry
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of the paper's numbers."""
+        return self.entry.metrics
+
+    @property
+    def key(self) -> str:
+        """Its name in `verified`."""
+        return f"{self.table} {self.name}".strip()
+
+    @property
+    def upload(self) -> int:
+        """Parameters that a client of the paper's own method uploads per round."""
+        own = self.entry.columns.get(self.name, ColumnEntry())
+        return own.upload or self.entry.upload
+
+    def label(self, row: Row) -> str:
+        """The name of a row, in a table of all columns."""
+        return f"{row.words()} [{self.name}]" if self.name else row.words()
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed on the command line."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        else:
+            words += [flag(name), str(value)]
+    return words
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+def find(folder: str | Path, system: str, table: str) -> list[Column]:
+    """The columns of a table.
+
+    Raises:
+      InputError: for a folder without papers, an unknown system or table, or a mistake in the file.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"experiments: no folder {str(folder)!r}; give that of the repository, --experiments FOLDER"
+        )
+    papers = {path.stem: path for path in sorted(folder.glob("*.yaml")) if MARK in _text(path)}
+    if not papers:
+        raise InputError(f"experiments: no file in {str(folder)!r} has a paper's tables, 'tables: ...'")
+    path = papers[choose("system", system, papers)]
+    paper = parse(str(path), config.load_yaml(path))
+    return columns(str(path), paper, choose("table", table, paper.tables))
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, config.YAML_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"experiments: cannot read {str(path)!r}: {why}") from None
+
+
+def parse(path: str, values: Mapping[str, Any]) -> Paper:
+    """A file of experiments/ from its content.
+
+    Raises:
+      InputError: one line with the file, the place in it, and what is wrong.
+    """
+    paper = typed.read(Paper, values, path)
+    if not paper.seeds:
+        raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
+    if list(values)[-1] != "verified":
+        raise InputError(f"{path}: verified: it must be the last key, because a program writes it")
+    keys = [column.key for name in paper.tables for column in columns(path, paper, name)]
+    for key in paper.verified:
+        choose(f"{path}: verified", key, keys)
+    return paper
+
+
+def columns(path: str, paper: Paper, table: str) -> list[Column]:
+    """The columns of a table, each with its rows.
+
+    Raises:
+      InputError: for numbers that do not fit metrics and columns, or for two equal rows.
+    """
+    entry = paper.tables[table]
+    found = []
+    for name, own in (entry.columns or {"": ColumnEntry()}).items():
+        rows = tuple(
+            _row(each, entry, name, f"{path}: tables.{table}.rows[{place}]")
+            for place, each in enumerate(entry.rows)
+        )
+        if len({row.words() for row in rows}) < len(rows):
+            raise InputError(f"{path}: tables.{table}.rows: two rows have the same method and options")
+        seeds = tuple(own.seeds or paper.seeds)
+        settings = {**paper.base, **entry.settings, **own.settings, "seed": seeds[0]}
+        found.append(Column(path, Path(path).stem, table, name, paper, entry, rows, seeds, settings))
+    return found
+
+
+def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
+    numbers, where = entry.numbers, f"{where}.numbers"
+    if numbers is not None and column:
+        by_column = typed.converted(dict[str, list], numbers, where)
+        for name in by_column:
+            choose(where, name, table.columns)
+        numbers, where = by_column.get(column), f"{where}.{column}"
+    if numbers is None:
+        numbers = [None] * len(table.metrics)
+    if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
+        raise InputError(f"{where}: {numbers!r} is no list with a number for each of {table.metrics}")
+    return Row(entry.method, entry.options, tuple(_number(number, where) for number in numbers))
+
+
+def _number(value: object, where: str) -> Number | None:
+    if value is None:
+        return None
+    parts = value if isinstance(value, list) and len(value) == 2 else [value, None]
+    mean = typed.converted(float, parts[0], where)
+    return Number(mean, None if parts[1] is None else typed.converted(float, parts[1], where))
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def write_verified(path: str | Path, found: Mapping[str, Verified]) -> None:
+    """Write what runs at the paper's scale found into the last part of a file; the rest stays as it is."""
+    path = Path(path)
+    kept = _text(path).partition(VERIFIED)[0]
+    old = parse(str(path), config.load_yaml(path)).verified
+    new = {key: dataclasses.asdict(each) for key, each in {**old, **found}.items()}
+    write_text(path, f"{kept}\n{yaml.safe_dump({'verified': new}, sort_keys=False, width=110)}")

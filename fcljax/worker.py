@@ -1,0 +1,14 @@
+"""The child of `fcljax run --coordinator`, which does the work: python -m fcljax.worker LOG ..."""
+
+import os
+import sys
+
+from fcljax.cli import quiet_threads, reported
+from fcljax.commands.running import join
+from fcljax.runs.hosts import work
+
+if __name__ == "__main__":
+    quiet_threads()
+    code = work(lambda log: reported(lambda: join(sys.argv[2:], log)), int(sys.argv[1]))
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)  # at once: jax would wait for processes that may be gone

@@ -1,0 +1,144 @@
+"""Compiled programs that the command line keeps between processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import COMMON, ROOT
+
+from fcljax.runs import compile_cache
+from fcljax.runs.compile_cache import Entry, oldest_beyond
+
+# what jax looked up, found and wrote, as it reports it, and the exit code
+COUNTING = """
+import json, sys, jax
+from collections import Counter
+from fcljax import cli
+heard = Counter()
+jax.monitoring.register_event_listener(lambda event, **_: heard.update([event.rpartition("/")[2]]))
+code = cli.main(sys.argv[1:])
+print(json.dumps({"code": code, **heard}))
+"""
+TINY = ["run", "linear", *COMMON, "--tasks", "2", "--rounds", "1", "--clients", "2"]
+
+
+def counts(arguments, **variables):
+    """What jax did with its cache in a process of its own, and what was said on stderr."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTING, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    heard = json.loads(done.stdout.splitlines()[-1])
+    assert heard.pop("code") == 0, done.stderr
+    return heard, done.stderr
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*-cache")}
+
+
+@pytest.mark.long
+def test_a_second_process_compiles_nothing_and_a_damaged_program_is_replaced(tmp_path):
+    # all programs are kept here, for whether one takes longer than the bound is chance
+    variables = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "FCLJAX_COMPILED": str(tmp_path / "c")}
+    first, _ = counts([*TINY, "--out", str(tmp_path / "a")], **variables)
+    kept = files(tmp_path / "c")
+    assert first["cache_misses"] == len(kept) > 5
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [compile_cache.machine()]
+    # another folder's name, and another run directory, are not in the keys
+    (tmp_path / "c").rename(tmp_path / "d")
+    variables["FCLJAX_COMPILED"] = str(tmp_path / "d")
+    second, said = counts([*TINY, "--out", str(tmp_path / "b")], **variables)
+    assert "cache_misses" not in second and second["cache_hits"] == second["compile_requests_use_cache"]
+    assert files(tmp_path / "d") == kept
+    metrics = [(tmp_path / run / "metrics.jsonl").read_bytes() for run in "ab"]
+    assert metrics[0] == metrics[1]
+    # half a file, as of a process that was killed while it wrote
+    damaged = max((tmp_path / "d").rglob("*-cache"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    third, said = counts([*TINY, "--out", str(tmp_path / "e")], **variables)
+    # gone are all programs of that name, of which there are few
+    assert 1 <= third["cache_misses"] < len(kept) / 4 and "persistent" not in said
+    assert set(files(tmp_path / "d")) == set(kept) and damaged.stat().st_size > 1000
+
+
+@pytest.fixture
+def set_up(monkeypatch, tmp_path):
+    """The folders that were set up; nothing in the environment decides any."""
+    folders = []
+    monkeypatch.setattr(compile_cache, "_set_up", folders.append)
+    monkeypatch.setattr(type(compile_cache.jax.config), "jax_compilation_cache_dir", None, raising=False)
+    monkeypatch.setattr(compile_cache.jax.config, "update", lambda name, value: folders.append((name, value)))
+    for name in ("FCLJAX_COMPILED", "FCLJAX_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return folders
+
+
+def kept_in(set_up, option=None):
+    """The folder, above that of the machine, in which programs are kept, and what is said."""
+    said = []
+    compile_cache.keep(option, said.append)
+    return [folder.parent if isinstance(folder, Path) else folder for folder in set_up], said
+
+
+OFF = ("jax_enable_compilation_cache", False)
+
+
+def test_where_programs_are_kept(set_up, tmp_path, monkeypatch):
+    def place(option=None):
+        set_up.clear()
+        ((folder,), said) = kept_in(set_up, option)
+        assert said == []
+        return folder
+
+    assert place() == tmp_path / "home" / ".cache" / "fcljax" / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert place() == tmp_path / "xdg" / "fcljax" / "compiled"
+    monkeypatch.setenv("FCLJAX_DATA", str(tmp_path / "data"))
+    assert place() == tmp_path / "data" / "compiled"
+    (tmp_path / "data" / "compiled").chmod(0o777)  # a folder that all share
+    assert place() == tmp_path / "xdg" / "fcljax" / "compiled"
+    monkeypatch.setenv("FCLJAX_COMPILED", "~/own")
+    assert place() == tmp_path / "home" / "own"
+    assert place(str(tmp_path / "option")) == tmp_path / "option"
+    assert place("off") == OFF
+    monkeypatch.setenv("FCLJAX_COMPILED", "off")
+    assert place() == OFF
+
+
+def test_jax_s_own_setting_is_left_alone_unless_there_is_an_option(set_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(compile_cache.jax.config), "jax_compilation_cache_dir", "/theirs")
+    assert kept_in(set_up) == ([], [])
+    assert kept_in(set_up, str(tmp_path / "own")) == ([tmp_path / "own"], [])
+
+
+def test_a_folder_that_cannot_be_used_is_a_line_and_no_error(set_up, tmp_path):
+    (tmp_path / "file").write_text("")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    for folder, why in ((tmp_path / "file" / "x", "Not a directory"), (shared, "others may write")):
+        found, (line,) = kept_in(set_up, str(folder))
+        assert found == [] and why in line and repr(str(folder)) in line and "--compile-cache" in line
+
+
+def test_the_oldest_programs_are_given_up(set_up, tmp_path, monkeypatch):
+    entry = lambda name, size, used: Entry(Path(name), size, used)
+    old, middle, new = entry("a", 3, 1.0), entry("b", 4, 2.0), entry("c", 5, 3.0)
+    assert oldest_beyond([middle, old, new], 12) == []
+    assert oldest_beyond([middle, old, new], 9) == [old]
+    assert oldest_beyond([middle, old, new], 8) == [middle, old]
+    folder = tmp_path / "home" / ".cache" / "fcljax" / "compiled" / "jax-0.0"
+    folder.mkdir(parents=True)
+    for age, name in enumerate(("x-cache", "y-cache", "z-other")):
+        (folder / name).write_bytes(b"12345")
+        os.utime(folder / name, (age, age))
+    monkeypatch.setattr(compile_cache, "MOST", 7)
+    kept_in(set_up)
+    assert {path.name for path in folder.iterdir()} == {"y-cache", "z-other"}
