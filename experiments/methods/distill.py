@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A data-free distillation server: on drawn features, the averaged classifier learns the clients' answers."""
-=======
 """A data-free distillation server: the averaged classifier learns the clients' answers on drawn features."""
->>>>>>> tests1
 
 import dataclasses
 
