@@ -2,7 +2,8 @@
 that they are.
 
 A dotted name in backticks, such as `fcljax.methods.pilora.prototype_weights`, becomes a link to the lines
-that define it, which works on GitHub; on the site `hooks.py` turns it into a link to the API page.
+that define it, and a path of the repository, such as `fcljax/methods/pilora.py`, a link to the file. These
+links work on GitHub; on the site `hooks.py` turns names into links to the API pages, and leaves paths alone.
 """
 
 import ast
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"\[?`(fcljax(?:\.\w+)+)`(?:\]\([^)\s]*\))?")
+PATH = re.compile(r"\[?`((?:fcljax|experiments|tests)/[\w/.]+)`(?:\]\([^)\s]*\))?")
 
 
 @functools.cache
@@ -48,17 +50,20 @@ def place_of(dotted: str) -> tuple[Path, int] | None:
 
 
 def linked(text: str, page: Path) -> str:
-    """The Markdown of a page with a link at each dotted name that exists; code blocks stay as they are."""
+    """The Markdown of a page with a link at each name and path that exists; code blocks stay as they are."""
 
     def link(found: re.Match) -> str:
-        place = place_of(found[1])
+        path = ROOT / found[1]
+        place = (path, 0) if path.exists() else place_of(found[1])
         if place is None:
             return f"`{found[1]}`"
         file = Path(os.path.relpath(place[0], page.parent)).as_posix()
         return f"[`{found[1]}`]({file}{f'#L{place[1]}' if place[1] else ''})"
 
     blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(each if each.startswith("```") else NAME.sub(link, each) for each in blocks)
+    return "".join(
+        each if each.startswith("```") else PATH.sub(link, NAME.sub(link, each)) for each in blocks
+    )
 
 
 def pages() -> list[Path]:

@@ -5,6 +5,7 @@ The network is a toy in which prompts and LoRA pairs change the features, so tha
 minutes and a pairwise design of them seconds.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -17,7 +18,7 @@ import pytest
 import small_runs
 from micro import FPPL, PILORA
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.federated.engine import Lanes
 from fcljax.methods.ewc import elastic
 from fcljax.methods.fppl import debias_classifier, unified_representation
@@ -102,8 +103,8 @@ FEW = pairwise(ALL)
 
 
 def run_of(adapter: str) -> Run:
-    entry = ADAPTERS[adapter]
-    options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
+    entry = find_adapter(adapter)
+    options = dataclasses.replace(entry.presets["intended"], **OPTIONS[adapter])
     return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Training(2, 4, 0.05, GRADIENT))
 
 

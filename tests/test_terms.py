@@ -24,7 +24,7 @@ from micro import (
 )
 from small_runs import some
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
@@ -53,7 +53,7 @@ OWN = {
 
 def with_rules(*client_rules: ClientRule):
     """FedAvg of a linear classifier by gradient descent, with these rules."""
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
     run = Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity()))
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=client_rules)
 

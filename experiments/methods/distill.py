@@ -1,4 +1,4 @@
-"""A data-free distillation server: the averaged classifier learns from the clients' on drawn features."""
+"""A data-free distillation server: the averaged classifier learns the clients' answers on drawn features."""
 
 import dataclasses
 
