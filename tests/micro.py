@@ -19,6 +19,7 @@ from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
+from fcljax.parts.server import ServerRound
 from fcljax.runs.build import make_method
 from fcljax.types import (
     Aggregate,
@@ -249,6 +250,13 @@ def server_round(method, server, task, aggregate, round_=0, key=KEY):
     now = round_context_of(task, round_, frozen=SCALE)
     round_context = now._replace(previous=method.broadcast(now, server))
     return compiled(main_of(method).server)(round_context, server, aggregate, key)
+
+
+def seen_by_rules(learner, round_context, aggregate, key=KEY):
+    """A round as server rules see it, of uploads that were gathered."""
+    frozen, task, index, last, previous = round_context
+    who = aggregate.valid, aggregate.id, aggregate.weight
+    return ServerRound(learner, frozen, task, index, last, previous, aggregate.gather, *who, key)
 
 
 def by_hand(method, rounds=1):

@@ -32,10 +32,10 @@ from fcljax.adapters import find_adapter
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.methods.ewc import Anchor, consolidate
-from fcljax.methods.lwf import Teacher, distil, first_model_of_task
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
+from fcljax.parts.distil import Teacher, distil_first_model, first_model_of_task
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params, learner
 from fcljax.parts.replay import Exemplars, draw, keep_highest
@@ -65,9 +65,9 @@ def output_of(params, rows):
     return LEARNER.forward(FROZEN, params, LEARNER.trainable(params, task), batch_of(rows), task, False)
 
 
-def in_task(task, part=None):
-    """What a client can read that starts on this part."""
-    return ClientContext(FROZEN, Payload(part, {}), (), task, info_of(SIZES.classes))
+def in_task(task, trainable=None):
+    """What a client can read that starts from these parameters."""
+    return ClientContext(FROZEN, Payload(trainable, {}), (), task, info_of(SIZES.classes))
 
 
 # ---- distillation ------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_teacher_is_taken_once_a_task(tuned):
 
 def test_a_client_that_comes_late_takes_its_teacher_from_the_task_it_comes_in(tuned):
     """Whichever task that is, the teacher that a client has before its first one is of no task."""
-    before = distil(1.0, 2.0).init(KEY, jax.tree.map(lambda x: x + 1, tuned))
+    before = distil_first_model(1.0, 2.0).init(KEY, jax.tree.map(lambda x: x + 1, tuned))
     for task in STREAM:
         found = first_model_of_task(in_task(task, tuned), before, KEY)
         jax.tree.map(np.testing.assert_array_equal, found.trainable, tuned)
@@ -214,16 +214,16 @@ def test_the_memory_is_the_same_sample_in_whatever_order_rows_come_and_however_o
         for part in order:
             memory = keep_highest(memory, batch_of(offered[part]), key)
         memories.append(memory)
-    kept = [sorted(memory.row.tolist()) for memory in memories]
+    kept = [sorted(memory.index.tolist()) for memory in memories]
     assert kept[0] == kept[1] == kept[2] and len(set(kept[0])) == 5
     assert set(kept[0]) <= set(np.concatenate(offered).tolist())
     for memory in memories:
-        np.testing.assert_array_equal(memory.label, LABEL[np.asarray(memory.row)])
+        np.testing.assert_array_equal(memory.label, LABEL[np.asarray(memory.index)])
 
 
 def test_every_row_is_equally_likely_to_be_kept():
     rows = batch_of(np.arange(1, 9))
-    keep = jax.jit(jax.vmap(lambda key: keep_highest(empty(2), rows, jax.random.key_data(key)).row))
+    keep = jax.jit(jax.vmap(lambda key: keep_highest(empty(2), rows, jax.random.key_data(key)).index))
     kept = np.asarray(keep(jax.random.split(KEY, 4000))).ravel()
     np.testing.assert_allclose(np.bincount(kept, minlength=9)[1:] / 4000, 2 / 8, atol=0.03)
 
@@ -231,7 +231,7 @@ def test_every_row_is_equally_likely_to_be_kept():
 def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_rehearse():
     padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), index=jnp.array([3, -1]))
     memory = keep_highest(empty(3), padded, jax.random.key_data(KEY))
-    assert sorted(memory.row.tolist()) == [-1, -1, 3]
+    assert sorted(memory.index.tolist()) == [-1, -1, 3]
     assert draw(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
 
 
@@ -240,7 +240,7 @@ def test_only_old_classes_are_rehearsed():
     old = jnp.array([False, True, False, True, False])
     places = np.asarray(draw(memory, old, 64, KEY))
     assert places.shape == (64,) and places.min() >= 0
-    assert set(LABEL[np.asarray(memory.row)[places]].tolist()) == {1, 3}
+    assert set(LABEL[np.asarray(memory.index)[places]].tolist()) == {1, 3}
 
 
 @pytest.mark.long
@@ -282,9 +282,9 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
 @pytest.mark.long
 def test_exemplars_are_a_clients_own():
     memory, _ = history("icarl")[3][1]  # and LwF's teacher
-    rows = np.asarray(memory.exemplars.row)
+    rows = np.asarray(memory.exemplars.index)
     for client in (0, 2, 3):
-        own = np.concatenate([np.split(deal.indices, deal.offset[1:-1])[client] for deal in DEALS])
+        own = np.concatenate([deal.of_client(client) for deal in DEALS])
         assert set(rows[client].tolist()) <= set(own.tolist())
         assert len(set(rows[client].tolist())) == 6
     assert rows[1].tolist() == [-1] * 6
@@ -294,10 +294,10 @@ def test_rows_of_a_task_take_no_places_until_it_is_over():
     """Six places, and old rows only, in every round of the second task."""
     first, second = (history("icarl")[place][1][0].exemplars for place in (1, 2))
     jax.tree.map(np.testing.assert_array_equal, second, first)
-    usable = np.asarray(TASKS[1].old)[np.asarray(second.label)] & (np.asarray(second.row) >= 0)
+    usable = np.asarray(TASKS[1].old)[np.asarray(second.label)] & (np.asarray(second.index) >= 0)
     assert usable[[0, 2, 3]].sum(1).tolist() == [6, 4, 6]  # client 2 has four rows of the first task
     before = history("icarl")[0][1][0].exemplars
-    assert np.all(np.asarray(before.row) == -1)
+    assert np.all(np.asarray(before.index) == -1)
 
 
 # ---- class means -------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
 def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
     sums = history("fedncm")[3][0].params.classifier.sums
     held = np.concatenate([deal.indices for deal in DEALS])
-    np.testing.assert_array_equal(sums.rows, np.bincount(LABEL[held], minlength=5))
-    np.testing.assert_allclose(sums.feature / np.asarray(sums.rows)[:, None], means_of(held), atol=1e-4)
+    np.testing.assert_array_equal(sums.examples, np.bincount(LABEL[held], minlength=5))
+    np.testing.assert_allclose(sums.feature / np.asarray(sums.examples)[:, None], means_of(held), atol=1e-4)
 
 
 @pytest.mark.long
@@ -329,7 +329,7 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     first, last = (history("fedclm")[i][0].params for i in (1, 3))
     sums = last.classifier.sums
     np.testing.assert_array_equal(sums.feature[:3], first.classifier.sums.feature[:3])
-    mean = np.asarray(sums.feature / jnp.maximum(sums.rows, 1)[:, None])
+    mean = np.asarray(sums.feature / jnp.maximum(sums.examples, 1)[:, None])
     held = np.concatenate([deal.indices for deal in DEALS])
     model = lambda params: Params(params.adapter, params.classifier.inner)
     np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
@@ -353,7 +353,7 @@ def test_fedncm_after_tuning_has_the_means_of_the_tuned_model_as_weights():
 
 
 def means_of_sums(sums):
-    return np.asarray(sums.feature) / np.asarray(sums.rows)[:, None]
+    return np.asarray(sums.feature) / np.asarray(sums.examples)[:, None]
 
 
 def test_logits_of_class_means_by_hand():
@@ -390,7 +390,7 @@ def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     assert summary["traces"] == 1
     assert len(summary["A"]) == (1 if method == "joint" else 5)
     extra = summary["communication_extra"]
-    kinds = {"fedclm": {"task_end"}, "ewc": {"task_end"}, "icarl": {"task_end"}, "fedncm": {"task_start"}}
+    kinds = dict.fromkeys(("fedclm", "ewc", "icarl"), {"task_end"}) | {"fedncm": {"task_start"}}
     kinds |= {"pilora": {"handover"}}
     assert set(extra) == kinds.get(method, set())
     sends = method in ("fedclm", "fedncm")  # in other extra rounds something comes down alone
@@ -418,8 +418,8 @@ def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, c
     options = ["--partition", "shards", "--classes-per-client", "30", *variant]
     summary = summary_of("pilora", options, tmp_path)
     assert summary["traces"] == 1
-    opening = {"task_start"} if "--headtune" in variant else set()
-    assert set(summary["communication_extra"]) == opening | {"handover"}
+    before = {"task_start"} if "--headtune" in variant else set()
+    assert set(summary["communication_extra"]) == before | {"handover"}
     capsys.readouterr()
 
 

@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_used_is_a_line_and_no_error(set_up, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    for folder, why in ((tmp_path / "file" / "x", "Not a directory"), (shared, "others may write")):
+    for folder, why in ((tmp_path / "file" / "x", "Not a directory"), (shared, "other users may write")):
         found, (line,) = kept_in(set_up, str(folder))
         assert found == [] and why in line and repr(str(folder)) in line and "--compile-cache" in line
 

@@ -100,7 +100,7 @@ def test_the_metadata_say_where_the_weights_are_from(folder):
         "mapping": "timm",
         "mean": json.dumps(NORMALISE["imagenet"][0]),
         "std": json.dumps(NORMALISE["imagenet"][1]),
-        "trainable": "student",
+        "part": "student",
     }
 
 

@@ -95,20 +95,20 @@ def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
 def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
     """The same two classes in a task of other clients: a running mean, by numbers of rows."""
     method = fedrecon(FedReconOptions(), run_of(False))
-    (survey,) = method.rounds
+    (report_round,) = method.rounds
     server = compiled(method.init)(KEY, SCALE)
     met = [[rows_of([0, 1, 0], seed=1), rows_of([1], seed=2)], [rows_of([0, 0], seed=3)]]
     mean, count = np.zeros((2, WIDTH)), np.zeros(2)
     for batches in met:
-        found = sums_of(survey.program, method, server, batches)
-        server, _ = survey.server(RoundContext.on_host(SCALE, TASKS[0], 0, False), server, found, KEY)
+        found = sums_of(report_round.program, method, server, batches)
+        server, _ = report_round.server(RoundContext.on_host(SCALE, TASKS[0], 0, False), server, found, KEY)
         for batch in batches:
             for image, label in zip(batch.image[batch.mask], batch.label[batch.mask], strict=True):
                 count[label] += 1
                 mean[label] += (image - mean[label]) / count[label]
     sums = server.params.classifier.sums
-    np.testing.assert_allclose(sums.feature[:2] / sums.rows[:2, None], mean, rtol=1e-5)
-    assert sums.rows.tolist() == [4, 2, 0, 0, 0]
+    np.testing.assert_allclose(sums.feature[:2] / sums.examples[:2, None], mean, rtol=1e-5)
+    assert sums.examples.tolist() == [4, 2, 0, 0, 0]
 
 
 def sums_of(program, method, server, batches):
@@ -186,7 +186,7 @@ def test_prototypes_are_those_of_the_embedding_that_the_first_task_ends_with():
     sums = history[-1].params.classifier.sums
     for task in (0, 1):
         own, means = means_of(task, scales[1])
-        np.testing.assert_allclose(sums.feature[own] / sums.rows[own, None], means, atol=1e-5)
+        np.testing.assert_allclose(sums.feature[own] / sums.examples[own, None], means, atol=1e-5)
 
 
 def test_prototypes_are_embedded_as_in_evaluation():
@@ -198,8 +198,8 @@ def test_prototypes_are_embedded_as_in_evaluation():
 
     network = FORMULA._replace(apply=apply)
     method = fedrecon(FedReconOptions(), run_of(True, network))
-    (survey,) = [each for each in method.rounds if each.when == "task_end"]
+    (report_round,) = [each for each in method.rounds if each.when == "task_end"]
     server = compiled(method.init)(KEY, Frozen(SCALE.network))
-    found = sums_of(survey.program, method, server, [rows_of([0, 1, 0])])
+    found = sums_of(report_round.program, method, server, [rows_of([0, 1, 0])])
     image = rows_of([0, 1, 0]).image
     np.testing.assert_allclose(found.sum["embeddings"].feature[0], image[0] + image[2], rtol=1e-5)

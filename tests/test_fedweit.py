@@ -25,6 +25,7 @@ from micro import (
     read,
     round_context_of,
     rows_of,
+    seen_by_rules,
     server_round,
     train,
 )
@@ -57,7 +58,8 @@ from fcljax.methods.fedweit.fedweit import (
 from fcljax.models.resnet import resnet_network
 from fcljax.models.shapes import RESNETS
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import ClientStep, Run, Training
+from fcljax.parts.client import ClientStep
+from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Params, learner
 from fcljax.types import Aggregate, Features, Frozen, Network
 
@@ -281,20 +283,18 @@ def test_task_adaptive_numbers_move_at_the_networks_rate():
 def seen_of(adapter, own, index=1):
     context = context_of(weit(), fresh(weit()), TASKS[index], info_of(SIZES.classes, 3), SCALE)
     part = Params(adapter, own)
-    return ClientStep(context, part, None, BATCHES[0], KEY, part)
+    return ClientStep(made(), context, part, None, BATCHES[0], KEY, part)
 
 
 def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
     own = Own((), logit([0.5, 0.25]), jnp.array([[1.0, -2], [0.5, 0]]), jnp.zeros((2, 1)))
-    loss = lambda index, *weights: float(
-        sparsity(*weights, True).loss(made(), seen_of(jnp.zeros(2), own, index), ())
-    )
+    loss = lambda index, *weights: float(sparsity(*weights, True).loss(seen_of(jnp.zeros(2), own, index), ()))
     assert loss(0, 0.1, 0.0) == pytest.approx(0.1 * 3)
     assert loss(1, 0.1, 0.0) == pytest.approx(0.1 * 3.5)
     assert loss(1, 0.1, 2.0) == pytest.approx(0.35 + 2 * 0.75)
     alone = own._replace(adaptive=own.adaptive[0])
-    term = sparsity(0.1, 0.0, False)
-    assert float(term.loss(made(), seen_of(jnp.zeros(2), alone), ())) == pytest.approx(0.3)
+    rule = sparsity(0.1, 0.0, False)
+    assert float(rule.loss(seen_of(jnp.zeros(2), alone), ())) == pytest.approx(0.3)
 
 
 ONE = Arrays(jax.tree.structure([0]), ((2, 2),))  # N = 4, M = 2
@@ -305,12 +305,12 @@ THREE_TASKS = SIZES._replace(tasks=3)
 def test_preservation_holds_the_networks_of_earlier_tasks_where_they_were(retroactive):
     """A base that moved by 1, 2, 3, 4 under masks of 1/2 and 1/4, and the first task's own numbers by 1; the
     later tasks do not count."""
-    term = preservation(10.0, ONE, THREE_TASKS, retroactive)
+    rule = preservation(10.0, ONE, THREE_TASKS, retroactive)
     base, before = jnp.array([1.0, 2, 3, 4]), jnp.array([[0.5, 0.25], [1.0, 1.0], [1.0, 1.0]])
     adaptive = jnp.array([[1.0, 1, 1, 1], [9, 9, 9, 9], [9, 9, 9, 9]]) if retroactive else jnp.full(4, 9.0)
     own = Own((), jnp.zeros(2), adaptive, ())
     memory = Before(jnp.zeros(4), jnp.zeros((3, 4)) if retroactive else (), before)
-    value = lambda index: float(term.loss(made(), seen_of(base, own, index), memory))
+    value = lambda index: float(rule.loss(seen_of(base, own, index), memory))
     drift = np.array([0.5, 0.5, 1.5, 1.0]) + retroactive
     assert value(1) == pytest.approx(5 * (drift**2).sum())
     assert value(0) == 0.0
@@ -415,7 +415,8 @@ def test_rules_that_cannot_merge_parts_of_bases_are_refused_unless_all_is_sent()
 def arrived(rows, ids, valid):
     adaptive = jnp.asarray(rows, jnp.float32)[:, None] * jnp.ones(3)
     weight = jnp.asarray(valid, jnp.float32)
-    return Aggregate((), (), {"adaptive": adaptive}, weight, jnp.array(ids), jnp.array(valid))
+    aggregate = Aggregate((), {}, {"adaptive": adaptive}, weight, jnp.array(ids), jnp.array(valid))
+    return seen_by_rules(None, round_context_of(TASKS[0]), aggregate)
 
 
 PRUNE = 0.004
@@ -457,17 +458,17 @@ def test_a_task_is_handed_at_most_so_many_of_what_is_known_each_once(count):
 
 def closing(method, server, states):
     """The server after a task's closing round, and what the clients sent."""
-    (survey,) = [each for each in method.rounds if each.when == "task_end"]
+    (report_round,) = [each for each in method.rounds if each.when == "task_end"]
     uploads = []
     for i, state in states.items():
         context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3, i), SCALE)
-        local = survey.program.start(context, state, KEY)
-        local, _ = survey.program.phases[0].step(context, local, OF_FIRST[0], KEY)
-        upload, kept = survey.program.finish(context, local, state)
+        local = report_round.program.start(context, state, KEY)
+        local, _ = report_round.program.phases[0].step(context, local, OF_FIRST[0], KEY)
+        upload, kept = report_round.program.finish(context, local, state)
         jax.tree.map(np.testing.assert_array_equal, kept, state)
         uploads.append(upload)
     aggregate = aggregate_of(uploads, tuple(states), [True] * len(states), SIZES.clients)
-    return *survey.server(round_context_of(TASKS[0], 1, True, SCALE), server, aggregate, KEY), uploads
+    return *report_round.server(round_context_of(TASKS[0], 1, True, SCALE), server, aggregate, KEY), uploads
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
-from fcljax.methods.fppl import debias, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import ServerTraining, debias, store_prototypes, unified_representation_loss
 from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
@@ -68,7 +68,7 @@ def pool_of(server):
 
 
 def with_pool(server, pool):
-    return server._replace(steps=(pool,))
+    return server._replace(rules=(pool,))
 
 
 def with_head(server, head):
@@ -674,10 +674,9 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
         sends = Prototypes(jnp.ones((10, 10, 2)), jnp.ones((10, 10), bool))
         pool = store(pool, sends, jnp.arange(10), everyone, task.classes)
         assert int(pool.present.sum()) == 10 * 10 * (t + 1)
-    _, metrics = debias(
-        Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), epochs=5, batch_size=128, lr=1e-3
-    )
-    assert float(metrics["loss"].weight) == 80
+    training = ServerTraining(epochs=5, batch_size=128, lr=1e-3)
+    _, loss = debias(Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), training)
+    assert float(loss.weight) == 80
 
 
 def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
@@ -695,10 +694,10 @@ def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
 
 
 def train_head(head, pool, lr, reduction):
-    return jitted_debias(head, pool, jax.random.key(2), 7, 4, lr, reduction)
+    return jitted_debias(head, pool, jax.random.key(2), ServerTraining(7, 4, lr, reduction))
 
 
-jitted_debias = jax.jit(debias, static_argnums=(3, 4, 5, 6))
+jitted_debias = jax.jit(debias, static_argnums=3)
 
 
 @pytest.fixture
@@ -723,13 +722,13 @@ def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(head
 def test_debias_reads_every_stored_prototype_once_per_epoch(head_and_pool):
     head, vector = head_and_pool
     present = np.array([[True, True, False, True], [True, True, True, False]])
-    still, metrics = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
+    still, loss = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
     jax.tree.map(np.testing.assert_array_equal, still, head)
     client, label = np.nonzero(present)
     logits = np.asarray(vector)[client, label] @ np.asarray(head.kernel) + np.asarray(head.bias)
     once = np.sum(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), label])
-    assert float(metrics["loss"].total) == pytest.approx(7 * once, rel=1e-5)
-    assert float(metrics["loss"].weight) == 7 * 2  # batches of four rows and of two
+    assert float(loss.total) == pytest.approx(7 * once, rel=1e-5)
+    assert float(loss.weight) == 7 * 2  # batches of four rows and of two
 
 
 def test_an_empty_pool_leaves_the_head(head_and_pool):

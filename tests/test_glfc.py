@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
-from micro import FROZEN, IMAGE, KEY, LABEL, NETWORK, SIZES, TASKS, info_of, method_of, round_context_of
+from micro import (
+    FROZEN,
+    IMAGE,
+    KEY,
+    LABEL,
+    NETWORK,
+    SIZES,
+    TASKS,
+    info_of,
+    method_of,
+    round_context_of,
+    seen_by_rules,
+)
 
 from fcljax.errors import InputError
 from fcljax.methods import find_method
@@ -18,7 +30,8 @@ from fcljax.methods.glfc import lga
 from fcljax.methods.glfc import proxy as P
 from fcljax.methods.glfc.lenet import _patches, apply_lenet, gradient_of, init_lenet, label_of
 from fcljax.models.heads import unit
-from fcljax.parts.federate import ClientStep, Local
+from fcljax.parts.client import ClientStep, Local, Report
+from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.parts.replay import Exemplars, Herded
 from fcljax.types import Aggregate, Batch, ClientContext
@@ -104,20 +117,25 @@ def test_the_gap_is_how_far_the_sigmoid_is_from_1_and_has_no_gradient():
 
 
 def learner_of(forward, classifier=None):
-    """A learner by what it says of a batch alone; its part is all that it has."""
+    """A learner by what it says of a batch alone; its trainable parameters are all that it has."""
     same = lambda params, task: params
     return Learner(NETWORK, None, classifier, None, None, same, None, None, forward, None, False)
 
 
-def loss_by(rule, logits, label, answers, known, old_task):
+def step_of(learner, context, trainable, batch, output=None):
+    """A client's step on a batch."""
+    return ClientStep(learner, context, trainable, output, batch, KEY, trainable)
+
+
+def loss_by(weights, logits, label, answers, known, old_task):
     """The loss of a batch, where an old model of a task (None: there is none) gives these answers."""
     task = SECOND if old_task is None else old_task
     index = jnp.int32(-1) if old_task is None else jnp.int32(old_task.index)
     old = P.Old(Params((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
-    seen = ClientStep(context, Params((), ()), Output(logits, logits), batch_of(label), KEY, Params((), ()))
     says = learner_of(lambda *args: Output(jnp.asarray(answers), logits))
-    return float(G.rule_loss(rule, says, seen, known, old))
+    step = step_of(says, context, Params((), ()), batch_of(label), Output(logits, logits))
+    return float(G.weighted_loss(weights, step, known, old))
 
 
 def by_hand(logits, target, weight):
@@ -132,23 +150,23 @@ LOGITS = jax.random.normal(jax.random.key(3), (3, 5))
 ANSWERS = 2 * jax.random.normal(jax.random.key(4), (3, 5))
 LABELS = [0, 1, 3]
 RULES = {
-    "glfc": (G.Rule(G.by_group), G.by_group, (0.5, 0.5, 1.0), False),
-    "lga": (G.Rule(lga.by_tasks, 0.7, 0.7, 0.7, True), lga.by_tasks, (0.7, 0.7, 0.7), True),
+    "glfc": (G.LossWeights(G.by_group), G.by_group, (0.5, 0.5, 1.0), False),
+    "lga": (G.LossWeights(lga.by_tasks, 0.7, 0.7, 0.7, True), lga.by_tasks, (0.7, 0.7, 0.7), True),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_loss_is_that_of_labels_and_of_an_old_model_s_answers(name):
     """GLFC: half of each, the second one not weighted. LGA: lambda times both, weighted."""
-    rule, weigh, (current, old, alone), weighs_old = RULES[name]
+    weights, weigh, (current, old, alone), weighs_old = RULES[name]
     known = known_of([0, 1, 2])
     weight = weigh(G.gap_of(LOGITS, jnp.asarray(LABELS)), batch_of(LABELS), known, SECOND)
     label = np.eye(5)[LABELS]
     target = np.where(np.asarray(FIRST.seen), jax.nn.sigmoid(ANSWERS), label)
     second = by_hand(LOGITS, target, weight if weighs_old else np.ones(3))
     expected = current * by_hand(LOGITS, label, weight) + old * second
-    assert loss_by(rule, LOGITS, LABELS, ANSWERS, known, FIRST) == pytest.approx(expected, rel=1e-5)
-    lonely = loss_by(rule, LOGITS, LABELS, ANSWERS, known, None)
+    assert loss_by(weights, LOGITS, LABELS, ANSWERS, known, FIRST) == pytest.approx(expected, rel=1e-5)
+    lonely = loss_by(weights, LOGITS, LABELS, ANSWERS, known, None)
     assert lonely == pytest.approx(alone * by_hand(LOGITS, label, weight), rel=1e-5)
     assert abs(lonely - expected) > 1e-2
 
@@ -182,12 +200,12 @@ def test_the_signal_is_a_rise_above_the_threshold(unit, rise):
 
 def test_a_client_that_notices_adopts_what_it_has_chosen():
     known = known_of([0], now=[0], later=[5, 10])
-    assert G.adopted(known, jnp.bool_(True)).now.exemplars.row.tolist() == [5, 10, -1, -1]
-    assert G.adopted(known, jnp.bool_(False)).now.exemplars.row.tolist() == [0, -1, -1, -1]
+    assert G.adopted(known, jnp.bool_(True)).now.exemplars.index.tolist() == [5, 10, -1, -1]
+    assert G.adopted(known, jnp.bool_(False)).now.exemplars.index.tolist() == [0, -1, -1, -1]
 
 
 @functools.cache
-def glfc_term():
+def glfc_program():
     method = method_of("glfc", **SMALL)
     (main,) = [each for each in method.rounds if each.when == "round"]
     return method, main.program
@@ -196,7 +214,7 @@ def glfc_term():
 @pytest.mark.parametrize("level", [0.0, 5.0])
 def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
     """Places in the two memories laid end to end: the first four, or behind them."""
-    method, program = glfc_term()
+    method, program = glfc_program()
     known = known_of([0], now=[0], later=[5, 10])
     (recall,) = [phase.replay for phase in program.phases if phase.replay]
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 2))
@@ -207,7 +225,7 @@ def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
 
 
 def at_work(work):
-    """A client at work, of which only the term's memory is read."""
+    """A client at work, of which only the rule's memory is read."""
     return Local(None, (), (work,), {}, jnp.int32(0))
 
 
@@ -292,12 +310,10 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
-    seen = [
-        ClientStep(context, None, None, Batch(image[s], label[s], mask[s], row[s]), KEY, None) for s in parts
-    ]
+    batches = [Batch(image[s], label[s], mask[s], row[s]) for s in parts]
     for look in (G.add_features, G.find_nearest):
-        for each in seen:
-            work = look(learner_of(forward), each, work)
+        for batch in batches:
+            work = look(step_of(learner_of(forward), context, Params((), ()), batch), work)
     feature = np.asarray(image.reshape(10, -1)[:, :4])
     near = np.asarray(unit(jnp.asarray(feature)))
     spread = []
@@ -306,7 +322,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
         gaps = [np.linalg.norm(near[i] - near[mine].mean(0)) for i in mine]
         np.testing.assert_array_equal(work.image[c], image[mine[int(np.argmin(gaps))]])
         spread.append(feature[mine].var(0).sum())
-    assert work.sums.rows.tolist() == [1, 2, 2]
+    assert work.sums.examples.tolist() == [1, 2, 2]
     assert float(G.spread_of(work.sums)) == pytest.approx(np.mean(spread) / 4, rel=1e-4)
 
 
@@ -363,9 +379,20 @@ def proxy_of(reset):
     """A proxy's first state, and what it does after a merge, compiled."""
     options = options_of(match_steps=1, monitor_images=2, reset_best=reset)
     judge = functools.partial(P.share_correct, options)
-    step = P.proxy_server(options, SIZES, NETWORK, judge)
-    state = step.init(None, Params(jnp.int32(0), ()))
-    return state, jax.jit(lambda round_context, *rest: step.step(round_context, NAMED, *rest))
+    run = Run(SIZES, NETWORK, None, Training(1, 4, 0.1))
+    rule = P.proxy_server(options, run, judge, Report(P.REPORT))
+    state = rule.init(Params(jnp.int32(0), ()), Params(jnp.int32(0), ()))
+
+    def update(round_context, params, proxy, sent, key):
+        return rule.update(server_round_of(round_context, {P.REPORT: sent}, key), params, proxy)
+
+    return state, jax.jit(update)
+
+
+def server_round_of(round_context, reports, key):
+    """What the proxy reads in a round of two clients."""
+    two = jnp.ones(2), jnp.arange(2), jnp.ones(2, bool)
+    return seen_by_rules(NAMED, round_context, Aggregate((), {}, reports, *two), key)
 
 
 class Server:
@@ -376,10 +403,9 @@ class Server:
 
     def merge(self, number, task, round_=1, labels=()):
         sent = sent_of(labels)
-        aggregate = Aggregate((), (), {P.REPORT: sent}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
         round_context = round_context_of(jax.tree.map(jnp.asarray, task), round_)
         model = Params(jnp.int32(number), ())
-        _, self.state, metrics = self.one(round_context, model, self.state, aggregate, KEY)
+        _, self.state, metrics = self.one(round_context, model, self.state, sent, KEY)
         choice = self.state.choice
         number = lambda old: int(old.trainable.adapter) if int(old.task.index) >= 0 else None
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
@@ -449,11 +475,12 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
     options = options_of(lga.LGAOptions, match_steps=1, monitor_images=2)
     server = Server()
     server.merge(1, FIRST, 0, (2, 2, 1))
-    judge = jax.jit(
-        lambda round_context, proxy: lga.around(
-            options, 10, round_context, NAMED, Params(jnp.int32(2), jnp.int32(2)), proxy, KEY
-        )
-    )
+    model = Params(jnp.int32(2), jnp.int32(2))
+
+    @jax.jit
+    def judge(round_context, proxy):
+        return lga.around(options, 10, server_round_of(round_context, {}, KEY), model, proxy, KEY)
+
     task = jax.tree.map(jnp.asarray, FIRST)
     score = lambda round_: float(judge(round_context_of(task, jnp.int32(round_)), server.state))
     assert [score(5), score(6)] == [0, pytest.approx(2 / 3)]
@@ -471,5 +498,5 @@ def test_released_values_are_those_of_the_release():
 
 
 def test_a_run_that_does_not_know_the_rows_is_refused():
-    with pytest.raises(InputError, match="rows: 0"):
+    with pytest.raises(InputError, match="examples: 0"):
         method_of("glfc", SIZES._replace(examples=0), **SMALL)

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FORMULA, KEY, SCALE, SIZES, TASKS, TINY, by_hand, compiled, method_of, round_context_of
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SIZES,
+    TASKS,
+    TINY,
+    by_hand,
+    compiled,
+    method_of,
+    round_context_of,
+    seen_by_rules,
+)
 from small_runs import some
 from toys import same
 
@@ -44,6 +56,11 @@ FEW = {
 def options(fidelity="intended", **values):
     cfg = config.resolve(config.from_mapping("hepco", {"fidelity": fidelity, **values}, "test"))
     return config.part(H.HepcoOptions, cfg)
+
+
+def with_options(study, **more):
+    """What losses share, with other options."""
+    return study._replace(options=dataclasses.replace(study.options, **more))
 
 
 def norm(tree):
@@ -188,14 +205,13 @@ def test_the_clients_cross_entropy_leaves_past_classes_out():
 def test_prompts_are_compared_by_a_sum_of_squares():
     """O10."""
     network, sizes = vit_network(TINY), Sizes(4, 2, 2, 1)
-    kit_pool = pool(PoolOptions(1, 20, 1), sizes, network)
-    model = learner(network, kit_pool, linear(TINY.width, 4))
+    model = learner(network, pool(PoolOptions(1, 20, 1), sizes, network), linear(TINY.width, 4))
     query, task = jnp.ones((1, TINY.width)), TASKS[0]
     base = Pool(jnp.zeros((1, 1, 20, TINY.width)), jnp.ones((1, 1, TINY.width)))
     head = init_head(KEY, TINY.width, 4)
     student, teacher = Params(base, head), Params(base._replace(prompt=base.prompt + 0.1), head)
     teachers = H.Teachers(student, jax.tree.map(lambda x: x[None], teacher), jnp.full((1, 4), 0.2))
-    gap = H.prompt_gap(model, student, student, task, teachers, query)
+    gap = H.prompt_gap(H.Study(options(), model, student, task), student, teachers, query)
     np.testing.assert_allclose(0.2 * gap, [[0.2 * 20 * TINY.width * 0.01]], rtol=1e-5)
     assert np.isclose(0.2 * 20 * 768 * 0.01, 30.72)
 
@@ -203,17 +219,15 @@ def test_prompts_are_compared_by_a_sum_of_squares():
 @pytest.mark.long
 def test_prompts_that_are_sums_are_compared_without_being_made():
     """With the gradients that generators need, for clients far from the server's model and near to it."""
-    _, _, model, params, aggregate, _ = world()
+    opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
-    part = model.trainable(params, task)
+    part, study = model.trainable(params, task), H.Study(opts, model, params, task)
     for share in (1.0, 1e-3):
         near = lambda mine, theirs, share=share: mine + share * (theirs - mine)
         parts = jax.tree.map(near, part, aggregate.gather["trainable"])
         teachers = H.Teachers(params, parts, jnp.ones((3, SIZES.classes)))
-        fast, plain = (
-            H.gaps(model, params, task, teachers),
-            functools.partial(H.prompt_gap, model, params, part, task, teachers),
-        )
+        fast = H.prompt_gaps(study, teachers)
+        plain = functools.partial(H.prompt_gap, study, part, teachers)
         np.testing.assert_allclose(fast(z), plain(z), rtol=2e-3)
         slopes = [jax.grad(lambda z, gap=gap: gap(z).sum())(z) for gap in (fast, plain)]
         np.testing.assert_allclose(*slopes, rtol=1e-2, atol=5e-3 * float(jnp.abs(slopes[1]).max()))
@@ -224,10 +238,9 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
     teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
-    gaps, label = H.gaps(model, params, task, teachers), jnp.full(5, np.argmax(task.current))
-    of = lambda **more: H.generator_loss(
-        model, dataclasses.replace(opts, **more), params, task, teachers, gaps, z, label
-    )
+    study, label = H.Study(opts, model, params, task), jnp.full(5, np.argmax(task.current))
+    gaps = H.prompt_gaps(study, teachers)
+    of = lambda **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
     without = of(generator_mse="none")
     numbers = 2 * 2 * FORMULA.width  # blocks, tokens, channels
     assert float(without) == float(of(wo_mse=True)) and without > of(generator_mse="sum")
@@ -298,16 +311,20 @@ BROADCAST = functools.partial(jax.tree.map, lambda x: x - 0.25)  # what the clie
 
 
 @functools.cache
-def step_of(opts, run):
+def update_of(opts, run, model):
     """One trace for all tests with the same settings."""
-    return jax.jit(H.latent_distillation(opts, run).step, static_argnums=1)
+    rule = H.latent_distillation(opts, run)
+
+    def update(round_context, params, past, aggregate, key):
+        return rule.update(seen_by_rules(model, round_context, aggregate, key), params, past)
+
+    return jax.jit(update)
 
 
 def played(opts, run, model, params, aggregate, past, task=TASKS[1]):
     previous = Broadcast(Payload(model.trainable(BROADCAST(params), task), {}))
-    return step_of(opts, run)(
-        round_context_of(task, 0, frozen=SCALE, previous=previous), model, params, past, aggregate, KEY
-    )
+    now = round_context_of(task, 0, frozen=SCALE, previous=previous)
+    return update_of(opts, run, model)(now, params, past, aggregate, KEY)
 
 
 @pytest.mark.long
@@ -351,11 +368,11 @@ def test_the_step_is_what_its_formulas_say():
 
             def loss(p, noise=noise, y=y, generator=generator):
                 z, moved = generate(shape, generator._replace(params=p), noise, y, True)
-                client_rules = [
+                terms = [
                     jnp.sum(w[y] * (xent(logits(m, z), y) - kl(logits(m, z), logits(params, z))))
                     for m, w in zip(teachers, weights, strict=True)
                 ]
-                return sum(client_rules), moved
+                return sum(terms), moved
 
             slope, moved = jax.grad(loss, has_aux=True)(generator.params)
             update, state = adam.update(slope, state)
@@ -363,12 +380,12 @@ def test_the_step_is_what_its_formulas_say():
         return generator
 
     new = train(keys[0], 3, odds(rows.sum(0)), [part(0), part(1)], weight[:2])
-    older = train(keys[1], 3 + 2, odds(past.rows * old), [past.start.trainable], [old.astype(np.float32)])
+    older = train(keys[1], 3 + 2, odds(past.examples * old), [past.start.trainable], [old.astype(np.float32)])
 
     def draw(key):
         first, second = jax.random.split(key)
         noise, y = conditions(first, 6, odds(rows.sum(0)))
-        old_noise, old_y = conditions(second, 3, odds(past.rows * old))
+        old_noise, old_y = conditions(second, 3, odds(past.examples * old))
         value = generate(shape, new, noise, y, False)[0]
         return value, generate(shape, older, old_noise, old_y, False)[0], y, old_y
 
@@ -434,18 +451,11 @@ def test_every_reading_changes_the_result(field, value):
 
 def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
     """O11: the gradient of the generators' loss is the same without it."""
-    loss_at = lambda z, **more: H.generator_loss(
-        model,
-        dataclasses.replace(opts, **more),
-        params,
-        TASKS[1],
-        teachers,
-        H.gaps(model, params, TASKS[1], teachers),
-        z,
-        label,
-    )
     opts, _, model, params, aggregate, _ = world(fidelity="released")
+    study = H.Study(opts, model, params, TASKS[1])
     teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
+    gaps = H.prompt_gaps(study, teachers)
+    loss_at = lambda z, **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
     slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
     same(slope(), slope(wo_mse=True))
@@ -458,31 +468,21 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
     part = aggregate.gather["trainable"]
     teachers = H.Teachers(params, part, jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
-    loss = lambda **more: H.generator_loss(
-        model,
-        dataclasses.replace(opts, **more),
-        params,
-        TASKS[1],
-        teachers,
-        H.gaps(model, params, TASKS[1], teachers),
-        z,
-        label,
-    )
+    study = H.Study(opts, model, params, TASKS[1])
+    gaps = H.prompt_gaps(study, teachers)
+    loss = lambda **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
     own = z @ params.classifier.kernel + params.classifier.bias
     theirs = jax.vmap(lambda head: z @ head.kernel + head.bias)(part.classifier)
     apart = H.divergence(theirs, own, TASKS[1].seen, "server_client").sum()
-    gap = H.prompt_gap(model, params, params, TASKS[1], teachers, z).sum()
+    gap = H.prompt_gap(study, params, teachers, z).sum()
     assert apart > 0 and gap > 0
     np.testing.assert_allclose(loss(wo_kl=True) - loss(), apart, rtol=1e-4)
     np.testing.assert_allclose(loss(wo_mse=True) - loss(), 0.1 * gap, rtol=1e-4)
-    easier = dataclasses.replace(opts, wo_kl=True, wo_mse=True)
+    easier = with_options(study, wo_kl=True, wo_mse=True)
     surer = Head(part.classifier.kernel, part.classifier.bias.at[:, label[0]].add(1))
-    better = teachers._replace(parts=part._replace(classifier=surer))
+    better = teachers._replace(trainable=part._replace(classifier=surer))
     harder, easy = (
-        H.generator_loss(
-            model, easier, params, TASKS[1], each, H.gaps(model, params, TASKS[1], each), z, label
-        )
-        for each in (teachers, better)
+        H.generator_loss(easier, each, H.prompt_gaps(easier, each), z, label) for each in (teachers, better)
     )
     assert easy < harder
 
@@ -519,7 +519,7 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
 def test_the_first_task_has_no_previous_model():
     """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
     opts, run, model, params, aggregate, past = world()
-    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), rows=jnp.zeros(SIZES.classes))
+    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), examples=jnp.zeros(SIZES.classes))
     spoilt = jax.tree.map(lambda x: x + 5, first.start.trainable)
     poisoned = first._replace(start=first.start._replace(trainable=spoilt))
     task = TASKS[0]
@@ -531,7 +531,7 @@ def test_the_first_task_has_no_previous_model():
     same(one, two)
     assert norm(jax.tree.map(jnp.subtract, one, params)) > 1e-4
     same(kept.start.trainable, model.trainable(BROADCAST(params), task))  # what the round began with
-    assert int(kept.start.task) == 0 and kept.rows.tolist() == (6 * np.asarray(task.current)).tolist()
+    assert int(kept.start.task) == 0 and kept.examples.tolist() == (6 * np.asarray(task.current)).tolist()
 
 
 @pytest.mark.long

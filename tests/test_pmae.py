@@ -13,13 +13,13 @@ from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
 from fcljax.federated.server_replay import make_replayer, replay
 from fcljax.methods import pmae
-from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, plan
+from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, restore_plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -30,11 +30,12 @@ from fcljax.models.mae import (
     reconstruction_loss,
     unpatchify,
 )
-from fcljax.models.vit import VITS, parameter_shapes, vit_network
+from fcljax.models.shapes import VITS
+from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.learner import Params, learner
 from fcljax.pixels import NORMALISE, between
-from fcljax.runs import archive
+from fcljax.runs import checkpoint
 from fcljax.runs import reconstructions as restored
 from fcljax.runs.build import make_method
 from fcljax.types import Autoencoder, Features, Frozen, Network, Reconstruction, ReplayBuffer, Sizes
@@ -118,7 +119,7 @@ def prompt_of(server):
 def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, expected):
     sizes, vit, decoder = Sizes(200, 20, 10, 10), VITS["vit_b16"], DecoderConfig()
     network = vit_network(vit, autoencoder=autoencoder(vit, decoder))
-    method = make_method(name, resolved(name), sizes, network)
+    method = make_method(resolved(name), sizes, network)
     frozen = Frozen(parameter_shapes(vit), decoder_shapes(decoder))
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
@@ -156,7 +157,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
     some = pmae.ReplayBatch(
         rows, kept.label[:4], jnp.zeros(4, jnp.int32), jnp.ones(4, bool), TASKS[0].current
     )
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     batch = pmae.restored_batch(options, round_context, model, server.rules[0], some)
     prompt = server.rules[0].prompt[0]
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
@@ -166,7 +167,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
 
 
 def adapter_options():
-    return config.part(ADAPTERS["vpt"].options, resolved("pmae", **VALUES))
+    return config.part(find_adapter("vpt").options, resolved("pmae", **VALUES))
 
 
 def test_a_network_without_a_decoder_is_refused_by_name():
@@ -207,13 +208,13 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     keys = jax.random.split(KEY, 4)
     batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
-    model = learner(NETWORK, ADAPTERS["vpt"].build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
-    term = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
+    model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
+    rule = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
 
     def ours(prompt):
         part = Params((), (), {NAME: prompt})
         context = pmae.ClientContext(FROZEN, (), (), TASKS[0], ())
-        return term.loss(model, pmae.ClientStep(context, part, None, batch, KEY, part), ())
+        return rule.loss(pmae.ClientStep(model, context, part, None, batch, KEY, part), ())
 
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -281,7 +282,8 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
         more = Restore(
             jnp.array(row, jnp.float32)[:, None, None], jnp.zeros((count, 2), jnp.int32), jnp.array(row) >= 0
         )
-        state = draw_examples(state, tasks, more, jnp.array(lot), label, jnp.array(row), wanted)
+        batch = pmae.Batch(jnp.zeros((count, 2, 2, 3)), label, more.present, jnp.array(row))
+        state = draw_examples(state, tasks, more, jnp.array(lot), batch)
     return in_order(state)
 
 
@@ -356,14 +358,14 @@ def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     method = method_of("pmae", **VALUES)
     server, states = begin(method)
     engine = engine_of(method)
-    both = play(engine, server, states, rounds=1)[0][0].steps[0]
-    later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].steps[0]
+    both = play(engine, server, states, rounds=1)[0][0].rules[0]
+    later = play(engine, server, states, ids=[0, 2, 3], rounds=2)[1][0].rules[0]
     assert both.restore.present.shape == later.restore.present.shape
     from fcljax.federated.engine import RoundInputs, run_round
 
     inputs = RoundInputs(FROZEN, DATA, DEALS[0], np.array([0]), TASKS[0], 1, jax.random.key(3))
     after, _, _ = run_round(engine, both_server(engine, server, states), states, inputs)
-    pool = after.steps[0].restore
+    pool = after.rules[0].restore
     same(pool.latent[2], both.restore.latent[2])
     assert np.abs(np.asarray(pool.latent[0] - both.restore.latent[0])).max() > 0
 
@@ -384,16 +386,16 @@ def both_server(engine, server, states):
 )
 def test_whose_images_are_restored(task, last, values, expected):
     """Oracle 8: all tasks in the last round of one, else its own."""
-    assert list(plan(options_of(**values), task, last)) == expected
+    assert list(restore_plan(options_of(**values), task, last)) == expected
 
 
 def test_the_release_restores_tasks_10_to_19_with_the_prompt_of_task_1_too():
     """Oracle 9 and the sizes of oracle 10: 400 images of each task."""
     loose, exact = options_of(exact_task_match=False), options_of(exact_task_match=True)
-    of = lambda options, task, prompt: [s for s, p in plan(options, task, True) if p == prompt]
+    of = lambda options, task, prompt: [s for s, p in restore_plan(options, task, True) if p == prompt]
     assert of(loose, 12, 1) == [1, 10, 11, 12] and of(loose, 12, 2) == [2] and of(loose, 12, 0) == [0]
     assert of(exact, 12, 1) == [1]
-    sizes = {t: 400 * len(plan(loose, t, True)) for t in (9, 10, 19)}
+    sizes = {t: 400 * len(restore_plan(loose, t, True)) for t in (9, 10, 19)}
     assert sizes == {9: 4000, 10: 4800, 19: 12000}
     assert [-(-size // 128) for size in (400, 4800, 12000)] == [4, 38, 94]
     assert options_of(fidelity="released").exact_task_match is False
@@ -438,8 +440,8 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
 
 
 def learner_of(values):
-    adapter = ADAPTERS["vpt"].build(
-        config.part(ADAPTERS["vpt"].options, resolved("pmae", **values)), SIZES, NETWORK
+    adapter = find_adapter("vpt").build(
+        config.part(find_adapter("vpt").options, resolved("pmae", **values)), SIZES, NETWORK
     )
     return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
@@ -517,17 +519,17 @@ def test_noise_on_the_mean_would_not_protect_what_is_uploaded_and_is_refused():
 
 def test_what_is_kept_comes_back_from_disk_as_it_was_and_damage_is_named(tmp_path):
     kept = history_kept(0)
-    noted = [archive.save_task(tmp_path, task, kept) for task in range(2)]
-    for found in archive.load_tasks(tmp_path, noted, kept):
+    noted = [checkpoint.save_task(tmp_path, task, kept) for task in range(2)]
+    for found in checkpoint.load_tasks(tmp_path, noted, kept):
         same(found, kept)
     with pytest.raises(InputError, match="task-002.npz"):
-        archive.load_tasks(tmp_path, [*noted, noted[0]], kept)
+        checkpoint.load_tasks(tmp_path, [*noted, noted[0]], kept)
     other = ReplayBuffer(kept.examples._replace(order=kept.examples.order[:, :1]), kept.label, kept.used)
     with pytest.raises(InputError, match="order"):
-        archive.load_tasks(tmp_path, noted[:1], other)
+        checkpoint.load_tasks(tmp_path, noted[:1], other)
     (tmp_path / "task-001.npz").write_bytes(b"no archive")
     with pytest.raises(InputError, match="cannot be read"):
-        archive.load_tasks(tmp_path, noted, kept)
+        checkpoint.load_tasks(tmp_path, noted, kept)
 
 
 # ---- what is given away ------------------------------------------------------------------------------------

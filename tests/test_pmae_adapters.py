@@ -1,5 +1,7 @@
 """The adapters of pMAE's baselines: L2P, DualPrompt and CODA-Prompt, by the numbers of the specification."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,13 +63,11 @@ def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
 )
 def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     sizes, vit = Sizes(200, 20, 10, 10), VITS["vit_b16"]
-    cfg = config.resolve(config.run_class(method)(fidelity=fidelity))
+    cfg = config.resolve(config.preset(method, fidelity=fidelity))
     made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
-    part = jax.eval_shape(
-        lambda server: made.broadcast(round_context_of(OLD), server).payload.trainable, server
-    )
-    assert communication.scalars(part) == expected
+    broadcast = jax.eval_shape(functools.partial(made.broadcast, round_context_of(OLD)), server)
+    assert communication.scalars(broadcast.payload.trainable) == expected
 
 
 # ---- tokens that go through the network --------------------------------------------------------------------
@@ -188,11 +188,11 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
     params = adapter.init(KEY, None)._replace(key=jnp.eye(WIDTH)[:2])
     part = adapter.trainable(params, NEW)
     queries = jnp.eye(WIDTH)[jnp.array([0, 0, 1, 1])]
-    of = lambda train, mask, task=NEW: (
-        adapter.inject(params, adapter.trainable(params, task), queries, task, train, mask)
-        .prefix[1]
-        .key[:, 0, 0]
-    )
+
+    def of(train, mask, task=NEW):
+        trainable = adapter.trainable(params, task)
+        return adapter.inject(params, trainable, queries, task, train, mask).prefix[1].key[:, 0, 0]
+
     own = params.own[:, 0, 0, 0, 0]
     np.testing.assert_allclose(of(True, EVERY), own[jnp.array([1, 1, 1, 1])])
     three = jnp.array([False, True, True, True])

@@ -26,6 +26,7 @@ from micro import (
     play,
     resolved,
     round_context_of,
+    seen_by_rules,
 )
 from toys import same
 
@@ -138,16 +139,16 @@ def reviewing(server, clients):
 
 
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
-    step, params = C.roles(0.4, 10), Params((), HEADS[0])
-    nobody = Aggregate((), (), (), jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
-    call = functools.partial(step.step, round_context_of(OLD), model(), params, jnp.zeros(10, bool), nobody)
-    draws = [call(jax.random.key(i)) for i in range(20)]
+    rule, params = C.roles(0.4, 10), Params((), HEADS[0])
+    nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+    around = functools.partial(seen_by_rules, model(), round_context_of(OLD), nobody)
+    draws = [rule.update(around(jax.random.key(i)), params, jnp.zeros(10, bool)) for i in range(20)]
     assert all(after is params and int(drawn.sum()) == 4 for after, drawn, _ in draws)
     assert len({tuple(drawn.tolist()) for _, drawn, _ in draws}) > 3
     assert np.mean([drawn for _, drawn, _ in draws], 0).max() < 1  # nobody is always one of them
     drawn = draws[0][1]
-    assert not step.sends(OLD, drawn).any() and (step.sends(NEW, drawn) == drawn).all()
-    same(step.init(params, params), jnp.zeros(10, bool))
+    assert not rule.sends(OLD, drawn).any() and (rule.sends(NEW, drawn) == drawn).all()
+    same(rule.init(params, params), jnp.zeros(10, bool))
 
 
 @pytest.mark.long
@@ -211,8 +212,11 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
     options, own = options_of("cfed", server_steps=2, server_batch=6), model()
     teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Params((), head) for head in HEADS[1:]])
     image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
-    loss = functools.partial(C.teachers_loss, options, own, round_context, Params((), HEADS[0]))
-    found = loss(teachers, jnp.array([True, False, True]), image, Params((), HEADS[0]))
+    params = Params((), HEADS[0])
+    nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+    valid = C.Teachers(teachers, jnp.array([True, False, True]))
+    around = seen_by_rules(own, round_context, nobody)
+    found = C.teachers_loss(options, around, params, valid, image, params)
     seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
     both = jnp.ones(2, bool)
     expected = [
@@ -225,22 +229,22 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
 @pytest.mark.long
 def test_the_server_distils_towards_its_clients_when_asked():
     options, own = options_of("cfed", server_steps=30, server_batch=12, server_lr=0.05), model()
-    step = C.server_distillation(options)
+    rule = C.server_distillation(options)
     gathered = jax.tree.map(
         lambda *x: jnp.stack(x), HEADS[1], HEADS[1], jax.tree.map(lambda x: x * jnp.nan, HEADS[1])
     )
     aggregate = Aggregate(
         (),
-        (),
+        {},
         {"trainable": Params((), gathered)},
         jnp.ones(3),
         jnp.arange(3),
         jnp.array([True, True, False]),
     )
     params = Params((), HEADS[0])
-    start = step.init(params, params)
+    start = rule.init(params, params)
     round_context = round_context_of(OLD, frozen=FROZEN)._replace(previous=Broadcast(Payload(params, {})))
-    call = jax.jit(lambda aggregate: step.step(round_context, own, params, start, aggregate, KEY))
+    call = jax.jit(lambda aggregate: rule.update(seen_by_rules(own, round_context, aggregate), params, start))
     after, kept, metrics = call(aggregate)
     image = from_unit(NETWORK, SURROGATE / 255)
     gap = lambda head: float(
@@ -358,8 +362,8 @@ def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(l
 def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
     generator, fast, total = {"w": jnp.array([1.0])}, {"w": jnp.array([0.9])}, {"w": jnp.array([5.0])}
     best = T.Best((fast, jnp.zeros(1)), (), total, jnp.zeros(()), jnp.zeros((1, 2, 2, 3)))
-    same(T._kept(options_of("target", meta="fomaml"), generator, best), total)
-    close(T._kept(options_of("target", meta="reptile"), generator, best), {"w": jnp.array([6.7])})
+    same(T._meta_gradient(options_of("target", meta="fomaml"), generator, best), total)
+    close(T._meta_gradient(options_of("target", meta="reptile"), generator, best), {"w": jnp.array([6.7])})
 
 
 def synthesised(seed=0, **values):
@@ -369,7 +373,12 @@ def synthesised(seed=0, **values):
     shape = ImageGeneratorConfig(8, 8, 4, 4)
     count = options.synthesis_rounds * options.synthesis_batch
     nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Params((), HEADS[0])
-    call = functools.partial(T.synthesise, options, shape, own, FROZEN, params, OLD)
+    nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+
+    def call(key, images):
+        around = seen_by_rules(own, round_context_of(OLD), nobody, key)
+        return T.synthesise(options, shape, around, params, images)
+
     return jax.jit(call)(jax.random.key(seed), nothing)
 
 

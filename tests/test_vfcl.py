@@ -36,9 +36,10 @@ from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
 from fcljax.methods.vfcl.conflation import conflate
 from fcljax.methods.vfcl.posterior import Posterior
-from fcljax.methods.vfcl.vfcl import Check, VFCLOptions, priors, vfcl
+from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, two_priors, vfcl
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import ClientStep, Run, Training, federate
+from fcljax.parts.client import ClientStep
+from fcljax.parts.federate import Run, Training, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 
 RATE = 0.05
@@ -76,9 +77,7 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
     run = run_of()
     plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
-    usual = federate(
-        plain, SIZES, GRADIENT, objective=cross_entropy_loss("seen"), personal=("classifier", "stats")
-    )
+    usual = federate(run, plain, loss=cross_entropy_loss("seen"), personal=("classifier", "stats"))
     narrow = method_of(sigma=1e-6, **OFF)
     expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].trainable
     found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].trainable
@@ -146,16 +145,15 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
         without, fresh(without), state[-1:], TASKS[0], batch
     )
     keys = jax.random.split(jax.random.fold_in(KEY, 1002), 1)
-    drawn = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4).sample(
-        keys[0], server.params
-    )
+    model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4)
+    drawn = model.sampling.draw(keys[0], server.params)
     mean, w = server.params.classifier.mean, drawn.classifier
     seen = np.asarray(TASKS[0].seen)
-    client_rules = [
+    terms = [
         (gaussian(np.asarray(a), np.asarray(m), 0.4) - gaussian(np.asarray(a), 0.0, 1.0))[..., seen].sum()
         for a, m in zip(jax.tree.leaves(w), jax.tree.leaves(mean), strict=True)
     ]
-    assert found == pytest.approx(factor * sum(client_rules), rel=1e-3)
+    assert found == pytest.approx(factor * sum(terms), rel=1e-3)
 
 
 def shifted(posterior, by):
@@ -172,12 +170,14 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     context = context_of(method, server, TASKS[0], info_of(SIZES.classes, rows), SCALE)
     own = server.params._replace(adapter=shifted(server.params.adapter, 0.2))
     known = jnp.ones(SIZES.classes, bool)
-    check = Check(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
-    term = priors(options, SIZES.classes, SIZES.rounds)
+    prior = OwnPrior(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
+    rule = two_priors(options, run_of())
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
-    value = lambda part: term.loss(
-        model, ClientStep(context, part, None, BATCHES[0], KEY, means(part)), check
-    )
+
+    def value(trainable):
+        step = ClientStep(model, context, trainable, None, BATCHES[0], KEY, means(trainable))
+        return rule.loss(step, prior)
+
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)
