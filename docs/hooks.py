@@ -1,29 +1,87 @@
-"""Hook of the documentation site: a comment `<!-- options: MODULE.CLASS -->` becomes a table of that
-dataclass, read from the code, so that the pages cannot fall behind it."""
+"""What MkDocs does to the pages of the site.
+
+- `<!-- options: MODULE.CLASS of METHOD -->` becomes a table of that dataclass, read from the code.
+- Links to lines of the code (`links.py` writes them) become links to the API pages; links to files, which
+  are not on the site, become plain text.
+- Formulas become MathML, which browsers draw by themselves: the site ships no scripts or fonts for them.
+"""
 
 import dataclasses
+import functools
+import html
 import importlib
 import re
+from pathlib import Path
+from typing import Any
 
+from latex2mathml.converter import convert
+
+from fcljax import config
 from fcljax.options import flag, help_of
 
-MARK = re.compile(r"<!-- options: ([\w.]+)\.(\w+) -->")
+CODE_LINK = re.compile(r"\[`(fcljax(?:\.\w+)+)`\]\([./]*fcljax/[^)]*\)")
+PATH_LINK = re.compile(r"\[(`(?:fcljax|experiments|tests)/[^`]*`)\]\([^)]*\)")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+OPTIONS = re.compile(r"<!-- options: ([\w.]+)\.(\w+)(?: of ([\w-]+))? -->")
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Called by MkDocs for every page."""
-    return MARK.sub(lambda found: table(getattr(importlib.import_module(found[1]), found[2])), markdown)
+    """Called by MkDocs for every page, before its Markdown is rendered."""
+    return PATH_LINK.sub(r"\1", CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown)))
 
 
-def table(options: type) -> str:
-    """The options of a dataclass and of those that it inherits from, as Markdown."""
+def on_page_content(page: str, **_) -> str:
+    """Called by MkDocs for every page, after its Markdown was rendered."""
+    return FORMULA.sub(_mathml, page)
+
+
+def _mathml(found: re.Match) -> str:
+    return mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+
+
+def mathml(formula: str, display: str) -> str:
+    """A LaTeX formula as MathML; "block" or "inline"."""
+    return convert(formula, display=display)
+
+
+def _api_link(found: re.Match) -> str:
+    """A cross-reference if an API page documents the name, else the name alone."""
+    documented = any(found[1] == name or found[1].startswith(f"{name}.") for name in api_modules())
+    return f"[`{found[1]}`][{found[1]}]" if documented else f"`{found[1]}`"
+
+
+@functools.cache
+def api_modules() -> tuple[str, ...]:
+    """The modules of the API pages."""
+    folder = Path(__file__).parent / "api"
+    texts = [page.read_text() for page in sorted(folder.glob("*.md"))]
+    return tuple(re.findall(r"^::: (\S+)$", "\n".join(texts), re.MULTILINE))
+
+
+def _options(found: re.Match) -> str:
+    kind = getattr(importlib.import_module(found[1]), found[2])
+    return table(kind, config.preset(found[3]) if found[3] else kind())
+
+
+def table(options: type, values: Any) -> str:
+    """The options of a dataclass and of those that it derives from, as Markdown.
+
+    Args:
+      options: the dataclass.
+      values: has the value of every field that runs without further options.
+    """
     texts = help_of(options)
     rows = [
-        f"| `{flag(field.name)}` | {_shown(field)} | {texts.get(field.name, '').replace('|', chr(92) + '|')} |"
+        f"| `{flag(field.name)}` | {_shown(field, values)} | {_cell(texts[field.name])} |"
         for field in dataclasses.fields(options)
     ]
     return "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
 
 
-def _shown(field: dataclasses.Field) -> str:
-    return field.metadata["unset"] if field.default is None else f"`{field.default}`"
+def _shown(field: dataclasses.Field, values: Any) -> str:
+    value = getattr(values, field.name)
+    return field.metadata["unset"] if value is None else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")

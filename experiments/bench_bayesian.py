@@ -24,10 +24,11 @@ from peers.machine import peak, processor, seconds
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
-from fcljax.methods.fedavg import averaging
 from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
 from fcljax.models.networks import CONVNETS, make_network
-from fcljax.parts.federate import Run, Training
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes
 
@@ -64,7 +65,7 @@ def run_of(backbone: str, side: int, batch: int) -> Run:
 
 
 def vfcl_of(run: Run, draws: int) -> Method:
-    """VFCL without exemplars: what rows it recalls is no cost of its posteriors."""
+    """VFCL without exemplars: what examples it replays is no cost of its posteriors."""
     return vfcl(VFCLOptions(samples=draws, merge="tempered", exemplars=0), run)
 
 
@@ -84,7 +85,8 @@ def client(method: Method, run: Run) -> tuple[ClientContext, tuple, tuple]:
 
 def steps(run: Run, side: int, batch: int, draws: list[int], repeats: int) -> None:
     """Plain descent, then VFCL with each number of draws, side by side."""
-    ways: dict[str, Method] = {"plain": averaging(run)} | {f"{n} draws": vfcl_of(run, n) for n in draws}
+    plain = federate(run, linear_learner(run), loss=cross_entropy_loss())
+    ways: dict[str, Method] = {"plain": plain} | {f"{n} draws": vfcl_of(run, n) for n in draws}
     image = jax.random.normal(jax.random.key(2), (batch, side, side, 3))
     ids = jnp.arange(batch, dtype=jnp.int32)
     rows = Batch(image, 10 + ids % 10, ids >= 0, ids)

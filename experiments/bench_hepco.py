@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from peers.machine import peak, processor, seconds
 
-from fcljax import config
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.pool import PoolOptions
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.hepco.hepco import HepcoOptions, latent_distillation
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Payload, Run, Training
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Payload, Run
 from fcljax.parts.learner import Learner, Params, learner
-from fcljax.types import Aggregate, Broadcast, Frozen, Network, RoundContext, Sizes, Task
+from fcljax.parts.server import ServerRound
+from fcljax.types import Broadcast, Frozen, Network, Sizes, Task
 
 CLASSES, TASKS = 100, 10
 
@@ -83,36 +84,33 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     key."""
     sizes = Sizes(CLASSES, TASKS, CLASSES // TASKS, clients)
     network = Network(lambda key: (), lambda *_: None, width, 12, (8, 8, 3))  # pyrefly: ignore
-    adapter = ADAPTERS["pool"].build(PoolOptions(), sizes, network)
+    adapter = find_adapter("pool").build(PoolOptions(), sizes, network)
     model = learner(network, adapter, linear(width, CLASSES))
-    cfg = config.resolve("hepco", config.from_mapping("hepco", {}, "options"))
-    options, run = config.part(HepcoOptions, cfg), Run(sizes, network, adapter, Training(1, 1, 1e-3))
-    latent, task = latent_distillation(options, run), jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
+    run = Run(sizes, network, adapter, Training(1, 1, 1e-3))
+    latent, task = (
+        latent_distillation(HepcoOptions(), run),
+        jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1]),
+    )
     keys = jax.random.split(jax.random.key(0), clients + 2)
     params = model.init(keys[0], Frozen(()))
-    parts = [noisy(model, params, task, key) for key in keys[2:]]
-    gathered = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-    past = latent.init(params, model.trainable(params, task))._replace(rows=jnp.full(CLASSES, 50.0))
-    rows = jnp.tile(jnp.where(task.current, 10, 0), (clients, 1))
+    clients_own = [noisy(model, params, task, key) for key in keys[2:]]
+    gathered = jax.tree.map(lambda *leaves: jnp.stack(leaves), *clients_own)
+    past = latent.init(params, model.trainable(params, task))._replace(examples=jnp.full(CLASSES, 50.0))
+    examples = jnp.tile(jnp.where(task.current, 10, 0), (clients, 1))
 
     def step(params: Params, gathered: Params, key: jax.Array) -> Params:
         previous = Broadcast(Payload(model.trainable(params, task), {}))
-        round_context = RoundContext((), task, jnp.int32(0), jnp.bool_(False), previous)
-        aggregate = Aggregate(
-            (),
-            (),
-            {"trainable": gathered, "class_examples": rows},
-            jnp.ones(clients),
-            jnp.arange(clients),
-            jnp.ones(clients, bool),
-        )
-        return latent.step(round_context, model, params, past, aggregate, key)[0]
+        reports = {"trainable": gathered, "class_examples": examples}
+        everyone = (jnp.ones(clients, bool), jnp.arange(clients), jnp.ones(clients))
+        frozen, index, last = Frozen(()), jnp.int32(0), jnp.bool_(False)
+        round = ServerRound(model, frozen, task, index, last, previous, reports, *everyone, key)
+        return latent.update(round, params, past).params
 
     return step, (params, gathered, keys[1])
 
 
 def noisy(model: Learner, params: Params, task: Task, key: jax.Array) -> Params:
-    """A client's part: the merged one and some noise."""
+    """A client's trainable parameters: the merged ones and some noise."""
     leaves, shape = jax.tree.flatten(model.trainable(params, task))
     keys = jax.random.split(key, len(leaves))
     pairs = zip(leaves, keys, strict=True)

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "fcljax.data.tasks": ("make_tasks",),
-    "fcljax.data.store": ("client_rows",),
+    "fcljax.data.store": ("client_indices",),
     "fcljax.federated.aggregation": ("Aggregation", "AggregationOptions", "make_aggregation"),
     "fcljax.federated.check": ("Example",),
     "fcljax.federated.engine": (

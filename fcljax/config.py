@@ -237,7 +237,7 @@ def partitioned(config: Run, usual: Run) -> Run:
             f"nearest: --classes-per-client {max(1, round(config.alpha))}"
         )
     if config.task_pool is not None and config.category_ratio != usual.category_ratio:
-        raise InputError(f"category_ratio: nothing reads it where task_pool is {config.task_pool!r}")
+        raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     if config.population not in (fixed, usual.population, "static"):
         raise InputError(

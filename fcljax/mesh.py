@@ -89,7 +89,7 @@ def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
         return add_over_devices(x.astype(jnp.int32), mesh) > 0
     mine = jax.lax.axis_index(AXIS)
 
-    def of(device: int) -> jax.Array:
+    def of(device: Any) -> jax.Array:
         return jax.lax.psum(jnp.where(mine == device, x, jnp.zeros_like(x)), AXIS)
 
     return jax.lax.fori_loop(1, mesh.size, lambda device, total: total + of(device), of(0))

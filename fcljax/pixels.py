@@ -1,5 +1,4 @@
-"""The pixel ranges that networks are trained with, which files of weights and pipelines share; and random
-views of images that servers make."""
+"""The pixel ranges that networks are trained with, and random views of images that servers make."""
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +16,19 @@ NORMALISE = {
 
 
 def from_unit(space: Network | Autoencoder, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Pixels in [0, 1] as a network is given them."""
+    """From pixels in [0, 1] to a network's input."""
     return (pixels - jnp.array(space.mean)) / jnp.array(space.std)
 
 
 def to_unit(space: Network | Autoencoder, image: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """What a network is given as pixels in [0, 1]."""
+    """From a network's input to pixels in [0, 1]."""
     return image * jnp.array(space.std) + jnp.array(space.mean)
 
 
 def between(
     source: Network | Autoencoder, target: Network | Autoencoder, image: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """What one network is given as another one is given it; the same bits where both are given the same."""
+    """From one network's input to another's; the same bits where both have the same pixel constants."""
     if (source.mean, source.std) == (target.mean, target.std):
         return image
     return from_unit(target, to_unit(source, image))
@@ -47,9 +46,7 @@ def jitter(
     rows, cols = round(padding * h), round(padding * w)
     padded = jnp.pad(image, ((0, 0), (rows, rows), (cols, cols), (0, 0)))
     top, left, flip = jax.random.split(key, 3)
-    places = (
-        jax.random.randint(top, (count,), 0, 2 * rows + 1),
-        jax.random.randint(left, (count,), 0, 2 * cols + 1),
-    )
-    cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, *places)
+    y = jax.random.randint(top, (count,), 0, 2 * rows + 1)
+    x = jax.random.randint(left, (count,), 0, 2 * cols + 1)
+    cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, y, x)
     return jnp.where(jax.random.bernoulli(flip, 0.5, (count, 1, 1, 1)), cut[:, :, ::-1], cut)

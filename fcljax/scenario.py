@@ -276,7 +276,7 @@ def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
     """A task of every client, leaves [K, ...]. All clients have the run's class positions, so that their
     reports can be added up; `current` and `seen` say which classes are the client's."""
 
-    def repeated(leaf: Array) -> np.ndarray:
+    def repeated(leaf: Array | np.ndarray) -> np.ndarray:
         return np.broadcast_to(np.asarray(leaf), (len(own), *np.shape(leaf)))
 
     current, seen = (np.stack([getattr(task, name) for task in own]) for name in ("current", "seen"))

@@ -75,10 +75,10 @@ def is_slot(x):
     return x.ndim and x.shape[0] == SIZES.tasks
 
 
-def feature(adapter, held, part, task, train=True):
+def feature(adapter, cached, trainable, task, train=True):
     """What the classifier reads."""
-    injection = adapter.inject(held, part, QUERY, task, train, EVERY) if adapter.inject else None
-    params = adapter.network(part) if adapter.network else SCALE.network
+    injection = adapter.inject(cached, trainable, QUERY, task, train, EVERY) if adapter.inject else None
+    params = adapter.network(trainable) if adapter.network else SCALE.network
     return adapter.feature(FORMULA.apply(params, QUERY, injection, train)[0])
 
 
@@ -86,7 +86,7 @@ def test_every_adapter_is_here():
     assert {options["adapter"] for options in VARIANTS.values()} == set(ADAPTERS)
 
 
-# ---- parts -------------------------------------------------------------------------------------------------
+# ---- trainable parameters ----------------------------------------------------------------------------------
 
 
 @every
@@ -104,8 +104,8 @@ def test_what_was_put_is_what_is_taken(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = random(adapter.trainable(params, task), 1)
-        same(adapter.trainable(adapter.merge(params, task, part), task), part)
+        trainable = random(adapter.trainable(params, task), 1)
+        same(adapter.trainable(adapter.merge(params, task, trainable), task), trainable)
 
 
 @of_tasks
@@ -113,10 +113,10 @@ def test_putting_a_part_leaves_the_slots_of_other_tasks_bit_for_bit(variant):
     """Of prompts the gate belongs to all tasks, and of those that are all sent the rest is a constant."""
     adapter = adapter_of(variant)
     params, task = params_of(adapter), TASKS[1]
-    part = random(adapter.trainable(params, task), 1)
+    trainable = random(adapter.trainable(params, task), 1)
     if variant == "prompts, all of them sent":
-        part = part._replace(prompt=params.prompt.at[1].set(part.prompt[1]))
-    after = adapter.merge(params, task, part)
+        trainable = trainable._replace(prompt=params.prompt.at[1].set(trainable.prompt[1]))
+    after = adapter.merge(params, task, trainable)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True)
     slots = [(old, new) for old, new in pairs if old.ndim > 2]
     assert slots and all(is_slot(old) for old, _ in slots)
@@ -152,13 +152,13 @@ def test_slots_of_other_tasks_get_a_gradient_of_exactly_zero(variant):
 
     @jax.jit
     def slopes(task):
-        loss = lambda held, part: jnp.sum(feature(adapter, held, part, task) ** 2)
+        loss = lambda cached, trainable: jnp.sum(feature(adapter, cached, trainable, task) ** 2)
         return jax.grad(loss, argnums=(0, 1))(adapter.cached(params), adapter.trainable(params, task))
 
     for task in TASKS:
-        by_held, by_part = slopes(task)
-        assert not any(leaf.any() for leaf in jax.tree.leaves(by_held))
-        slots = by_part.prompt if adapter.prompt else by_part
+        by_cached, by_trainable = slopes(task)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(by_cached))
+        slots = by_trainable.prompt if adapter.prompt else by_trainable
         if variant == "prompts, all of them sent":
             current = jnp.arange(SIZES.tasks) == task.index
             assert not slots[~current].any()
@@ -192,14 +192,15 @@ def test_what_clients_hold_is_enough_to_train(variant):
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = adapter.trainable(params, task)
+        trainable = adapter.trainable(params, task)
         np.testing.assert_array_equal(
-            feature(adapter, adapter.cached(params), part, task), feature(adapter, params, part, task)
+            feature(adapter, adapter.cached(params), trainable, task),
+            feature(adapter, params, trainable, task),
         )
 
 
 @pytest.mark.parametrize(
-    ("variant", "trained", "sent", "held"),
+    ("variant", "trained", "sent", "cached"),
     [
         ("linear", 0, 0, 0),
         ("full", WIDTH, WIDTH, 0),
@@ -211,12 +212,12 @@ def test_what_clients_hold_is_enough_to_train(variant):
         ("prompts, all of them sent", 24 + 2 * WIDTH + 1, 48 + 2 * WIDTH + 1, 0),
     ],
 )
-def test_numbers_that_train_travel_and_are_held(variant, trained, sent, held):
+def test_numbers_that_train_travel_and_are_cached(variant, trained, sent, cached):
     adapter = adapter_of(variant)
     params = params_of(adapter)
-    part = adapter.trainable(params, TASKS[1])
-    assert scalars(adapter.counted(part, TASKS[1])) == trained
-    assert (scalars(part), scalars(adapter.cached(params))) == (sent, held)
+    trainable = adapter.trainable(params, TASKS[1])
+    assert scalars(adapter.counted(trainable, TASKS[1])) == trained
+    assert (scalars(trainable), scalars(adapter.cached(params))) == (sent, cached)
 
 
 @every
@@ -257,11 +258,11 @@ def test_prompts_are_those_that_are_injected_in_training_and_in_evaluation(varia
     adapter = adapter_of(variant)
     params = params_of(adapter)
     for task in TASKS:
-        part = adapter.trainable(params, task)
-        prompt = adapter.prompt(adapter.cached(params), part, QUERY, task)
+        trainable = adapter.trainable(params, task)
+        prompt = adapter.prompt(adapter.cached(params), trainable, QUERY, task)
         assert prompt.shape == (4, 2, 3, WIDTH)
-        for held, train in ((adapter.cached(params), True), (params, False)):
-            injection = adapter.inject(held, part, QUERY, task, train, EVERY)
+        for cached, train in ((adapter.cached(params), True), (params, False)):
+            injection = adapter.inject(cached, trainable, QUERY, task, train, EVERY)
             assert sorted(injection.prompt) == [0, 1] and not injection.lora
             for block in (0, 1):
                 np.testing.assert_array_equal(injection.prompt[block], prompt[:, block])
@@ -294,26 +295,26 @@ of_classifiers = pytest.mark.parametrize("name", CLASSIFIERS)
 
 
 @of_classifiers
-def test_a_classifier_s_part_goes_back_where_it_came_from(name):
+def test_a_classifier_s_trainable_parameters_go_back_where_they_came_from(name):
     """The second task has a padding class, whose row is dropped."""
     classifier = CLASSIFIERS[name]
     params = random(classifier.init(KEY))
     back = jax.jit(lambda task: classifier.merge(params, task, classifier.trainable(params, task)))
     for task in TASKS:
         same(back(task), params)
-    part = random(classifier.trainable(params, TASKS[1]), 1)
-    after = classifier.merge(params, TASKS[1], part)
+    trainable = random(classifier.trainable(params, TASKS[1]), 1)
+    after = classifier.merge(params, TASKS[1], trainable)
     taken = classifier.trainable(after, TASKS[1])
     real = lambda tree: jax.tree.map(lambda x: x[:2] if x.shape == (3, WIDTH) else x, tree)
-    same(real(taken), real(part))
+    same(real(taken), real(trainable))
 
 
 @of_classifiers
-def test_a_classifier_s_held_parameters_are_enough_for_the_logits_of_training(name):
+def test_a_classifier_s_cached_parameters_are_enough_for_the_logits_of_training(name):
     classifier = CLASSIFIERS[name]
     params, task = random(classifier.init(KEY)), TASKS[1]
-    part = classifier.trainable(params, task)
-    logits = classifier.logits(classifier.cached(params), part, QUERY, task)
+    trainable = classifier.trainable(params, task)
+    logits = classifier.logits(classifier.cached(params), trainable, QUERY, task)
     assert logits.shape == (4, SIZES.classes)
     if name != "class means":  # where nothing trains there are none
         by_hand = {"linear": lambda head: QUERY @ head.kernel + head.bias, "prototypes": nearest}
@@ -329,7 +330,7 @@ def test_only_the_prototypes_of_the_task_get_a_gradient():
     classifier = CLASSIFIERS["prototypes"]
     params = random(classifier.init(KEY))
     for task, real in zip(TASKS, (3, 2), strict=True):
-        loss = lambda held, part, task=task: jnp.sum(classifier.logits(held, part, QUERY, task))
-        by_held, by_part = jax.grad(loss, argnums=(0, 1))(params, classifier.trainable(params, task))
+        loss = lambda cached, trainable, task=task: jnp.sum(classifier.logits(cached, trainable, QUERY, task))
+        by_cached, by_trainable = jax.grad(loss, argnums=(0, 1))(params, classifier.trainable(params, task))
         own = task.classes[task.classes >= 0]
-        assert not by_held[own].any() and by_part[:real].all() and not by_part[real:].any()
+        assert not by_cached[own].any() and by_trainable[:real].all() and not by_trainable[real:].any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fcljax.errors import InputError
 from fcljax.federated import aggregation as agg
 from fcljax.federated import rules, sums
-from fcljax.methods import fppl_robust, pilora_prototypes
+from fcljax.methods import fppl, pilora
 from fcljax.methods.vfcl import conflation
 
 K = 5
@@ -26,8 +26,8 @@ AGGREGATORS = {
 }
 RULES = {name: jax.jit(rule) for name, rule in AGGREGATORS.items()}
 CONFLATE = jax.jit(conflation.conflate)
-REWEIGHT = jax.jit(pilora_prototypes.prototype_reweight, static_argnames=("distance", "temperature_mode"))
-WEIGHTS = jax.jit(pilora_prototypes.prototype_weights, static_argnames=("distance", "temperature_mode"))
+REWEIGHT = jax.jit(pilora.prototype_reweight, static_argnames=("distance", "temperature_mode"))
+WEIGHTS = jax.jit(pilora.prototype_weights, static_argnames=("distance", "temperature_mode"))
 RELEASED = {"distance": "l2", "temperature_mode": "divide"}
 PAPER = {"distance": "l2sq", "temperature_mode": "multiply"}
 ALL = jnp.ones(K, bool)
@@ -670,7 +670,7 @@ def prototypes(columns) -> jax.Array:
 def test_prototypes_are_merged_class_by_class_over_their_holders():
     vectors = prototypes([[0, 1, 3, 7, 100], [4, 6, np.nan, 8, np.nan], [np.nan] * 5])
     present = ~jnp.isnan(vectors[..., 0])
-    merge = jax.jit(fppl_robust.per_class(made(aggregator="median")))
+    merge = jax.jit(fppl.per_class(made(aggregator="median")))
     mean, held = merge(vectors, present, jnp.ones(5), ALL, jax.random.key(0))
     assert mean[:, 0].tolist() == [3.0, 6.0, 0.0] and held.tolist() == [True, True, False]
     mean, _ = merge(vectors, present, jnp.ones(5), ALL.at[4].set(False), jax.random.key(0))
@@ -680,12 +680,12 @@ def test_prototypes_are_merged_class_by_class_over_their_holders():
 def test_prototypes_are_averaged_without_weights_where_the_rule_is_a_mean():
     vectors, present = prototypes([[2, 6, 100]]), jnp.array([[True], [True], [False]])
     for rule in ("mean", "uniform"):
-        merge = jax.jit(fppl_robust.per_class(made(aggregator=rule)))
+        merge = jax.jit(fppl.per_class(made(aggregator=rule)))
         mean, held = merge(vectors, present, jnp.array([9.0, 1.0, 1.0]), jnp.ones(3, bool), jax.random.key(0))
         assert mean.tolist() == [[4.0]] and held.tolist() == [True]
 
 
-SCREEN = jax.jit(fppl_robust.screen_prototypes)
+SCREEN = jax.jit(fppl.screen_prototypes)
 
 
 def test_a_prototype_further_than_three_median_distances_is_dropped():
@@ -693,7 +693,7 @@ def test_a_prototype_further_than_three_median_distances_is_dropped():
     vectors = prototypes([[9, 12, 13, 4, 3], [9, 12, 13, 4, 20], [9, 12, 13, FAR, -FAR]])
     kept = SCREEN(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL)
     assert kept.T.tolist() == [[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2]
-    assert fppl_robust.screen_prototypes(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL, 4.0)[
+    assert fppl.screen_prototypes(vectors, jnp.ones((5, 3), bool), jnp.full((3, 1), 10.0), ALL, 4.0)[
         :, 1
     ].all()
 
@@ -704,7 +704,7 @@ def test_screening_counts_the_valid_holders_and_keeps_two():
     assert SCREEN(vectors, present, merged, jnp.ones(4, bool))[:, 0].tolist() == [True, False, True, False]
     valid = jnp.array([True, True, False, True])
     for factor in (1.0, 3.0):
-        kept = fppl_robust.screen_prototypes(vectors, present, merged, valid, factor)
+        kept = fppl.screen_prototypes(vectors, present, merged, valid, factor)
         assert kept[:, 0].tolist() == [True, True, False, False]
 
 
@@ -716,7 +716,7 @@ def test_screening_forgives_rounding_where_most_prototypes_are_the_merged_one():
 
 def test_a_screen_below_the_median_distance_is_refused():
     with pytest.raises(InputError, match="factor: 0.5 is too small; nearest valid value: 1"):
-        fppl_robust.screen_prototypes(
+        fppl.screen_prototypes(
             jnp.ones((3, 1, 2)), jnp.ones((3, 1), bool), jnp.ones((1, 2)), jnp.ones(3, bool), 0.5
         )
 
@@ -851,13 +851,13 @@ def test_softplus_inverse_is_finite_with_a_finite_gradient_over_all_positive_flo
 def test_the_global_prototype_is_the_unweighted_mean_over_holders():  # FPPL section 9, item 12
     prototype = jnp.array([[[2.0, 0.0]], [[0.0, 6.0]], [[jnp.nan, jnp.nan]]])
     present = jnp.array([[True], [True], [False]])
-    mean, held = jax.jit(fppl_robust.prototype_mean)(prototype, present, jnp.ones(3, bool))
+    mean, held = jax.jit(fppl.prototype_mean)(prototype, present, jnp.ones(3, bool))
     assert mean.tolist() == [[1.0, 3.0]] and held.tolist() == [True]
 
 
 def test_classes_that_no_valid_client_holds_have_no_prototype():
     prototype = jnp.array([[[1.0], [jnp.nan]], [[jnp.nan], [5.0]]])
-    mean, held = fppl_robust.prototype_mean(
+    mean, held = fppl.prototype_mean(
         prototype, jnp.array([[True, False], [False, True]]), jnp.array([True, False])
     )
     assert mean.tolist() == [[1.0], [0.0]] and held.tolist() == [True, False]
@@ -957,7 +957,7 @@ def test_reweighting_nobody_gives_zeros_not_nan():
 def test_reweighting_batches_under_vmap():
     batch = [jnp.stack([x, x]) for x in (*ONE_DIMENSION, jnp.ones(3, bool))]
     np.testing.assert_allclose(
-        jax.jit(jax.vmap(pilora_prototypes.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6
+        jax.jit(jax.vmap(pilora.prototype_reweight))(*batch)[:, 0, 0], [1.053614] * 2, atol=2e-6
     )
 
 
@@ -966,9 +966,9 @@ def test_reweighting_batches_under_vmap():
 )
 def test_unknown_forms_are_refused(wrong, match):
     with pytest.raises(InputError, match=match):
-        pilora_prototypes.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), **wrong)
+        pilora.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), **wrong)
 
 
 def test_a_temperature_that_is_not_positive_is_refused():
     with pytest.raises(InputError, match="temperature"):
-        pilora_prototypes.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), temperature=0.0)
+        pilora.prototype_reweight(*ONE_DIMENSION, jnp.ones(3, bool), temperature=0.0)

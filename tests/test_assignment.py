@@ -312,20 +312,20 @@ def test_long_tails_that_are_only_reported_do_not_change_the_examples(digits):
         for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
     )
     said, done = reporting.partitions[0][1], real.partitions[0][1]
-    np.testing.assert_array_equal(said.class_rows, done.class_rows)
-    assert (done.class_rows.sum(1) == np.diff(done.offset)).all()
-    assert (np.diff(said.offset) > 1.5 * said.class_rows.sum(1)).all()
+    np.testing.assert_array_equal(said.class_examples, done.class_examples)
+    assert (done.class_examples.sum(1) == np.diff(done.offset)).all()
+    assert (np.diff(said.offset) > 1.5 * said.class_examples.sum(1)).all()
     assert reporting.holdings.sum() == sum(
-        len(each.rows) for of_task in reporting.partitions for each in of_task
+        len(each.indices) for of_task in reporting.partitions for each in of_task
     )
 
 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--split-ratio", "0.5"], ["split_ratio: only sampled clients have it", "'dirichlet'"]),
-        (["--long-tail", "reported"], ["long_tail: only sampled clients"]),
-        (["--partition", "sampled", "--population", "static"], ["population: sampled", "'redrawn'"]),
+        (["--split-ratio", "0.5"], ["split_ratio: only sampled reads it", "'dirichlet'"]),
+        (["--long-tail", "reported"], ["long_tail: only sampled reads it"]),
+        (["--partition", "sampled", "--population", "independent"], ["population: sampled", "'redrawn'"]),
         (["--partition", "sampled", "--category-ratio", "1.5"], ["category_ratio: 1.5", "1.0"]),
     ],
 )
@@ -339,6 +339,6 @@ def test_settings_of_sampled_clients_come_with_them(options, parts, tmp_path, ca
 def test_a_chart_of_sampled_clients_is_refused_settings_that_are_not_theirs(tmp_path, capsys):
     options = ["digits", "--imbalance", "0.1", "--out", str(tmp_path / "charts")]
     assert cli.main(["data", "show", *options]) == 2
-    assert "imbalance: only sampled clients have it" in capsys.readouterr().err
+    assert "imbalance: only sampled reads it" in capsys.readouterr().err
     assert cli.main(["data", "show", *options, "--partition", "sampled"]) == 0
     assert (tmp_path / "charts" / "classes.png").is_file()

@@ -1,4 +1,4 @@
-"""Counting what crosses the wire."""
+"""Counting what is sent."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_empty_trees_and_empty_leaves_count_nothing():
     assert (scalars(()), num_bytes(()), scalars(jnp.ones((0, 5)))) == (0, 0, 0)
 
 
-def test_pilora_on_cifar_sends_27648_and_receives_19968_numbers():  # PILoRA section 9
+def test_pilora_on_cifar_sends_27648_and_receives_19968_parameters():  # PILoRA section 9
     lora, prototypes = {"A": shape(2, 4, 768), "B": shape(2, 768, 4)}, shape(10, 768)
     upload = Upload(
         mean=lora, gather={"prototype": prototypes, "feature_mean": shape(10, 768)}, weight=shape()
@@ -44,7 +44,7 @@ def test_pilora_on_cifar_sends_27648_and_receives_19968_numbers():  # PILoRA sec
     )
 
 
-def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 with T = 10
+def test_fppl_sends_the_papers_169060_parameters():  # FPPL section 8, CIFAR-100 with T = 10
     mean = {
         "head": {"kernel": shape(768, 100), "bias": shape(100)},
         "coslinear": shape(10, 768),
@@ -57,7 +57,7 @@ def test_fppl_sends_the_papers_169060_numbers():  # FPPL section 8, CIFAR-100 wi
     assert counted.download_scalars == 169_060 - 7_680
 
 
-def test_held_state_is_storage_and_not_traffic():
+def test_cached_state_is_storage_and_not_traffic():
     broadcast = Broadcast(
         payload=shape(3), cached={"past": shape(10, 5, 4, 5, 768), "known": shape(10, dtype=jnp.bool_)}
     )

@@ -1,9 +1,11 @@
-"""Any adapter under any term and any server step: finite, one trace, the same numbers in every lane mode.
+"""Any adapter under any client rule and any server rule: finite, one trace, the same numbers in every lane
+mode.
 
 The network is a toy in which prompts and LoRA pairs change the features, so that all combinations take
 minutes and a pairwise design of them seconds.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -16,14 +18,15 @@ import pytest
 import small_runs
 from micro import FPPL, PILORA
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.federated.engine import Lanes
 from fcljax.methods.ewc import elastic
 from fcljax.methods.fppl import debias_classifier, unified_representation
-from fcljax.methods.lwf import distil
 from fcljax.methods.pilora import average_prototypes, reweight_prototypes
 from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import Run, Training, federate
+from fcljax.parts.client import Training
+from fcljax.parts.distil import distil_first_model
+from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
@@ -62,25 +65,25 @@ def toy_network() -> Network:
 GRADIENT = optax.identity()
 NETWORK = toy_network()
 FROZEN = Frozen(NETWORK.init(jax.random.key(4)))
-TERMS = {
+CLIENT_RULES = {
     "none": lambda: (),
     "prox": lambda: (prox(0.1),),
     "norm_bound": lambda: (norm_bound(0.3),),
     "ewc": lambda: (elastic(10.0, 1e-2, 4),),
-    "lwf": lambda: (distil(3.0, 2.0),),
-    "replay": lambda: (replay(5, 4), distil(1.0, 2.0)),
+    "lwf": lambda: (distil_first_model(3.0, 2.0),),
+    "replay": lambda: (replay(5, 4), distil_first_model(1.0, 2.0)),
     "unified": lambda: (unified_representation(FPPL),),
 }
-STEPS = {
+SERVER_RULES = {
     "none": lambda run: (),
     "debias": lambda run: (debias_classifier(FPPL, run),),
     "reweight": lambda run: (reweight_prototypes(PILORA, run),),
     "average": lambda run: (average_prototypes(run),),
-    "distill": lambda run: (distill.teach(distill.DistillOptions(2, 1e-4), run),),
+    "distill": lambda run: (distill.distil_on_drawn_features(distill.DistillOptions(2, 1e-4), run),),
 }
 ALL = [
     case
-    for case in itertools.product(OPTIONS, TERMS, STEPS)
+    for case in itertools.product(OPTIONS, CLIENT_RULES, SERVER_RULES)
     if case[1] != "unified" or case[2] == "debias"  # it reads what this step sends
 ]
 
@@ -100,17 +103,23 @@ FEW = pairwise(ALL)
 
 
 def run_of(adapter: str) -> Run:
-    entry = ADAPTERS[adapter]
-    options = entry.options(**OPTIONS[adapter] | entry.fidelity["intended"])
+    entry = find_adapter(adapter)
+    options = dataclasses.replace(entry.presets["intended"], **OPTIONS[adapter])
     return Run(SIZES, NETWORK, entry.build(options, SIZES, NETWORK), Training(2, 4, 0.05, GRADIENT))
 
 
-def compose(adapter, term, step):
-    run, by_prototypes = run_of(adapter), step in ("reweight", "average")
+def compose(adapter, client_rule, server_rule):
+    run, by_prototypes = run_of(adapter), server_rule in ("reweight", "average")
     classifier = prototypes if by_prototypes else linear
     model = learner(NETWORK, run.adapter, classifier(WIDTH, SIZES.classes))
-    objective = cross_entropy_loss("seen" if term == "replay" else "current")
-    return federate(model, SIZES, run.training, TERMS[term](), STEPS[step](run), objective=objective)
+    loss = cross_entropy_loss("seen" if client_rule == "replay" else "current")
+    return federate(
+        run,
+        model,
+        loss=loss,
+        client_rules=CLIENT_RULES[client_rule](),
+        server_rules=SERVER_RULES[server_rule](run),
+    )
 
 
 def check(case, ways):

@@ -2,6 +2,7 @@
 runs."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from fcljax.methods import METHODS, find_method
 
 DOCS = small_runs.ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+PAPERS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
 
 
 def found(dotted):
@@ -31,24 +33,77 @@ def found(dotted):
         return getattr(importlib.import_module(module), name)
 
 
+@functools.cache
+def module(name):
+    """A program of the documentation."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def hooks():
+    """What MkDocs calls."""
+    pytest.importorskip("latex2mathml")
+    return module("hooks")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_functions_and_modules_that_a_page_names_exist(page):
     text = page.read_text()
     names = re.findall(r"`(fcljax(?:\.\w+)+)`", text) + re.findall(r"^::: (\S+)", text, re.MULTILINE)
-    names += [".".join(each) for each in re.findall(r"<!-- options: ([\w.]+)\.(\w+) -->", text)]
+    names += [".".join(each) for each in re.findall(r"<!-- options: ([\w.]+)\.(\w+) of", text)]
     assert all(found(name) for name in names)
 
 
-@pytest.mark.parametrize("method", ["fppl", "pilora", "hepco", "pmae", "vfcl"])
+def equations(page):
+    """(heading, formulas, names of functions) of every equation of a method's page."""
+    text = (DOCS / "methods" / f"{page}.md").read_text()
+    listed = text.partition("\n## Equations and code\n")[2].partition("\n## ")[0]
+    sections = re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", listed, re.MULTILINE | re.DOTALL)
+    return [
+        (heading, displayed(body), re.findall(r"`(fcljax(?:\.\w+)+)`", body.partition("\nCode: ")[2]))
+        for heading, body in sections
+    ]
+
+
+def displayed(text):
+    """The formulas that stand on lines of their own."""
+    return re.findall(r"^\$\$\n(.+?)\n\$\$$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("method", PAPERS)
 def test_the_page_of_a_method_has_its_equations_its_options_and_its_links(method):
     text = (DOCS / "methods" / f"{method}.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`fcljax[^|]+) \|$", text, re.MULTILINE)
-    assert len(rows) >= 4 and any(re.match(r"\d", row[0]) for row in rows)
-    assert f"fcljax/methods/{method}.py" in text and f"fcljax run {method}" in text
+    listed = equations(method)
+    assert len(listed) >= 4 and any(re.match(r"Equations? \d", heading) for heading, _, _ in listed)
+    assert all(formulas and names for _, formulas, names in listed)
     entry = find_method(method)
-    options = entry.options(entry.adapter).__name__
-    assert options in text or f"{method.title()}LoraOptions" in text
+    assert entry.build.__module__.replace(".", "/") + ".py" in text and f"fcljax run {method}" in text
+    options = entry.options(entry.adapter)
+    assert f"<!-- options: {options.__module__}.{options.__name__} of {method} -->" in text
     assert "../results/" in text and "../fidelity.md" in text
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_every_formula_becomes_mathml(page):
+    text = (DOCS / "methods" / f"{page}.md").read_text()
+    blocks = displayed(text)
+    inline = re.findall(r"\$([^$]+)\$", re.sub(r"^\$\$.+?^\$\$$", "", text, flags=re.MULTILINE | re.DOTALL))
+    assert len(blocks) >= 4 and inline
+    for display, formulas in (("block", blocks), ("inline", inline)):
+        for formula in formulas:
+            drawn = ElementTree.fromstring(hooks().mathml(formula, display))
+            assert drawn.get("display") == display
+            texts = "".join(drawn.itertext())
+            assert "\\" not in texts, formula  # an unknown command stays as its text
+
+
+def test_links_to_code_are_up_to_date():
+    links = module("links")
+    for page in links.pages():
+        text = page.read_text()
+        assert links.linked(text, page) == text, f"{page}: run `python docs/links.py`"
 
 
 def test_every_method_has_a_page_or_a_row():
@@ -58,20 +113,18 @@ def test_every_method_has_a_page_or_a_row():
     assert len(rows) == len(set(rows)) and set(rows) | pages - {"baselines"} | set(in_pmae) == set(METHODS)
 
 
-def test_tables_of_options_have_each_field_with_its_comment():
-    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    out = hooks.on_page_markdown("a\n<!-- options: fcljax.methods.fppl.FPPLOptions -->\nb")
+def test_tables_of_options_have_each_field_with_its_help_and_the_default_that_runs():
+    out = hooks().on_page_markdown("a\n<!-- options: fcljax.methods.fppl.FPPLOptions of fppl -->\nb")
     assert out.startswith("a\n| option |") and out.endswith("|\nb")
     assert "| `--temperature` | `0.2` | Temperature tau of the unified-representation loss. |" in out
     for method, entry in METHODS.items():
         options = find_method(method).options(entry.adapter)
-        rows = hooks.table(options).splitlines()[2:]
+        rows = hooks().table(options, config.preset(method)).splitlines()[2:]
         assert len(rows) == len(dataclasses.fields(options))
-        assert all(not row.endswith("|  |") for row in rows), method
-    rows = hooks.table(config.RunConfig)
+        assert all(not row.endswith("|  |") and "|  |" not in row for row in rows), method
+    rows = hooks().table(config.RunConfig, config.preset("pilora"))
     assert "| `--clip-norm` | no clipping | L2 norm" in rows
+    assert "| `--weight-decay` | `1e-05` |" in rows  # of the preset; the dataclass has 0
 
 
 def test_files_that_are_read_beside_the_site_too_have_no_relative_links():

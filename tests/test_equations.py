@@ -10,22 +10,21 @@ from pathlib import Path
 import pytest
 from micro import DATA, FROZEN, STREAM, method_of, read
 from test_conformance import OPTIONS
-from test_docs import DOCS, found
+from test_docs import DOCS, PAPERS, equations, found
 
 from fcljax.federated.check import Example, check_method
 
-PAGES = ("fppl", "pilora", "hepco", "pmae", "vfcl")
-ROW = re.compile(r"^\| (`?)([^|`]+)\1 \| [^|]+ \| ([^|]*`fcljax\.[^|]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \| [^|]+ \| ([^|]*`fcljax\.[^|]+) \|$", re.MULTILINE)
 
 
-def rows_of(page):
-    """(first cell, names of functions) of every row of a page's tables that names some."""
-    text = (DOCS / "methods" / f"{page}.md").read_text()
-    return [(first, re.findall(r"`(fcljax(?:\.\w+)+)`", last)) for _, first, last in ROW.findall(text)]
+def baselines():
+    """(method, names of functions) of every row of the baselines' tables."""
+    text = (DOCS / "methods" / "baselines.md").read_text()
+    return [(method, re.findall(r"`(fcljax(?:\.\w+)+)`", last)) for method, last in ROW.findall(text)]
 
 
-NAMED = {page: [name for _, names in rows_of(page) for name in names] for page in PAGES}
-NAMED |= dict(rows_of("baselines"))
+NAMED = {page: [name for _, _, names in equations(page) for name in names] for page in PAPERS}
+NAMED |= dict(baselines())
 
 
 def code_of(name):

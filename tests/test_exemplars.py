@@ -32,8 +32,8 @@ from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
-from fcljax.methods.fedavg import averaging
-from fcljax.parts.federate import Run, Training
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.replay import (
     Budget,
@@ -100,17 +100,17 @@ def gathered_of(labels, first=0):
     number = np.arange(9)
     there = number < len(labels)
     label = np.pad(np.asarray(labels, np.int32), (0, 9 - len(labels)))
-    row = np.where(there, first + number, -1).astype(np.int32)
-    return Gathered(*map(jnp.asarray, (feature, label, row)), jnp.int32(len(labels)))
+    index = np.where(there, first + number, -1).astype(np.int32)
+    return Gathered(*map(jnp.asarray, (feature, label, index)), jnp.int32(len(labels)))
 
 
 def kept(memory):
     """The rows that are remembered of each class, in the order of their choice."""
     found = jax.device_get(memory.exemplars)
     order = np.argsort(-found.priority, stable=True)
-    alive = order[found.row[order] >= 0]
+    alive = order[found.index[order] >= 0]
     return {
-        int(label): [int(found.row[i]) for i in alive if found.label[i] == label]
+        int(label): [int(found.index[i]) for i in alive if found.label[i] == label]
         for label in found.label[alive]
     }
 
@@ -125,10 +125,10 @@ def after_both(budget):
 
 def expected_of(gathered, label, most):
     return [
-        int(gathered.row[i])
+        int(gathered.index[i])
         for i in by_numpy(
             gathered.feature,
-            np.flatnonzero((np.asarray(gathered.label) == label) & (gathered.row >= 0)),
+            np.flatnonzero((np.asarray(gathered.label) == label) & (gathered.index >= 0)),
             most,
         )
         if i >= 0
@@ -141,7 +141,7 @@ def test_a_memory_of_so_many_rows_a_class_keeps_them_through_later_tasks():
     old = {label: expected_of(first, label, 2) for label in (0, 1, 2)}
     assert kept(one) == old and len(old[2]) == 1
     assert kept(two) == old | {label: expected_of(second, label, 2) for label in (3, 4)}
-    assert len(two.exemplars.row) == 2 * SIZES.classes
+    assert len(two.exemplars.index) == 2 * SIZES.classes
     assert one.learned.tolist() == [True, True, True, False, False] and bool(two.learned.all())
 
 
@@ -153,7 +153,7 @@ def test_a_memory_of_so_many_rows_in_all_is_cut_to_equal_shares_as_classes_come(
     fresh = {label: expected_of(second, label, 1) for label in (3, 4)}
     assert kept(two) == {label: rows[:1] for label, rows in kept(one).items()} | fresh
     for memory, empty in ((one, 2), (two, 2)):
-        assert memory.exemplars.row.tolist().count(-1) == empty
+        assert memory.exemplars.index.tolist().count(-1) == empty
 
 
 def test_fewer_rows_in_all_than_classes_are_none_and_classes_stay_learned():
@@ -170,18 +170,18 @@ def test_a_class_that_comes_again_is_chosen_anew():
 
 
 def test_a_setting_that_does_not_know_the_rows_is_refused():
-    with pytest.raises(InputError, match="rows: 0"):
+    with pytest.raises(InputError, match="examples: 0"):
         gather_from(SIZES._replace(examples=0), WIDTH)
 
 
-# ---- the term ----------------------------------------------------------------------------------------------
+# ---- the rule ----------------------------------------------------------------------------------------------
 
 
 def remembering(network=FORMULA, batch_size=4):
     adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
-    term = herded(Budget(2), SIZES, network.width, batch_size)
-    run = Run(SIZES, network, adapter, Training(1, batch_size, 0.1), client_rules=(term,))
-    return averaging(run, cross_entropy_loss("seen"))
+    rule = herded(Budget(2), SIZES, network.width, batch_size)
+    run = Run(SIZES, network, adapter, Training(1, batch_size, 0.1), rules=(rule,))
+    return federate(run, linear_learner(run), loss=cross_entropy_loss("seen"))
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def test_clients_of_a_run_remember_rows_that_they_held():
     history = play(engine, server, states, rounds=1)
     for place, (_, (memory,), _) in enumerate(history):
         for client in range(SIZES.clients):
-            row = np.asarray(memory.exemplars.row[client])
+            row = np.asarray(memory.exemplars.index[client])
             own = [np.split(deal.indices, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
             own = np.concatenate(own)
             assert set(row[row >= 0].tolist()) <= set(own.tolist())

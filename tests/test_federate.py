@@ -1,6 +1,7 @@
 """A method from parts against the same work by hand: which parts do nothing, which cannot go together, what
-crosses the wire, and how uploads are merged. `test_compose.py` runs all combinations through the engine."""
+is sent, and how uploads are merged. `test_compose.py` runs all combinations through the engine."""
 
+import dataclasses
 import functools
 
 import jax
@@ -36,33 +37,35 @@ from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.methods.fedncm import class_mean_step
 from fcljax.methods.fppl import FPPLOptions, debias_classifier, unified_representation
-from fcljax.methods.pilora import average_prototypes, reweight_prototypes
+from fcljax.methods.pilora import average_prototypes, distance_cross_entropy, reweight_prototypes
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.parts.classifiers import linear, prototypes
-from fcljax.parts.federate import ClientRule, Run, ServerRule, Slots, Training, federate
+from fcljax.parts.classifiers import linear, nearest_mean, prototypes
+from fcljax.parts.client import ClientPass, ClientRule, OfEachClient, Replay, Training
+from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
-from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
-from fcljax.types import Aggregate, View
+from fcljax.parts.reports import Prototypes, class_mean_rule, class_prototypes, class_sums
+from fcljax.parts.server import ServerRule, ServerUpdate
+from fcljax.types import Aggregate, View, Weighted
 
 RATE = 0.1
 GRADIENT = Training(1, 4, RATE, optax.identity())
+CROSS_ENTROPY = cross_entropy_loss()
 BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 
 
-def run_of(adapter="linear", train=GRADIENT, **aggregation):
+def run_of(adapter="linear", training=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
     built = find_adapter(adapter).build(options, SIZES, FORMULA)
-    return Run(SIZES, FORMULA, built, train, make_aggregation(AggregationOptions(**aggregation)))
+    return Run(SIZES, FORMULA, built, training, make_aggregation(AggregationOptions(**aggregation)))
 
 
-def compose(run, client_rules=(), steps=(), classifier=linear, **others):
+def compose(run, client_rules=(), server_rules=(), classifier=linear, loss=CROSS_ENTROPY, **others):
     """A method of these parts."""
     model = learner(run.network, run.adapter, classifier(WIDTH, SIZES.classes))
-    return federate(model, SIZES, run.training, client_rules, steps, aggregation=run.aggregation, **others)
+    return federate(run, model, loss=loss, client_rules=client_rules, server_rules=server_rules, **others)
 
 
 def fresh(method):
@@ -111,7 +114,7 @@ def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
 def test_nothing_inside_the_network_and_the_mean_is_the_method_linear_and_a_plain_loop():
     """Two rounds of both tasks of Adam, as optax does it, on unpadded rows, averaged by rows."""
     own = dict(network=FORMULA, lr=RATE, batch_size=4)
-    ours = by_hand(compose(run_of(train=Training(5, 4, RATE))), rounds=2)
+    ours = by_hand(compose(run_of(training=Training(5, 4, RATE))), rounds=2)
     named = by_hand(method_of("linear", **own), rounds=2)
     start = fresh(method_of("linear", **own)).params.classifier
     close(named.params.classifier, plain_loop(start, rounds=2), atol=1e-5)
@@ -154,7 +157,7 @@ def plain_loop(head, rounds):
     return head
 
 
-# ---- server steps that do nothing --------------------------------------------------------------------------
+# ---- server rules that do nothing --------------------------------------------------------------------------
 
 
 def with_no_prototypes(aggregate):
@@ -167,8 +170,8 @@ def with_no_prototypes(aggregate):
 @pytest.mark.parametrize("idle", ["empty pool", "wo_debias"])
 def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
     run = run_of()
-    step = debias_classifier(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), run)
-    debiasing, plain = compose(run, steps=(step,)), compose(run)
+    rule = debias_classifier(FPPLOptions(**vars(FPPL) | dict(wo_debias=idle == "wo_debias")), run)
+    debiasing, plain = compose(run, server_rules=(rule,)), compose(run)
     server, mean = fresh(debiasing), fresh(plain)
     aggregate = received(uploads_of(debiasing, server, TASKS[1]))
     after, _ = server_round(
@@ -176,14 +179,14 @@ def test_a_server_that_has_nothing_to_debias_leaves_the_mean(idle):
     )
     expected, _ = server_round(plain, mean, TASKS[1], aggregate._replace(gather={}))
     same(after.params, expected.params)
-    trained = compose(run, steps=(debias_classifier(FPPL, run),))
+    trained = compose(run, server_rules=(debias_classifier(FPPL, run),))
     assert differ(server_round(trained, server, TASKS[1], aggregate)[0].params, expected.params) > 1e-4
 
 
 def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweighting():
     run = run_of()
-    weighing = compose(run, steps=(reweight_prototypes(PILORA, run),), classifier=prototypes)
-    plain = compose(run, steps=(average_prototypes(run),), classifier=prototypes)
+    weighing = compose(run, server_rules=(reweight_prototypes(PILORA, run),), classifier=prototypes)
+    plain = compose(run, server_rules=(average_prototypes(run),), classifier=prototypes)
     server = fresh(weighing)
     one = jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH)), jnp.float32)
     sent = jnp.stack([one, -one, one, -one])  # all at the same distance from features that are 0
@@ -191,7 +194,7 @@ def test_prototypes_at_equal_distances_are_averaged_uniformly_as_without_reweigh
     gather = {"classifier": sent, "features": present}
     mean = server.params._replace(classifier=())
     everyone = (jnp.array([1.0, 9, 1, 1]), jnp.arange(4), jnp.ones(4, bool))
-    aggregate = Aggregate(mean, (), gather, *everyone)
+    aggregate = Aggregate(mean, {}, gather, *everyone)
     after, _ = server_round(weighing, server, TASKS[1], aggregate)
     expected, _ = server_round(plain, server, TASKS[1], aggregate._replace(gather={"classifier": sent}))
     close(after.params, expected.params)
@@ -211,22 +214,30 @@ def refused(message, *args, **others):
     assert str(error.value) == message and "\n" not in message
 
 
-def test_a_term_that_reads_what_nobody_sends_is_refused_by_name():
-    message = "terms: unified reads 'debias', which no server step sends"
-    refused(message, run_of(), (unified_representation(FPPL),))
+def test_a_rule_that_reads_what_nobody_sends_is_refused_by_name():
     run = run_of()
-    refused(message, run, (unified_representation(FPPL),), (reweight_prototypes(PILORA, run),), prototypes)
+    for server_rules, classifier in (((), linear), ((reweight_prototypes(PILORA, run),), prototypes)):
+        method = compose(run, (unified_representation(FPPL),), server_rules, classifier)
+        with pytest.raises(InputError, match="client_rules: 'unified' reads 'debias', which no server rule"):
+            train(method, fresh(method), TASKS[1], BATCHES)
 
 
-def test_two_terms_that_recall_rows_and_terms_that_are_half_made_are_refused():
-    refused("terms: only one of them can recall past rows", run_of(), (replay(4, 4), replay(4, 4)))
-    look = lambda learner, seen, memory: memory
-    refused("terms: mine looks at rows, but has no view of them", run_of(), (ClientRule("mine", look=look),))
-    recall = lambda context, memory, key: jnp.zeros(2, jnp.int32)
+def test_two_rules_that_replay_examples_and_rules_that_are_half_made_are_refused():
+    first, second = replay(4, 4), dataclasses.replace(replay(4, 4), name="second")
+    refused("client_rules: only one of them can replay past examples", run_of(), (first, second))
+    refused("client_rules: two of them have the name 'replay'", run_of(), (first, replay(4, 4)))
+    with pytest.raises(TypeError, match="view"):
+        ClientPass("after_training", step=lambda step, memory: memory)
+    with pytest.raises(TypeError, match="stored"):
+        Replay(2, choose=lambda context, memory, key: jnp.zeros(2, jnp.int32))
+
+
+def test_a_rule_of_a_method_that_does_not_train_is_refused():
     refused(
-        "terms: mine recalls past rows, but does not say which there are",
+        "client_rules: prox acts on training, and nothing trains here; leave it out",
         run_of(),
-        (ClientRule("mine", recall=recall, recalls=2),),
+        (prox(1.0),),
+        loss=None,
     )
 
 
@@ -241,11 +252,13 @@ def cannot(run, part):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
-def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
-    run, survey = run_of(**rule), ServerRule(class_mean_step(3, WIDTH), "task_end", 4)
+def test_an_aggregation_rule_that_a_server_rule_cannot_follow_is_refused_by_name(rule):
+    run = run_of(**rule)
     refused(cannot(run, "reweight"), run, (), (reweight_prototypes(PILORA, run),), prototypes)
-    refused(cannot(run, "class_means"), run, surveys=(survey,))
-    compose(run, steps=(debias_classifier(FPPL, run),))  # what this one gathers is not what is averaged
+    refused(cannot(run, "class_means"), run, server_rules=(class_mean_rule(run, "task_end"),))
+    compose(
+        run, server_rules=(debias_classifier(FPPL, run),)
+    )  # what this one gathers is not what is averaged
     averaging = run, (), (average_prototypes(run),), prototypes
     if "aggregator" in rule:
         compose(*averaging)
@@ -253,8 +266,8 @@ def test_an_aggregation_rule_that_a_step_cannot_follow_is_refused_by_name(rule):
         refused(cannot(run, "average"), *averaging)
 
 
-def test_noise_is_refused_by_steps_that_gather_even_if_they_follow_the_rule():
-    """What is gathered crosses the wire without noise."""
+def test_noise_is_refused_by_rules_that_gather_even_if_they_follow_the_aggregation_rule():
+    """What is gathered is sent without noise."""
     run = run_of(clip_norm=1.0, noise_multiplier=1.0)
     refused(cannot(run, "debias"), run, (), (debias_classifier(FPPL, run),))
     compose(run)
@@ -287,7 +300,7 @@ def test_a_median_ignores_one_client_in_three_and_the_mean_does_not():
 
 def aggregate_from(part):
     """What the server sees of two clients whose mean is this part."""
-    return Aggregate(part, (), {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
+    return Aggregate(part, {}, {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
 
 
 def test_server_momentum_steps_along_the_sum_of_past_changes_and_starts_anew_with_a_task():
@@ -348,32 +361,31 @@ def method_noise(run, mean):
     return run.aggregation.post(mean, mean, (), jnp.int32(2), KEY)[0]
 
 
-# ---- what crosses the wire ---------------------------------------------------------------------------------
+# ---- what is sent ------------------------------------------------------------------------------------------
 
 
-def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
+def test_an_upload_has_the_trainable_parameters_the_reports_and_what_a_rule_merges_by_itself():
     run, view = run_of("full"), View(1, 4, augment=False)
-    nothing = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
+    nothing = lambda round, params, state: ServerUpdate(params, state)
     sums = class_sums(3, WIDTH, view)
     means = class_prototypes("means", 3, WIDTH, view)
-    steps = (
-        ServerRule("a", nothing, collects=(sums, means)),
-        ServerRule("b", nothing, collects=(means,), takes=("classifier",), sees_parts=True),
-    )
-    method = compose(run, steps=steps)
+    first = ServerRule("a", nothing, reports=(sums, means))
+    second = ServerRule("b", nothing, reports=(means, OfEachClient("classifier"), OfEachClient("trainable")))
+    method = compose(run, server_rules=(first, second))
     server = fresh(method)
     assert len(main_of(method).program.phases) == 2  # both reports are made in one pass
     _, local = train(method, server, TASKS[1], BATCHES)
     upload, _ = client_round(method, server, TASKS[1], BATCHES)
     assert upload.mean == () and set(upload.sum) == {"class_sums"}
-    assert set(upload.gather) == {"means", "trainable"}  # a part that steps see is sent once, as a whole
-    same(upload.gather["trainable"], local.part)
-    alone = compose(run, steps=(steps[0], steps[1]._replace(sees_parts=False)))
+    assert set(upload.gather) == {"means", "trainable"}  # a part that rules see is sent once, as a whole
+    same(upload.gather["trainable"], local.trainable)
+    merging = dataclasses.replace(second, reports=second.reports[:2])
+    alone = compose(run, server_rules=(first, merging))
     apart, _ = client_round(alone, server, TASKS[1], BATCHES)
     assert apart.mean.classifier == () and set(apart.gather) == {"means", "classifier"}
-    same(apart.gather["classifier"], local.part.classifier)
-    same(apart.mean.adapter, local.part.adapter)
-    image = np.concatenate([batch.image[batch.mask] for batch in BATCHES]) * local.part.adapter["scale"]
+    same(apart.gather["classifier"], local.trainable.classifier)
+    same(apart.mean.adapter, local.trainable.adapter)
+    image = np.concatenate([batch.image[batch.mask] for batch in BATCHES]) * local.trainable.adapter["scale"]
     label = np.concatenate([batch.label[batch.mask] for batch in BATCHES])
     total = np.stack([image[label == c].sum(0) for c in (3, 4)])
     np.testing.assert_allclose(upload.sum["class_sums"].feature[:2], total, rtol=1e-5)
@@ -382,52 +394,49 @@ def test_an_upload_has_the_part_the_reports_and_what_a_step_merges_by_itself():
     assert int(upload.weight) == 4
 
 
-def test_what_a_step_takes_over_is_not_averaged_and_stays_unless_the_step_changes_it():
-    keep = lambda round_context, learner, params, state, aggregate, key: (params, state, {})
-    method = compose(run_of("full"), steps=(ServerRule("keep", keep, takes=("classifier",)),))
+def test_what_a_rule_takes_over_is_not_averaged_and_stays_unless_the_rule_changes_it():
+    keep = lambda round, params, state: ServerUpdate(params, state)
+    method = compose(
+        run_of("full"), server_rules=(ServerRule("keep", keep, reports=(OfEachClient("classifier"),)),)
+    )
     server = fresh(method)
     after, _ = server_round(method, server, TASKS[1], received(uploads_of(method, server, TASKS[1])))
     same(after.params.classifier, server.params.classifier)
     assert differ(after.params.adapter, server.params.adapter) > 1e-3
 
 
-def test_steps_follow_each_other_and_their_metrics_have_their_names():
-    def bump(round_context, learner, params, state, aggregate, key):
+def test_server_rules_follow_each_other_and_their_metrics_have_their_names():
+    def bump(round, params, state):
         moved = params._replace(classifier=jax.tree.map(lambda x: 2 * x + state, params.classifier))
-        return moved, state + 1, {"seen": state}
+        return ServerUpdate(moved, state + 1, {"seen": Weighted(state, jnp.ones(()))})
 
-    steps = tuple(ServerRule(name, bump, init=lambda params, part: jnp.float32(1)) for name in "ab")
-    method = compose(run_of(), steps=steps)
+    rules = tuple(ServerRule(name, bump, init=lambda params, trainable: jnp.float32(1)) for name in "ab")
+    method = compose(run_of(), server_rules=rules)
     server = fresh(method)
     mean = jax.tree.map(jnp.ones_like, server.params)
     after, metrics = server_round(method, server, TASKS[1], aggregate_from(mean))
-    assert set(metrics) == {"a_seen", "b_seen"} and [float(state) for state in after.steps] == [2, 2]
+    assert set(metrics) == {"a_seen", "b_seen"} and [float(state) for state in after.rules] == [2, 2]
     assert float(after.params.classifier.bias[0]) == 2 * (2 * 1 + 1) + 1
 
 
-def test_a_term_may_train_and_send_parameters_of_its_own():
-    """One number per task, pulled to 1: only the task's own is trained, merged and counted."""
+def test_a_rule_may_train_and_send_parameters_of_its_own():
+    """One number per task, pulled to 1 by the rule: it trains, is merged and counted."""
 
-    def loss(model, seen, memory):
-        return 0.5 * (seen.trainable.extra["mine"] - 1.0) ** 2
+    def loss(step, memory):
+        return 0.5 * (step.trainable.extra["mine"][step.context.task.index] - 1.0) ** 2
 
-    slots = Slots(
-        init=lambda key: jnp.zeros(SIZES.tasks),
-        part=lambda params, task: params[task.index],
-        put=lambda params, task, part: params.at[task.index].set(part),
-    )
-    method = compose(run_of(), (ClientRule("mine", loss, slots=slots),))
+    method = compose(run_of(), (ClientRule("mine", loss, parameters=lambda key: jnp.zeros(SIZES.tasks)),))
     server = fresh(method)
     context, local = train(method, server, TASKS[1], BATCHES)
     expected = 1 - (1 - RATE) ** 2
-    assert float(local.part.extra["mine"]) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(local.trainable.extra["mine"], [0.0, expected], rtol=1e-5)
     aggregate = received(uploads_of(method, server, TASKS[1]))
     after, _ = server_round(method, server, TASKS[1], aggregate)
     np.testing.assert_allclose(after.params.extra["mine"], [0.0, expected], rtol=1e-5)
     counted = method.trainable(round_context_of(TASKS[1], frozen=SCALE), server)
-    assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == ()
+    assert set(counted) == {"adapter", "classifier", "mine"} and counted["mine"].shape == (SIZES.tasks,)
     plain = compose(run_of())
-    close(local.part.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].part.classifier)
+    close(local.trainable.classifier, train(plain, fresh(plain), TASKS[1], BATCHES)[1].trainable.classifier)
 
 
 def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_where_it_was():
@@ -443,15 +452,15 @@ def test_what_clients_keep_to_themselves_is_not_sent_or_merged_and_goes_on_from_
     assert uploads[0].mean.classifier == () and jax.tree.leaves(uploads[0].mean.adapter)
     own = [state[-1]["classifier"] for state in states]
     assert differ(*own) > 1e-3
-    expected = train(plain, fresh(plain), task, [rows_of([3, 4, 3])])[1].part
+    expected = train(plain, fresh(plain), task, [rows_of([3, 4, 3])])[1].trainable
     close(own[0], expected.classifier)
     after, _ = server_round(method, server, task, received(uploads))
     same(after.params.classifier, server.params.classifier)
     assert differ(after.params.adapter, server.params.adapter) > 1e-4
     # the next round starts from the client's own classifier and the server's adapter
     _, local = train(method, after, task, [], states[0])
-    same(local.part.classifier, own[0])
-    same(local.part.adapter, after.params.adapter)
+    same(local.trainable.classifier, own[0])
+    same(local.trainable.adapter, after.params.adapter)
     batch = rows_of([3, 4, 3])
     mine = after._replace(params=after.params._replace(classifier=own[0]))
     np.testing.assert_array_equal(
@@ -476,32 +485,36 @@ def test_clients_keep_what_is_personal_of_all_tasks_and_train_that_of_the_task()
 def test_a_personal_classifier_is_outside_of_prox_and_of_the_bound_on_the_change():
     run, batches = run_of("full"), [rows_of([3, 4, 4]), rows_of([4, 3], seed=2)]
     start = fresh(compose(run, personal=("classifier",)))
-    part = lambda client_rules: (
-        train(compose(run, client_rules, personal=("classifier",)), start, TASKS[1], batches)[1].part
+    trained = lambda client_rules: (
+        train(compose(run, client_rules, personal=("classifier",)), start, TASKS[1], batches)[1].trainable
     )
-    bounded, free = part((norm_bound(1e-6),)), part(())
+    bounded, free = trained((norm_bound(1e-6),)), trained(())
     assert differ(bounded.adapter, start.params.adapter) <= 1e-6 < differ(free.adapter, start.params.adapter)
     assert differ(bounded.classifier, start.params.classifier) > 1e-3
-    pulled = part((prox(1.0),))
+    pulled = trained((prox(1.0),))
     assert differ(pulled.adapter, free.adapter) > 0
     assert differ(pulled.classifier, start.params.classifier) > 1e-3
 
 
-def test_a_step_that_needs_what_stays_with_the_clients_is_refused():
-    step = ServerRule("greedy", lambda *_: None, takes=("classifier",))
+@pytest.mark.parametrize("name", ["classifier", "trainable"])
+def test_a_server_rule_that_needs_what_stays_with_the_clients_is_refused(name):
+    rule = ServerRule("greedy", lambda *_: None, reports=(OfEachClient(name),))
     with pytest.raises(InputError, match="personal: classifier is not sent, and greedy needs it"):
-        compose(run_of(), steps=(step,), personal=("classifier",))
+        compose(run_of(), server_rules=(rule,), personal=("classifier",))
 
 
-# ---- the objective and predictions -------------------------------------------------------------------------
+# ---- the loss and predictions ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("classes", ["current", "seen", "all"])
-def test_the_objective_says_which_classes_compete(classes):
-    method, competing = compose(run_of(), objective=cross_entropy_loss(classes)), {}
+def test_the_loss_says_which_classes_compete(classes):
+    method, competing = compose(run_of(), loss=cross_entropy_loss(classes)), {}
     for task, batches in ((TASKS[0], [rows_of([0, 1, 2])]), (TASKS[1], BATCHES)):
         context, local = train(method, fresh(method), task, batches)
-        moved = np.abs(np.asarray(local.part.classifier.bias - context.payload.trainable.classifier.bias)) > 0
+        moved = (
+            np.abs(np.asarray(local.trainable.classifier.bias - context.payload.trainable.classifier.bias))
+            > 0
+        )
         competing[int(task.index)] = np.flatnonzero(moved).tolist()
     everything = [0, 1, 2, 3, 4]
     expected = {"current": ([0, 1, 2], [3, 4]), "seen": ([0, 1, 2], everything), "all": (everything,) * 2}
@@ -509,7 +522,7 @@ def test_the_objective_says_which_classes_compete(classes):
 
 
 def test_hardness_multiplies_the_logits_of_the_loss():
-    method = compose(run_of(), objective=cross_entropy_loss(hardness=3.0))
+    method = compose(run_of(), loss=distance_cross_entropy("current", hardness=3.0))
     server = fresh(method)
     context = context_of(method, server, TASKS[1], info_of(SIZES.classes), SCALE)
     local = compiled(main_of(method).program.start)(context, (), KEY)
@@ -530,21 +543,25 @@ def test_classes_to_come_compete_in_predictions_only_if_asked_for(predicts):
     assert set(np.argmax(logits, -1).tolist()) == ({4} if predicts == "all" else {2})
 
 
-def test_what_a_survey_keeps_is_there_in_the_next_one():
-    step = lambda round_context, learner, params, count, aggregate, key: (params, count + 1, {})
-    counting = ServerRule("count", step, lambda params, part: jnp.int32(0), collects=(class_sums(3, WIDTH),))
-    method = compose(run_of(), surveys=(ServerRule(counting, "task_start", 4),))
-    (opening,) = [each for each in method.rounds if each.when == "task_start"]
+@pytest.mark.parametrize("when", ["task_start", "task_end"])
+def test_what_a_rule_of_once_per_task_keeps_is_there_in_the_next_one(when):
+    update = lambda round, params, count: ServerUpdate(params, count + 1)
+    counting = ServerRule(
+        "count", update, lambda params, trainable: jnp.int32(0), reports=(class_sums(3, WIDTH),), when=when
+    )
+    method = compose(run_of(), server_rules=(counting,))
+    (once,) = [each for each in method.rounds if each.when == when]
     nobody = Aggregate((), {}, {}, jnp.zeros(1), jnp.zeros(1, int), jnp.zeros(1, bool))
     server = fresh(method)
     for count in (1, 2):
-        server, _ = opening.server(round_context_of(TASKS[0], frozen=SCALE), server, nobody, KEY)
-        assert int(server.steps[-1]) == count
+        server, _ = once.server(round_context_of(TASKS[0], frozen=SCALE), server, nobody, KEY)
+        assert int(server.rules[-1]) == count
 
 
-def test_a_method_that_does_not_train_has_surveys_alone_and_counts_nothing():
-    survey = ServerRule(ServerRule("nothing", None, collects=(class_sums(3, WIDTH),)), "task_start", 4)
-    run = run_of(train=None)
-    method = compose(run, surveys=(survey,))
+def test_a_method_that_does_not_train_has_reports_alone_and_counts_nothing():
+    run = run_of()
+    method = compose(
+        run, server_rules=(class_mean_rule(run, "task_start"),), classifier=nearest_mean, loss=None
+    )
     assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     assert method.trainable(round_context_of(TASKS[0], frozen=SCALE), fresh(method)) == {}

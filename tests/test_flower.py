@@ -133,7 +133,7 @@ def test_pieces_that_are_alike_are_counted_once():
         ({"population": "redrawn"}, "population: 'redrawn' assigns all examples anew.*nearest: 'static'"),
         (
             {"partition": "private", "task_pool": "order"},
-            "task_pool: 'order' makes the tasks from the examples of all",
+            "task_pool: 'order' makes the tasks from",
         ),
         ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: None"),
         ({"method": "ewc"}, "method: 'ewc' given; name one method"),

@@ -220,18 +220,18 @@ def test_images_that_fit_into_the_budget_lie_on_the_device():
 def test_the_training_images_are_the_first_to_stay_on_the_host():
     train, test = where(7)
     assert isinstance(train, Host) and not isinstance(test, Host)
-    assert train.rows == 7  # a quarter of 7 MiB, at 0.25 MiB each: two windows beside the test images
+    assert train.window == 7  # a quarter of 7 MiB, at 0.25 MiB each: two windows beside the test images
 
 
 def test_a_small_budget_keeps_both_splits_on_the_host():
     train, test = where(2)
     assert isinstance(train, Host) and isinstance(test, Host)
-    assert train.rows == test.rows == 2
+    assert train.window == test.window == 2
 
 
 def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
     with pytest.raises(
-        InputError, match=r"^data_budget: 1 MiB hold no windows of 32 images; nearest valid value: 32$"
+        InputError, match=r"^data_budget: 1 MiB cannot hold windows of 32 images; nearest valid value: 32$"
     ):
         where(1, eval_batch_size=16)
 

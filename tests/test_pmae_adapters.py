@@ -63,7 +63,7 @@ def adapter_of(name, network=FORMULA, sizes=SIZES, **values):
 )
 def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     sizes, vit = Sizes(200, 20, 10, 10), VITS["vit_b16"]
-    cfg = config.resolve(config.run_class(method)(fidelity=fidelity))
+    cfg = config.resolve(config.preset(method, fidelity=fidelity))
     made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
     broadcast = jax.eval_shape(functools.partial(made.broadcast, round_context_of(OLD)), server)

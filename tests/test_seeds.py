@@ -47,7 +47,7 @@ def test_what_is_finished_is_not_run_again_and_more_seeds_may_join(tmp_path, mon
     made = []
     summary = lambda seed: {"seed": seed, "A_avg": 0.5, "A_last": 0.1 * seed, "forgetting": {"paper": None}}
 
-    def run(method, cfg, folder, resume, console, stop, track):
+    def run(cfg, folder, resume, observer):
         made.append((cfg.seed, resume))
         if len(made) == 2:
             raise KeyboardInterrupt

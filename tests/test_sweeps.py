@@ -201,7 +201,7 @@ def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
         assert err.count("\n") == 1 and words in err
     with locked(here / "out"):
         assert cli.main(["sweep", "sweep.yaml", "--resume", "out"]) == 2
-    assert "another process is at work" in capsys.readouterr().err
+    assert "another process works in" in capsys.readouterr().err
 
 
 def two_runs(*options):

@@ -154,7 +154,7 @@ def test_impossible_numbers_of_clients_are_refused():
             split(5)
     with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 examples"):
         iid(labels, 4, rng)
-    with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 rows"):
+    with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 of 200 examples"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
 
 

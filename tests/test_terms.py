@@ -1,4 +1,4 @@
-"""Terms of the clients' loss, derived by hand: a client trains by gradient descent on features that are its
+"""Client rules, derived by hand: a client trains by gradient descent on features that are its
 images."""
 
 import jax
@@ -24,14 +24,14 @@ from micro import (
 )
 from small_runs import some
 
-from fcljax.adapters import ADAPTERS
+from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
-from fcljax.methods.fedavg import averaging
 from fcljax.models.heads import Head, cross_entropy
-from fcljax.parts.federate import ClientRule, Run, Training
-from fcljax.parts.learner import Params
+from fcljax.parts.client import ClientRule, Training
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.proximal import norm_bound, prox
 
 RATE, TASK = 0.1, TASKS[1]
@@ -51,12 +51,11 @@ OWN = {
 }
 
 
-def with_terms(*client_rules: ClientRule):
-    """FedAvg of a linear classifier by gradient descent, with these terms."""
-    adapter = ADAPTERS["linear"].build(LinearOptions(), SIZES, FORMULA)
-    return averaging(
-        Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity())), client_rules=client_rules
-    )
+def with_rules(*client_rules: ClientRule):
+    """FedAvg of a linear classifier by gradient descent, with these rules."""
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
+    run = Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity()))
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=client_rules)
 
 
 def fresh(method):
@@ -84,7 +83,7 @@ def descend(head, batches, more=lambda w: 0.0, project=lambda w: w):
 def norm_of(context, local):
     """How far a client is from what it was sent; what it keeps to itself was not."""
     sent = {name: part for name, part in context.payload.trainable._asdict().items() if jax.tree.leaves(part)}
-    mine = {name: getattr(local.part, name) for name in sent}
+    mine = {name: getattr(local.trainable, name) for name in sent}
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, mine, sent)))
 
 
@@ -95,11 +94,11 @@ def close(left, right, atol=1e-6):
 # ---- nothing, then FedProx ---------------------------------------------------------------------------------
 
 
-def test_without_terms_a_client_is_plain_gradient_descent():
-    method = with_terms()
+def test_without_rules_a_client_is_plain_gradient_descent():
+    method = with_rules()
     server = fresh(method)
     _, local = train(method, server, TASK, BATCHES)
-    close(local.part.classifier, descend(server.params.classifier, BATCHES))
+    close(local.trainable.classifier, descend(server.params.classifier, BATCHES))
 
 
 def test_the_proximal_term_adds_mu_times_the_way_already_gone_to_the_gradient():
@@ -109,16 +108,16 @@ def test_the_proximal_term_adds_mu_times_the_way_already_gone_to_the_gradient():
     start = server.params.classifier
     _, local = train(method, server, TASK, BATCHES)
     pull = lambda head: jax.tree.map(lambda w, sent: mu * (w - sent), head, start)
-    close(local.part.classifier, descend(start, BATCHES, pull))
+    close(local.trainable.classifier, descend(start, BATCHES, pull))
     gone = lambda head: float(optax.tree.norm(jax.tree.map(jnp.subtract, head, start)))
-    assert gone(local.part.classifier) < gone(descend(start, BATCHES))
+    assert gone(local.trainable.classifier) < gone(descend(start, BATCHES))
 
 
 def test_the_proximal_loss_is_half_mu_times_the_squared_distance():
-    method = with_terms(prox(3.0))
+    method = with_rules(prox(3.0))
     context, local = train(method, fresh(method), TASK, BATCHES[:1])
     _, metrics = compiled(main_of(method).program.phases[0].step)(context, local, BATCHES[2], KEY)
-    expected = loss_of(local.part.classifier, BATCHES[2]) + 3.0 / 2 * norm_of(context, local) ** 2
+    expected = loss_of(local.trainable.classifier, BATCHES[2]) + 3.0 / 2 * norm_of(context, local) ** 2
     assert float(metrics["loss"].total) == pytest.approx(4 * float(expected), rel=1e-5)
     assert norm_of(context, local) > 0.01
 
@@ -138,19 +137,19 @@ def test_a_norm_bound_is_gradient_descent_projected_after_every_step():
         return jax.tree.map(lambda w, by: w + scale * by, start, change)
 
     context, local = train(method, server, TASK, BATCHES)
-    close(local.part.classifier, descend(start, BATCHES, project=project))
+    close(local.trainable.classifier, descend(start, BATCHES, project=project))
     assert norm_of(context, local) == pytest.approx(radius, rel=1e-5)
 
 
 def test_a_norm_bound_that_nobody_reaches_changes_nothing():
     (_, free), (_, bound) = (
-        train(method, fresh(method), TASK, BATCHES) for method in (with_terms(), with_terms(norm_bound(1e6)))
+        train(method, fresh(method), TASK, BATCHES) for method in (with_rules(), with_rules(norm_bound(1e6)))
     )
-    close(free.part.classifier, bound.part.classifier, atol=1e-7)
+    close(free.trainable.classifier, bound.trainable.classifier, atol=1e-7)
 
 
 def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
-    method = with_terms(norm_bound(0.05))
+    method = with_rules(norm_bound(0.05))
     context, local = train(method, fresh(method), TASK, [rows_of([])])
     assert norm_of(context, local) == 0
 
@@ -174,10 +173,10 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
 # ---- elastic weights ---------------------------------------------------------------------------------------
 
 
-def anchored(server, fisher, part):
+def anchored(server, fisher, anchor):
     """A client with a task behind it."""
     model = lambda head: Params((), head)
-    return (Anchor(model(part), model(fisher), jnp.bool_(True)),)
+    return (Anchor(model(anchor), model(fisher), jnp.bool_(True)),)
 
 
 def random_head(seed):
@@ -188,16 +187,16 @@ def random_head(seed):
 
 def test_the_elastic_term_adds_lambda_times_fisher_times_the_distance_to_the_anchor():
     weight, fisher, anchor = 7.0, random_head(1), random_head(2)
-    method = with_terms(elastic(weight, 1.0, 4))
+    method = with_rules(elastic(weight, 1.0, 4))
     server = fresh(method)
     _, local = train(method, server, TASK, BATCHES, anchored(server, fisher, anchor))
     pull = lambda head: jax.tree.map(lambda f, w, old: weight * f * (w - old), fisher, head, anchor)
-    close(local.part.classifier, descend(server.params.classifier, BATCHES, pull), atol=1e-5)
+    close(local.trainable.classifier, descend(server.params.classifier, BATCHES, pull), atol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [1.0, 1e-3])
 def test_fisher_information_is_the_mean_of_squared_gradients_of_batches_up_to_its_limit(limit):
-    method = with_terms(elastic(7.0, limit, 4))
+    method = with_rules(elastic(7.0, limit, 4))
     server = fresh(method)
     (kept,) = end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))
     squares = [jax.tree.map(jnp.square, slope(server.params.classifier, batch)) for batch in BATCHES]
@@ -206,12 +205,12 @@ def test_fisher_information_is_the_mean_of_squared_gradients_of_batches_up_to_it
     close(kept.fisher.classifier, mean, atol=1e-7)
     reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.fisher)]
     assert any(reached) == (limit == 1e-3)
-    jax.tree.map(np.testing.assert_array_equal, kept.part.classifier, server.params.classifier)
+    jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, server.params.classifier)
     assert bool(kept.known)
 
 
 def test_the_anchor_changes_when_a_task_is_over_and_not_in_its_rounds():
-    method = with_terms(elastic(7.0, 1.0, 4))
+    method = with_rules(elastic(7.0, 1.0, 4))
     server = fresh(method)
     state = anchored(server, random_head(1), random_head(2))
     _, same = client_round(method, server, TASK, BATCHES, state)
@@ -252,6 +251,6 @@ def test_a_term_of_weight_0_is_no_term_and_one_with_weight_changes_the_model(nam
 
 
 def test_a_proximal_term_of_weight_0_leaves_every_bit():
-    plain, zero = with_terms(), with_terms(prox(0.0))
+    plain, zero = with_rules(), with_rules(prox(0.0))
     for ours, theirs in zip(leaves_of(by_hand(zero)), leaves_of(by_hand(plain)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

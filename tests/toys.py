@@ -224,7 +224,7 @@ class Memory(NamedTuple):
     held: Any
 
 
-def gather_from() -> Method:
+def gathering() -> Method:
     """Clients send weights to be averaged, and class means with a mask, which the server keeps per client and
     trains on with its own optimiser and key (FPPL's debias, HePCo, pMAE)."""
 
@@ -430,8 +430,7 @@ def joined_rows():
 
 
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy
-    for toy in (conflating, gather_from, remembering, two_pass, personal, clipping, recalling)
+    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, recalling)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 

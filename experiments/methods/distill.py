@@ -1,4 +1,4 @@
-"""A data-free distillation server: on drawn features, the averaged classifier learns what the clients' say."""
+"""A data-free distillation server: the averaged classifier learns the clients' answers on drawn features."""
 
 import dataclasses
 

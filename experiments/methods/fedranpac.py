@@ -1,7 +1,6 @@
 """Federated RanPAC: ridge regression on a random projection of frozen features (McDonnell et al. 2023).
 
-Nothing trains. Before a task each client sends, once, sums over its examples: the Gram matrix H'H of the
-projected features H, and H'Y with one-hot labels Y. The server adds them up and solves for the classifier."""
+Once per task clients send the sums H'H and H'Y of their projected features H and labels Y; nothing trains."""
 
 import dataclasses
 
@@ -18,26 +17,23 @@ class RanPACOptions:
 
 
 def ranpac(options: RanPACOptions, run: Run) -> Method:
+    width, shape = options.width, (options.width, options.width + run.sizes.classes)
+
     def project(feature):
-        draw = jax.random.normal(jax.random.key(0), (feature.shape[-1], options.width))
-        return jax.nn.relu(feature @ draw)
+        return jax.nn.relu(feature @ jax.random.normal(jax.random.key(0), (feature.shape[-1], width)))
 
     def add(step, total):
-        h, y = project(step.output.feature), jax.nn.one_hot(step.batch.label, run.sizes.classes)
-        h = jnp.where(step.batch.mask[:, None], h, 0)
-        return total[0] + h.T @ h, total[1] + h.T @ y
+        h = jnp.where(step.batch.mask[:, None], project(step.output.feature), 0)
+        return total + h.T @ jnp.hstack([h, jax.nn.one_hot(step.batch.label, run.sizes.classes)])
 
-    def solve(round, params, state):
-        gram, cross = jax.tree.map(jnp.add, state, round.reports["gram"])
-        weights = jnp.linalg.solve(gram + options.ridge * jnp.eye(options.width), cross)
-        return ServerUpdate(params._replace(classifier=weights), (gram, cross))
+    def solve(round, params, total):
+        total = total + round.reports["sums"]
+        weights = jnp.linalg.solve(total[:, :width] + options.ridge * jnp.eye(width), total[:, width:])
+        return ServerUpdate(params._replace(classifier=weights), total)
 
-    empty = [jnp.zeros((options.width, n)) for n in (options.width, run.sizes.classes)]
-    head = Classifier(
-        lambda key: empty[1], lambda cached, trainable, feature, task: project(feature) @ trainable
-    )
-    gram = Report("gram", lambda context: tuple(empty), add, merge="sum")
-    rule = ServerRule("ridge", solve, lambda *params: tuple(empty), reports=(gram,), when="task_start")
+    report = Report("sums", lambda context: jnp.zeros(shape), add, merge="sum")
+    rule = ServerRule("ridge", solve, lambda *_: jnp.zeros(shape), reports=(report,), when="task_start")
+    head = Classifier(lambda key: jnp.zeros(shape)[:, width:], lambda _, w, x, task: project(x) @ w)
     return federate(run, learner(run.network, run.adapter, head), server_rules=(rule,))
 
 

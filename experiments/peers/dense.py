@@ -15,9 +15,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax.adapters.full import FullOptions, full
-from fcljax.methods.fedavg import averaging
 from fcljax.models.convolution import Window, conv
-from fcljax.parts.federate import Run, Training
+from fcljax.parts.client import Training
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
 from fcljax.types import Features, Frozen, Network, Sizes
 from peers.game import KEY, Game, add_tree, partition, rows_of, task_of
 
@@ -88,8 +89,9 @@ def game_of(work: Dense) -> Game:
     image = rng.normal(size=(rows, *work.image)).astype(np.float32)
     sizes = Sizes(work.classes, 1, work.classes, len(work.rows))
     network = Network(lambda key: init(work), apply, work.hidden[-1], 0, work.image)  # pyrefly: ignore
-    train = Training(work.epochs, work.batch, work.rate, optax.identity())
-    method = averaging(Run(sizes, network, full(FullOptions(work.rate), sizes, network), train))
+    training = Training(work.epochs, work.batch, work.rate, optax.identity())
+    run = Run(sizes, network, full(FullOptions(work.rate), sizes, network), training)
+    method = federate(run, linear_learner(run), loss=cross_entropy_loss())
     frozen = Frozen(init(work))
     return Game(
         method,

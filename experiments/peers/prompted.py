@@ -109,9 +109,9 @@ def frozen_of(vit: ViTConfig) -> Frozen:
 def with_past(work: Work, server: PyTree) -> PyTree:
     """The server with what earlier rounds would have left: FPPL's pool of prototypes, PILoRA's B of pairs."""
     if work.method == "fppl":
-        pool = server.steps[0]
+        pool = server.rules[0]
         vector = jax.random.normal(jax.random.key(2), pool.vector.shape)
-        return server._replace(steps=(Prototypes(vector, jnp.ones_like(pool.present)), *server.steps[1:]))
+        return server._replace(rules=(Prototypes(vector, jnp.ones_like(pool.present)), *server.rules[1:]))
     pairs = server.params.adapter
     noise = lambda key, x: 0.02 * jax.random.normal(jax.random.key(key), x.shape)
     pairs = pairs._replace(b_q=noise(3, pairs.b_q), b_v=noise(4, pairs.b_v))
@@ -166,7 +166,7 @@ def start_of(work: Work, game: Game) -> tuple[Prompted | Paired, Fixed]:
     params, task = game.server.params, int(game.task.index)
     if work.method == "fppl":
         adapter, head = params.adapter, params.classifier
-        pool = game.server.steps[0].vector.mean(0)[TASK_CLASSES:]
+        pool = game.server.rules[0].vector.mean(0)[TASK_CLASSES:]
         return Prompted(adapter.prompt[task], adapter.gate, *head), Fixed(adapter.prompt, pool)
     pair = jax.tree.map(lambda leaf: leaf[task], params.adapter)
     return Paired(pair, params.classifier[TASK_CLASSES:]), Fixed(params.adapter, params.classifier)
@@ -357,7 +357,8 @@ def rows_seen(work: Work) -> int:
 
 
 def clients_step(game: Game, image: Array, label: Array) -> tuple[float, PyTree, PyTree]:
-    """A client's first step on one batch without augmentation: (loss, part before it, part after it)."""
+    """A client's first step on one batch without augmentation: the loss, and the trainable parameters
+    before and after it."""
     task: Task = game.task
     sent = game.method.broadcast(RoundContext.on_host(game.frozen, task, 0, False), game.server)
     ids = jnp.arange(len(label), dtype=jnp.int32)
@@ -366,4 +367,4 @@ def clients_step(game: Game, image: Array, label: Array) -> tuple[float, PyTree,
     program = game.method.rounds[0].program
     local = program.start(context, game.method.init_client(KEY, game.server), KEY)
     after, metrics = jax.jit(program.phases[0].step)(context, local, Batch(image, label, ids >= 0, ids), KEY)
-    return float(metrics["loss"].total / metrics["loss"].weight), local.part, after.part
+    return float(metrics["loss"].total / metrics["loss"].weight), local.trainable, after.trainable

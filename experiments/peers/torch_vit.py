@@ -238,7 +238,7 @@ def fppl_loss(net: Fppl, image: Tensor, label: Tensor, prototype: Tensor) -> Ten
 def fppl_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], dict[str, Tensor]]:
     """A round of all clients -> the averaged parameters."""
     net, data = Fppl(work, game, how).to(where), data_on(game, where)
-    prototype = tensor(game.server.steps[0].vector).mean(0)[TASK_CLASSES:].to(where)
+    prototype = tensor(game.server.rules[0].vector).mean(0)[TASK_CLASSES:].to(where)
     whole = copy.deepcopy(net.state_dict()) if how != "lean" else copy.deepcopy(net.trained())
 
     def play(client: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ half values.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,9 @@ class Components(NamedTuple):
     attention: Float[Array, "*tasks blocks n width"]
 
 
+Cached: TypeAlias = Components | tuple[()]  # empty where clients send all components
+
+
 def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     """CODA-Prompt's adapter.
 
@@ -91,22 +94,17 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def open_task(params: Components, task: Task) -> Components:
         return jax.tree.map(lambda x: orthogonal_start(x, task.index), params)
 
-    def cached(params: Components) -> Components | tuple[()]:
+    def cached(params: Components) -> Cached:
         return () if slots.whole else params
 
     def prompt(
-        cached: Components | tuple[()], trainable: Components, query: Array, task: Task, constant: bool = True
+        cached: Cached, trainable: Components, query: Array, task: Task, constant: bool = True
     ) -> Float[Array, "batch blocks length width"]:
         past = trainable if slots.whole or not isinstance(cached, Components) else cached
         return combined(with_current(past, slots.counted(trainable, task), task, constant), query, task)
 
     def inject(
-        cached: Components | tuple[()],
-        trainable: Components,
-        query: Array,
-        task: Task,
-        train: bool,
-        mask: Array,
+        cached: Cached, trainable: Components, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
         del mask
         # a server that trains as in evaluation trains all components that it has (release)

@@ -7,7 +7,7 @@ the batch. Padding has no vote.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,9 @@ class DualPrompts(NamedTuple):
     key: Float[Array, "tasks width"] | Float[Array, " width"]
 
 
+Cached: TypeAlias = DualPrompts | tuple[()]  # the server's parameters, or a client's empty cache
+
+
 def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Adapter:
     """DualPrompt's adapter.
 
@@ -100,12 +103,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         return params._replace(own=params.own.at[task.index].set(start))
 
     def prefixes(
-        cached: DualPrompts | tuple[()],
-        trainable: DualPrompts,
-        query: Array,
-        task: Task,
-        train: bool,
-        mask: Array,
+        cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """A task's prefix for every image."""
         if train:
@@ -117,12 +115,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         return every.own[choose(score, mask, 1, options.dual_batchwise)[:, 0]]
 
     def inject(
-        cached: DualPrompts | tuple[()],
-        trainable: DualPrompts,
-        query: Array,
-        task: Task,
-        train: bool,
-        mask: Array,
+        cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
         own = prefixes(cached, trainable, query, task, train, mask)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
@@ -131,9 +124,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
             blocks = [mixed_up(both, mask) for both in blocks]
         return Injection(prefix={i: Prefix(both[:, 0], both[:, 1]) for i, both in enumerate(blocks)})
 
-    def prompt(
-        cached: DualPrompts | tuple[()], trainable: DualPrompts, query: Array, task: Task
-    ) -> Float[Array, "b n width"]:
+    def prompt(cached: Cached, trainable: DualPrompts, query: Array, task: Task) -> Float[Array, "b n width"]:
         own = prefixes(cached, trainable, query, task, False, jnp.ones(len(query), bool))
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
         flat = [x.reshape(len(query), -1, network.width) for x in (shared, own)]

@@ -75,8 +75,7 @@ def check_deployable(settings: RunConfig) -> None:
     if settings.task_pool is not None:
         raise InputError(
             f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
-            "server has; "
-            f"nearest: None"
+            "server has; nearest: None"
         )
     simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
     for field in dataclasses.fields(RunConfig):

@@ -1,9 +1,9 @@
-"""From stored uint8 images to what a network sees, inside jit: random crops to train, else a clean view.
+"""From stored uint8 images to network inputs, inside jit: random crops in training, else a clean view.
 
 Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per
 image: no gathers, no loop over images, one trace. The matrices hold Pillow's kernels, stretched when
-shrinking (antialias), cut off at the crop box and renormalised, and values are rounded to grey levels after
-each pass as Pillow does: the clean view equals torchvision's on PIL images.
+shrinking (antialias), truncated at the crop box and renormalised. Values are rounded to grey levels after
+each pass, as in Pillow: the clean view equals torchvision's on PIL images.
 """
 
 from collections.abc import Callable
@@ -47,24 +47,26 @@ class Preprocess:
     kernel: Literal["bicubic", "bilinear"] = "bicubic"  # of the clean view's resize
 
     def __post_init__(self) -> None:
-        if self.image_size < 1:
-            raise InputError(f"image_size: {self.image_size} is not a number of pixels; choose 1 or more")
-        if not 1 <= self.margin < float("inf"):
-            raise InputError(f"margin: {self.margin} leaves less than the central crop; choose 1 or more")
-        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise InputError(
-                f"crop_scale: {self.crop_scale} is not a range within (0, 1]; such as (0.05, 1.0)"
-            )
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1] < float("inf"):
-            raise InputError(
-                f"crop_ratio: {self.crop_ratio} is not a range of positive ratios; such as (0.75, 1.33)"
-            )
-        if not 0 <= self.flip <= 1:
-            raise InputError(f"flip: {self.flip} is not a probability; choose 0 to 1")
-        if not 0 <= self.brightness <= 1:
-            raise InputError(f"brightness: {self.brightness} is not a share; choose 0 to 1")
-        if not all(value > 0 for value in self.std):
-            raise InputError(f"std: {self.std} must be positive")
+        infinite = float("inf")
+        scale, ratio = self.crop_scale, self.crop_ratio
+        checks = {
+            "image_size": (self.image_size >= 1, "is not a number of pixels; choose 1 or more"),
+            "margin": (1 <= self.margin < infinite, "leaves less than the central crop; choose 1 or more"),
+            "crop_scale": (
+                scale is None or 0 < scale[0] <= scale[1] <= 1,
+                "is not a range within (0, 1]; such as (0.05, 1.0)",
+            ),
+            "crop_ratio": (
+                0 < ratio[0] <= ratio[1] < infinite,
+                "is not a range of positive ratios; such as (0.75, 1.33)",
+            ),
+            "flip": (0 <= self.flip <= 1, "is not a probability; choose 0 to 1"),
+            "brightness": (0 <= self.brightness <= 1, "is not a share; choose 0 to 1"),
+            "std": (all(value > 0 for value in self.std), "must be positive"),
+        }
+        for field, (valid, problem) in checks.items():
+            if not valid:
+                raise InputError(f"{field}: {getattr(self, field)} {problem}")
 
     @property
     def resized(self) -> int:
@@ -72,16 +74,16 @@ class Preprocess:
         return int(self.margin * self.image_size)
 
     def with_pixels(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "Preprocess":
-        """The same views, with pixels in [0, 1] shifted by this mean and divided by this deviation."""
+        """The same views, with pixels in [0, 1] normalised by this mean and standard deviation."""
         return replace(self, mean=mean, std=std)
 
     @property
     def geometry(self) -> Geometry:
-        """What images of many sizes should be stored as for these views."""
+        """How images of many sizes should be stored for these views."""
         return Geometry(int(MARGIN * self.image_size), self.resized, self.squash, self.kernel)
 
 
-_RELEASE: dict[str, dict[str, Any]] = {  # what each paper's released code does, pixel range included
+_RELEASE: dict[str, dict[str, Any]] = {  # each paper's released code, pixel range included
     "fppl": {},
     "pmae": {},
     "pilora": dict(crop_scale=None, brightness=63 / 255, margin=1.0, kernel="bilinear", normalise="cifar100"),
@@ -98,8 +100,8 @@ def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
     Args:
       name: one of `PIPELINES`.
       image_size: side of the network's input.
-      fills_frame: for images such as letters that reach their border, the clean view resizes all of them and
-        cuts nothing off.
+      fills_frame: for images such as letters that reach their border, the clean view resizes them whole,
+        without a margin.
 
     Raises:
       InputError: for an unknown name, or a size that is none.
@@ -161,15 +163,14 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
             images, _central_weights(kernel, height, rows, size), _central_weights(kernel, width, cols, size)
         )
     # torchvision's Resize rounds the long side down
-    rows, cols = (
-        short if preprocess.squash else max(short, short * side // other)
-        for side, other in ((height, width), (width, height))
-    )
+    rows = cols = short
+    if not preprocess.squash:
+        rows, cols = max(short, short * height // width), max(short, short * width // height)
     top, left = round((rows - size) / 2), round((cols - size) / 2)
     if (rows, cols) == (height, width):
         return images[:, top : top + size, left : left + size].astype(jnp.float32)
-    vertical = _weights(np, kernel, height, 0, height, rows, top + np.arange(size))
-    horizontal = _weights(np, kernel, width, 0, width, cols, left + np.arange(size))
+    vertical = _weights(kernel, height, (0, height), rows, top + np.arange(size))
+    horizontal = _weights(kernel, width, (0, width), cols, left + np.arange(size))
     return _resample(images, vertical, horizontal)
 
 
@@ -177,10 +178,12 @@ def _central_weights(
     kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
 ) -> Float[Array | np.ndarray, "batch size pixels"]:
     """A line of `pixels` is resized to `resized`, a length per image, and its central `size` are kept."""
-    start = jnp.round((resized - size) / 2).astype(jnp.int32)
-    return jax.vmap(
-        lambda resized, start: _weights(jnp, kernel, pixels, 0, pixels, resized, start + jnp.arange(size))
-    )(resized, start)
+
+    def of_image(resized: Array) -> Array | np.ndarray:
+        start = jnp.round((resized - size) / 2).astype(jnp.int32)
+        return _weights(kernel, pixels, (0, pixels), resized, start + jnp.arange(size))
+
+    return jax.vmap(of_image)(resized)
 
 
 def _whole(images: Array, sizes: Array | None) -> Int[Array, "batch 2"]:
@@ -239,9 +242,7 @@ def crop_resize(
 def _box_weights(
     pixels: int, start: Array, length: Array, size: int
 ) -> Float[Array | np.ndarray, "batch size pixels"]:
-    return jax.vmap(
-        lambda start, length: _weights(jnp, _triangle, pixels, start, length, size, jnp.arange(size))
-    )(start, length)
+    return jax.vmap(lambda *box: _weights(_triangle, pixels, box, size, jnp.arange(size)))(start, length)
 
 
 def _central_boxes(ratio: tuple[float, float], whole: Int[Array, "batch 2"]) -> Int[Array, "batch 4"]:
@@ -269,13 +270,20 @@ _KERNELS = {"bicubic": _cubic, "bilinear": _triangle}
 
 
 def _weights(
-    xp, kernel: Callable, pixels: int, start, length, resized, out
+    kernel: Callable, pixels: int, box: tuple, resized: Array | int, out: Array | np.ndarray
 ) -> Float[Array | np.ndarray, "out pixels"]:
-    """How outputs `out` of `resized` weigh a line's pixels when its [start, start + length) is resized.
+    """The weights of a line's pixels in its resized version.
 
-    xp is numpy where everything is known while tracing, which gives the weights in float64 as Pillow has
-    them, and else jax.numpy.
+    In float64, as Pillow has them, where `out` is a numpy array and so everything is known while tracing.
+
+    Args:
+      kernel: from distances to weights.
+      pixels: of the line.
+      box: start and length of the part that is resized.
+      resized: the length that it gets.
+      out: the wanted positions of the result.
     """
+    xp, (start, length) = np if isinstance(out, np.ndarray) else jnp, box
     scale = length / resized
     centre = start + (out + 0.5) * scale
     pixel = xp.arange(pixels)
@@ -288,25 +296,22 @@ def _weights(
 def _resample(
     images: Array, vertical: Array | np.ndarray, horizontal: Array | np.ndarray
 ) -> Float[Array, "batch S S 3"]:
-    # Columns first and grey levels after each pass, like Pillow. Channels sit between rows and columns, so
+    # Columns first and grey levels after each pass, like Pillow. Channels are between rows and columns, so
     # that both products are plain batched matrix products.
     batch, height, width, channels = images.shape
     rows, cols = vertical.shape[-2], horizontal.shape[-2]
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * cols)
-    return (
-        _grey(lambda weights: _dot(weights, narrow), vertical)
-        .reshape(batch, rows, channels, cols)
-        .transpose(0, 1, 3, 2)
-    )
+    resized = _grey(lambda weights: _dot(weights, narrow), vertical)
+    return resized.reshape(batch, rows, channels, cols).transpose(0, 1, 3, 2)
 
 
 def _grey(product: Callable, weights: Array | np.ndarray) -> Array:
     """Pillow's fixed-point arithmetic in float32: weights are multiples of 2**-22, halves are rounded up.
 
-    Weights are small fractions, so ties are common and must not be left to rounding errors. Split into
-    multiples of 2**-11 and a rest, the products and sums of both parts with grey levels fit into 24 bits and
+    Weights are small fractions, so ties are common and must not depend on rounding errors. They are split
+    into multiples of 2**-11 and a rest: the products and sums of both with grey levels fit into 24 bits and
     are exact.
     """
     xp = np if isinstance(weights, np.ndarray) else jnp

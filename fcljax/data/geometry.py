@@ -7,7 +7,7 @@ PIPELINES = {
     "pixels in [0, 1]",
     "pmae": "as fppl; its reconstruction path normalises with ImageNet's constants on top",
     "pilora": "short side to the input size (bilinear), flips, brightness within 63/255; "
-    "CIFAR-100's mean and deviation",
+    "CIFAR-100's mean and standard deviation",
     "hepco": "crops of 8 to 100 % of the area, flips; test: both sides to the input size (bilinear); "
     "pixels in [0, 1]",
     "hepco_domainnet": "as hepco, but test: both sides to 256/224, central crop",
@@ -17,10 +17,9 @@ PIPELINES = {
 class Geometry(NamedTuple):
     """How images of many sizes are brought to one before storing: the one resize that jit cannot do.
 
-    Training images are always squeezed to train x train, whole, whatever their shape; the crops undo that
-    with the original sizes. Test images are stored as the clean view wants them, so that it has nothing left
-    to resample: the short side is resized to `test` and a central square cut out, or, with `squash`, both
-    sides are resized to `test`.
+    Training images are squeezed to train x train as a whole, whatever their shape; crops undo that with the
+    original sizes. Test images are stored as the clean view needs them, without further resampling: the short
+    side is resized to `test` and a central square cut out, or, with `squash`, both sides are resized.
     """
 
     train: int = 256  # side in pixels

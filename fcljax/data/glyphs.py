@@ -80,16 +80,12 @@ class Style:
 
 
 class Fields(NamedTuple):
-    """Signed distance fields of G glyphs (a character in a font), grouped by class.
+    """Signed distance fields of G glyphs (a character in a font), grouped by class: those of class c are
+    first[c] .. first[c] + number[c] - 1."""
 
-    distance: to the outline, positive inside, in units of _UNIT half-extents of the glyph.
-    ink, gap: half the typical stroke width and half the typical space between strokes, in half-extents.
-    first, number: the glyphs of class c are first[c] .. first[c] + number[c] - 1.
-    """
-
-    distance: Int16[np.ndarray, "glyphs cell cell"]
-    ink: Float32[np.ndarray, " glyphs"]
-    gap: Float32[np.ndarray, " glyphs"]
+    distance: Int16[np.ndarray, "glyphs cell cell"]  # to the outline, positive inside, in _UNIT half-extents
+    ink: Float32[np.ndarray, " glyphs"]  # half the typical stroke width, in half-extents of the glyph
+    gap: Float32[np.ndarray, " glyphs"]  # half the typical space between strokes, in half-extents
     first: Int[np.ndarray, " classes"]
     number: Int[np.ndarray, " classes"]
 
@@ -99,7 +95,7 @@ def _font_path(font: str) -> pathlib.Path:
 
 
 def _characters(font: str) -> set[str]:
-    """What a font can draw: of Computer Modern only ASCII letters, as its other code points are wrong."""
+    """The characters of a font: of Computer Modern only ASCII letters, as its other code points are wrong."""
     with TTFont(_font_path(font), lazy=True) as file:
         found = {chr(code) for code in file.getBestCmap() or ()}
     return {c for c in found if c.isascii() and c.isalpha()} if font.startswith("cm") else found
@@ -120,7 +116,7 @@ def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """The look of a character in DejaVu Sans, whatever its size: a blurred 24 x 24 bitmap, mean 0, norm 1.
+    """A character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and norm 1, whatever its size.
 
     The inner product of two of them is their correlation; `PRETRAIN` and `GLYPHS` are chosen by it.
     """
@@ -134,8 +130,8 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
     """Distance field, half stroke width, half gap of a glyph. A bar's mean distance is 1/2 its half-width."""
     half_extent = _CELL / _REACH
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
-    to_border = lambda mask: np.asarray(ndimage.distance_transform_edt(mask))
-    distance = (to_border(inside) - to_border(~inside)) / half_extent
+    to_border, from_border = (np.asarray(ndimage.distance_transform_edt(m)) for m in (inside, ~inside))
+    distance = (to_border - from_border) / half_extent
     rows, columns = np.nonzero(inside.any(1))[0], np.nonzero(inside.any(0))[0]
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     ink = 2 * box[box > 0].mean()
@@ -201,6 +197,11 @@ def _between(u: np.ndarray, low: float, high: float) -> np.ndarray:
     return low + (high - low) * u
 
 
+def _column(u: np.ndarray) -> np.ndarray:
+    """A number per image, for all its pixels."""
+    return u[:, None, None]
+
+
 def _either(u: np.ndarray, bound: float) -> np.ndarray:
     return _between(u, -bound, bound)
 
@@ -242,22 +243,21 @@ def _lenses(size: int, style: Style) -> np.ndarray:
 
 def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where pixels come from, x and y in half-extents of the glyph [N, size, size], and its scale [N]."""
-    column = lambda u: u[:, None, None]
     axis = ((np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1).astype(np.float32)
     spread = _smooth(size)
     bend = spread @ (_either(draw.warp, 2.0) * (draw.elastic * style.elastic)[:, None, None, None]) @ spread.T
-    tilt_x, tilt_y = (column(_either(tilt, style.perspective)) for tilt in (draw.tilt_x, draw.tilt_y))
+    tilt_x, tilt_y = (_column(_either(tilt, style.perspective)) for tilt in (draw.tilt_x, draw.tilt_y))
     depth = 1 + tilt_x * axis + tilt_y * axis[:, None]
     scale = _between(draw.scale, *style.scale)
     stretch = np.exp(_either(draw.aspect, style.aspect) / 2)
     room = np.clip(1 - scale, 0, None) + style.shift
-    x = (axis + bend[:, 0]) / depth - column(_either(draw.shift_x, 1.0) * room)
-    y = (axis[:, None] + bend[:, 1]) / depth - column(_either(draw.shift_y, 1.0) * room)
+    x = (axis + bend[:, 0]) / depth - _column(_either(draw.shift_x, 1.0) * room)
+    y = (axis[:, None] + bend[:, 1]) / depth - _column(_either(draw.shift_y, 1.0) * room)
     angle = np.deg2rad(_either(draw.rotation, style.rotation))
-    cos, sin = column(np.cos(angle)), column(np.sin(angle))
+    cos, sin = _column(np.cos(angle)), _column(np.sin(angle))
     x, y = cos * x + sin * y, cos * y - sin * x
-    x = x + column(_either(draw.slant, style.slant)) * y
-    return x / column(scale * stretch), y * column(stretch / scale), scale
+    x = x + _column(_either(draw.slant, style.slant)) * y
+    return x / _column(scale * stretch), y * _column(stretch / scale), scale
 
 
 def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -293,13 +293,12 @@ def _pen(
 
 def _expose(ink: np.ndarray, draw: _Draws, noise: np.ndarray, style: Style) -> np.ndarray:
     """Ink to gray levels, both in 0..1: half of the images have black paper and full ink, as scans do."""
-    column = lambda u: u[:, None, None]
     slack = (1 - style.contrast) / 2
     paper = np.clip(_between(draw.paper, -slack, slack), 0, None)
     full = 1 - np.clip(_between(draw.ink, -slack, slack), 0, None)
-    gray = column(paper) + column(full - paper) * ink ** column(np.exp(_either(draw.gamma, 0.4)))
-    gray = gray + noise * column(np.clip(_between(draw.noise, -style.noise, style.noise), 0, None))
-    return np.where(column(draw.polarity < style.dark_on_light), 1 - gray, gray)
+    gray = _column(paper) + _column(full - paper) * ink ** _column(np.exp(_either(draw.gamma, 0.4)))
+    gray = gray + noise * _column(np.clip(_between(draw.noise, -style.noise, style.noise), 0, None))
+    return np.where(_column(draw.polarity < style.dark_on_light), 1 - gray, gray)
 
 
 def draw_glyphs(
@@ -340,20 +339,16 @@ def sample_glyphs(
 
 
 def _of_class(
-    fields: Fields, label: int, char: str, count: int, stream: tuple[int, ...], size: int, style: Style
+    fields: Fields, label: int, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> np.ndarray:
-    """The first `count` images of a class; two generators fill row by row: earlier rows stay."""
-    uniform = np.random.default_rng([*stream, ord(char), 0]).random((count, _COLUMNS), dtype=np.float32)
-    noise = np.random.default_rng([*stream, ord(char), 1]).standard_normal(
-        (count, size, size), dtype=np.float32
-    )
-    chunks = range(0, count, 256)  # bounded memory, and arrays that stay in cache
-    labels = np.full(count, label)
-    parts = [
-        draw_glyphs(fields, labels[i : i + 256], uniform[i : i + 256], noise[i : i + 256], style)
-        for i in chunks
-    ]
-    return np.concatenate(parts) if parts else np.zeros((0, size, size), np.uint8)
+    """The first `count` images of a class; generators fill image by image, so that earlier images stay."""
+    uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
+    noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
+    labels, parts = np.full(count, label), [np.zeros((0, size, size), np.uint8)]
+    for start in range(0, count, 256):  # bounded memory, and arrays that stay in cache
+        some = slice(start, start + 256)
+        parts.append(draw_glyphs(fields, labels[some], uniform[some], noise[some], style))
+    return np.concatenate(parts)
 
 
 def _check_counts(**fields: tuple[int, int]) -> None:
@@ -365,10 +360,11 @@ def _check_counts(**fields: tuple[int, int]) -> None:
 def _render(
     fields: Fields, chars: str, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> tuple[np.ndarray, np.ndarray]:
-    gray = np.concatenate(
-        [_of_class(fields, i, char, count, stream, size, style) for i, char in enumerate(chars)]
-    )
-    return np.repeat(gray[..., None], 3, axis=-1), np.repeat(np.arange(len(chars), dtype=np.int64), count)
+    grey = [
+        _of_class(fields, label, count, (*stream, ord(char)), size, style) for label, char in enumerate(chars)
+    ]
+    labels = np.repeat(np.arange(len(chars), dtype=np.int64), count)
+    return np.repeat(np.concatenate(grey)[..., None], 3, axis=-1), labels
 
 
 def render(

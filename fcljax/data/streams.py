@@ -69,8 +69,8 @@ def pool_of(
             pool += [classes[end - size : end] for end in ends]
     if not pool:
         raise InputError(
-            f"task_pool: {kind!r} gives no task, since {why}; nearest: --task-pool order with "
-            "fewer --task-pool-classes"
+            f"task_pool: {kind!r} gives no task, since {why}; nearest: --task-pool order with fewer "
+            "--task-pool-classes"
         )
     return [task.astype(np.int64) for task in pool]
 

@@ -6,6 +6,7 @@ trainable parameters. This file also holds the only training step of the package
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from fcljax.errors import InputError, choose
 from fcljax.federated.keys import StepKey
 from fcljax.parts.learner import Learner, Loss, Output, Params, correct_examples
-from fcljax.parts.user_code import check_arguments, check_like, check_scalar
+from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
 
 
@@ -146,6 +147,9 @@ class Replay:
     """stored(state) -> ids of the training examples that the client may replay; -1: an empty place."""
     choose: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " count"]]
     """choose(context, memory, key) -> indices into `stored`; -1: none."""
+
+    def __post_init__(self) -> None:
+        check_arguments("replay", stored=(self.stored, 1), choose=(self.choose, 3))
 
 
 @dataclass(frozen=True)
@@ -290,7 +294,7 @@ def train_step(
     direction, optimiser = work.training.optimiser.update(gradient, local.optimiser, local.trainable)
     moved = _descend(work, context, local.trainable, direction, local.steps)._replace(stats=output.stats)
     step = ClientStep(work.learner, context, local.trainable, output, batch, key, local.trainable)
-    during = {each.name: each.step(step, local.totals[each.name]) for each in work.reports if not each.view}
+    during = _totals([each for each in work.reports if not each.view], step, local)
     examples = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if work.training.loss.reduction == "sum" else loss * examples
     right = correct_examples(work.training.loss, output, batch, context.task)
@@ -334,17 +338,31 @@ def _loss(
 
 
 def _rule_loss(rule: ClientRule, step: ClientStep, memory: PyTree) -> Array | float:
-    """The rule's loss. What it misses in the payload is named."""
     assert rule.loss is not None
-    try:
-        return check_scalar(f"client rule {rule.name!r}", rule.loss, rule.loss(step, memory))
-    except KeyError as error:
-        sent = step.context.payload.sent
-        if error.args and error.args[0] in sent:
-            raise
-        raise InputError(
-            f"client_rules: {rule.name!r} reads {error.args[0]!r}, which no server rule sends"
-        ) from None
+    with _reading(rule, rule.loss, step.context):
+        return check_scalar(_named(rule), rule.loss, rule.loss(step, memory))
+
+
+def _named(part: ClientRule | Report) -> str:
+    return f"{'report' if isinstance(part, Report) else 'client rule'} {part.name!r}"
+
+
+def _reading(
+    part: ClientRule | Report, function: Callable, context: ClientContext
+) -> AbstractContextManager[None]:
+    """A function that may read what server rules send."""
+    return reading(_named(part), function, context.payload.sent, "which no server rule sends")
+
+
+def _totals(reports: list[Report], step: ClientStep, local: Local) -> dict[str, PyTree]:
+    """The totals of reports after a batch."""
+
+    def after(report: Report) -> PyTree:
+        total = local.totals[report.name]
+        with _reading(report, report.step, step.context):
+            return check_like(_named(report), report.step, report.step(step, total), total)
+
+    return {report.name: after(report) for report in reports}
 
 
 def _descend(
@@ -361,7 +379,10 @@ def _descend(
 
     after = Params(*map(moved, trainable[:3], direction[:3], rates), stats=trainable.stats)
     for rule in work.rules:
-        after = rule.project(context, after) if rule.project else after
+        if rule.project:
+            with _reading(rule, rule.project, context):
+                projected = rule.project(context, after)
+            after = check_like(_named(rule), rule.project, projected, after)
     return after
 
 
@@ -422,11 +443,11 @@ def _look(
     def after(i: int, own: PyTree) -> PyTree:
         if i not in steps:
             return own
-        return check_like(f"client rule {work.rules[i].name!r}", steps[i], steps[i](step, own), own)
+        with _reading(work.rules[i], steps[i], context):
+            return check_like(_named(work.rules[i]), steps[i], steps[i](step, own), own)
 
     memory = tuple(after(i, own) for i, own in enumerate(local.memory))
-    more = {each.name: each.step(step, local.totals[each.name]) for each in reports}
-    return local._replace(memory=memory, totals=local.totals | more), {}
+    return local._replace(memory=memory, totals=local.totals | _totals(reports, step, local)), {}
 
 
 def start_memory(
@@ -436,11 +457,10 @@ def start_memory(
 
     def memory(i: int, rule: ClientRule) -> PyTree:
         own = rule.pass_at("task_end", 0) if when == "task_end" else rule
-        return (
-            ()
-            if own is None
-            else own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
-        )
+        if own is None:
+            return ()
+        with _reading(rule, own.on_start, context):
+            return own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
 
     return tuple(memory(i, rule) for i, rule in enumerate(rules))
 
@@ -454,7 +474,8 @@ def end_state(
         own = rule.pass_at("task_end", 0) if when == "task_end" else rule
         if own is None:
             return state[i]
-        after = own.on_end(context, local.memory[i], local.trainable, state[i])
-        return check_like(f"client rule {rule.name!r}", own.on_end, after, state[i])
+        with _reading(rule, own.on_end, context):
+            after = own.on_end(context, local.memory[i], local.trainable, state[i])
+        return check_like(_named(rule), own.on_end, after, state[i])
 
     return tuple(kept(i, rule) for i, rule in enumerate(rules))

@@ -33,7 +33,7 @@ from fcljax.parts.server import (
     reports_of,
     sees_each_client,
 )
-from fcljax.parts.user_code import check_like
+from fcljax.parts.user_code import check_arguments, check_like, reading
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -122,6 +122,7 @@ def federate(
       InputError: for parts that do not fit together, naming them.
     """
     rules = (*client_rules, *run.rules)
+    check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
     _check_rules(run, loss, rules, server_rules, personal)
     training = run.training._replace(factor=learning_rate or run.training.factor, loss=loss)
     each_round = tuple(rule for rule in server_rules if rule.when == "round")
@@ -503,7 +504,9 @@ def _updated(
     rule: ServerRule, around: ServerRound, params: Params, state: PyTree
 ) -> tuple[Params, PyTree, Metrics]:
     """What a server rule returns, checked, and its metrics under its name."""
-    part, found = f"server rule {rule.name!r}", rule.update(around, params, state)
+    part = f"server rule {rule.name!r}"
+    with reading(part, rule.update, around.reports, "which it does not ask for in its reports"):
+        found = rule.update(around, params, state)
     if not isinstance(found, ServerUpdate):
         raise InputError(
             f"{part}: {describe(rule.update)} returned {type(found).__name__}, and "

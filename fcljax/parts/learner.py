@@ -11,6 +11,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Reduction, correct, cross_entropy
+from fcljax.parts.user_code import check_arguments
 from fcljax.types import Batch, Features, Frozen, Network, Task
 
 Logits: TypeAlias = Float[Array, "batch classes"]
@@ -252,7 +253,11 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
       adapter: what trains inside it.
       classifier: what reads its features.
       keys: derives the keys of the adapter's and the classifier's first values.
+
+    Raises:
+      InputError: for a function of the adapter or the classifier with the wrong number of arguments.
     """
+    _check_parts(adapter, classifier)
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         first, second = keys(key)
@@ -299,6 +304,32 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         forward,
         predict,
         queries=adapter.queries or adapter.plain,
+    )
+
+
+def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
+    check_arguments(
+        "adapter",
+        init=(adapter.init, 2),
+        open_task=(adapter.open_task, 2),
+        trainable=(adapter.trainable, 2),
+        merge=(adapter.merge, 3),
+        cached=(adapter.cached, 1),
+        inject=(adapter.inject, 6),
+        network=(adapter.network, 1),
+        feature=(adapter.feature, 1),
+        prompt=(adapter.prompt, 4),
+        loss=(adapter.loss, 4),
+        counted=(adapter.counted, 2),
+    )
+    check_arguments(
+        "classifier",
+        init=(classifier.init, 1),
+        logits=(classifier.logits, 4),
+        trainable=(classifier.trainable, 2),
+        merge=(classifier.merge, 3),
+        cached=(classifier.cached, 1),
+        predict=(classifier.predict, 4),
     )
 
 

@@ -1,8 +1,9 @@
 """Checks of functions that a user writes: each mistake is one line that names the part, the function and its
 place in the user's file."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +39,28 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
             raise InputError(
                 f"{field}: {part} gets {count} arguments, and {describe(function)} takes {signature}"
             ) from None
+
+
+@contextlib.contextmanager
+def reading(part: str, function: Callable, there: Mapping[str, Any], missing: str) -> Iterator[None]:
+    """Run a function that reads from a dict by name.
+
+    Args:
+      part: what the function belongs to, for the message.
+      function: what runs.
+      there: what it may read.
+      missing: what is wrong with any other name, such as "which no server rule sends".
+
+    Raises:
+      InputError: naming the part, the function and the name that is not there.
+    """
+    try:
+        yield
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        if not isinstance(name, str) or name in there:
+            raise
+        raise InputError(f"{part}: {describe(function)} reads {name!r}, {missing}") from error
 
 
 def check_scalar(part: str, function: Callable, value: Any) -> Array | float:

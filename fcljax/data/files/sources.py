@@ -108,6 +108,7 @@ def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool =
       InputError: for an unknown name, for data that are not there (with what to do about it), and for
         whatever is wrong with a file.
     """
+    data_folder(options.data_dir)  # refuses a home folder that does not exist, also where nothing is read
     if _kind(name, options) in _KEPT:
         return _in_memory(name, options, verify)
     return _dataset(name, _from_cache(name, options, full=verify))
