@@ -12,6 +12,7 @@ import importlib
 import inspect
 import math
 import textwrap
+from collections.abc import Collection
 from typing import Any
 
 from fcljax.errors import InputError, Value
@@ -95,11 +96,12 @@ def check_ranges(options: object) -> None:
         check_value(field, getattr(options, field.name))
 
 
-def check_read(options: object, usual: object | None = None) -> None:
-    """Check that something reads every option that is not as usual.
+def check_read(options: object, usual: object | None = None, given: Collection[str] = ()) -> None:
+    """Check that something reads every option that is not as usual, or that was given.
 
     Args:
       usual: options with the values that pass though nothing reads them; the dataclass's defaults if None.
+      given: names of options that the user typed, whatever their values.
 
     Raises:
       InputError: naming the first option that nothing reads, and what would read it.
@@ -108,7 +110,8 @@ def check_read(options: object, usual: object | None = None) -> None:
     for field in fields_of(type(options)):
         decider, *readers = field.metadata.get("only") or ("",)
         unread = bool(decider) and getattr(options, decider) not in readers
-        if unread and getattr(options, field.name) != getattr(usual, field.name):
+        changed = getattr(options, field.name) != getattr(usual, field.name)
+        if unread and (changed or field.name in given):
             names = " and ".join(", ".join(readers).rsplit(", ", 1))
             raise InputError(
                 f"{field.name}: only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "

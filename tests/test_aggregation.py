@@ -584,7 +584,7 @@ def test_the_name_says_what_is_on():
             "trim: only trimmed_mean reads it, and aggregator is 'mean'; nearest: --aggregator trimmed_mean",
         ),
         (
-            {"malicious_bound": 1, "aggregator": "median"},
+            {"malicious_bound": 2, "aggregator": "median"},
             "malicious_bound: only krum and multi_krum read it, and aggregator is 'median'; "
             "nearest: --aggregator krum",
         ),

@@ -71,10 +71,13 @@ class Federation:
         main = main._replace(program=counted, server=twice(main.server))
         deals = [*DEALS, ALONE]
         self.engine = engine_of(
-            self.method._replace(rounds=(main,), broadcast=twice(self.method.broadcast)), deals=deals
+            self.method._replace(rounds=(main,), broadcast=twice(self.broadcast)), deals=deals
         )
         self.one_lane = engine_of(self.method, Lanes(1, "loop"), deals)
         self.start, self.states = begin(self.method)
+
+    def broadcast(self, *args):
+        return self.method.broadcast(*args)
 
     def counted(self, name, function):
         def call(*args):

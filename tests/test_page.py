@@ -18,7 +18,7 @@ from fcljax.errors import InputError
 from fcljax.results import charts, figures, page, repeat, run_folder
 from fcljax.results.page import render
 from fcljax.results.run_folder import FinishedRun as Run
-from fcljax.runs import loop
+from fcljax.runs.summary import FIGURES
 
 HOSTILE = ["<script>alert(1)</script>", "$x$ & \"'", "a\udc80\x00b", "</style>{{ 7*7 }}", "\u202egnp.exe"]
 VOID = {"meta", "link", "br", "img"}
@@ -302,7 +302,7 @@ def test_mistakes_of_report_are_one_line(arguments, words, capsys):
 
 def test_a_page_that_cannot_be_made_is_one_line_and_is_made_when_it_can_be(tmp_path, monkeypatch, capsys):
     run = copy_of_run(tmp_path)
-    for name in loop.FIGURES:
+    for name in FIGURES:
         figures.save(run / "figures" / name, figures.accuracy_curve({}))
     arguments = ["run", "linear", "--resume", str(run)]
     with monkeypatch.context() as patch:

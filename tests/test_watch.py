@@ -142,7 +142,7 @@ def test_a_sparkline_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["run: no run directory given"]),
+        ([], ["run: give one run directory"]),
         (["absent"], ["'absent' holds no run"]),
         (["absent", "--every", "0"], ["every: 0.0", "0.1"]),
         (["absent", "--every", "nan"], ["every: nan"]),
