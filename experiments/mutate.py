@@ -29,7 +29,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 KEPT = REPOSITORY / "experiments" / "mutants.json"
 
 # what a method is: its file, what it is made of, and what merges uploads
-TARGETS = ("fcljax/methods/**/*.py", "fcljax/adapters/*.py", "fcljax/parts/*.py", "fcljax/federated/*.py")
+TARGETS = (
+    "fcljax/methods/**/*.py",
+    "fcljax/adapters/*.py",
+    "fcljax/parts/*.py",
+    "fcljax/federated/*.py",
+    "fcljax/models/prototypes.py",
+)
 # the test files that look at those
 TESTS = (
     "adapters",

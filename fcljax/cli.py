@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fcljax import __version__
 from fcljax.errors import InputError, choose, one_line
@@ -122,4 +123,9 @@ def quiet_threads() -> None:
 
     hook = sys.unraisablehook
     absl.logging.set_verbosity(absl.logging.FATAL)
-    sys.unraisablehook = lambda error: None if "Event loop is closed" in str(error.exc_value) else hook(error)
+
+    def without_closed_loops(error: Any) -> None:
+        if "Event loop is closed" not in str(error.exc_value):
+            hook(error)
+
+    sys.unraisablehook = without_closed_loops

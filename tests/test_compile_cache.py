@@ -10,7 +10,7 @@ import pytest
 from small_runs import COMMON, ROOT
 
 from fcljax.runs import compile_cache
-from fcljax.runs.compile_cache import Entry, oldest_beyond
+from fcljax.runs.compile_cache import CachedProgram, oldest_beyond
 
 # what jax looked up, found and wrote, as it reports it, and the exit code
 COUNTING = """
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_used_is_a_line_and_no_error(set_up, tmp_path):
 
 
 def test_the_oldest_programs_are_given_up(set_up, tmp_path, monkeypatch):
-    entry = lambda name, size, used: Entry(Path(name), size, used)
+    entry = lambda name, size, used: CachedProgram(Path(name), size, used)
     old, middle, new = entry("a", 3, 1.0), entry("b", 4, 2.0), entry("c", 5, 3.0)
     assert oldest_beyond([middle, old, new], 12) == []
     assert oldest_beyond([middle, old, new], 9) == [old]

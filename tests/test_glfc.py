@@ -306,7 +306,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     image = jnp.asarray(IMAGE[:10], jnp.float32)
     context = ClientContext(FROZEN, None, None, FIRST, info_of(5, 10))
     zero = jnp.zeros(())
-    sums = G.Sums(jnp.zeros((3, 4)), jnp.zeros((3, 4)), jnp.zeros(3), jnp.zeros(3))
+    sums = G.FeatureSums(jnp.zeros((3, 4)), jnp.zeros((3, 4)), jnp.zeros(3), jnp.zeros(3))
     work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]

@@ -84,7 +84,7 @@ class Federation(NamedTuple):
     states: PyTree
 
 
-class State(NamedTuple):
+class PlayedState(NamedTuple):
     """What goes from round to round."""
 
     server: PyTree
@@ -162,7 +162,8 @@ def _with_padding(method: Method) -> Method:
     """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
 
     def filled(batch: Batch) -> Batch:
-        assert batch.query is not None
+        if batch.query is None:  # of other data
+            return batch
         pixel, label, *_ = jnp.max(batch.query, axis=0)
         image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
         return batch._replace(
@@ -214,9 +215,9 @@ def play(
     made: Federation,
     data: Split | None = None,
     start: int = 0,
-    state: State | None = None,
+    state: PlayedState | None = None,
     ids: Sequence[int] | None = None,
-) -> list[State]:
+) -> list[PlayedState]:
     """The states after every round of the tasks from `start` on, with what comes before and after a task.
 
     Args:
@@ -225,7 +226,7 @@ def play(
       ids: the clients that participate in rounds; None: all that have examples.
     """
     data, history = made.data if data is None else data, []
-    server, clients, past = state or State(made.server, jax.tree.map(jnp.copy, made.states))
+    server, clients, past = state or PlayedState(made.server, jax.tree.map(jnp.copy, made.states))
     begin = jax.jit(made.method.begin_task)
     for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
         round_context = RoundContext.on_host(made.frozen, task, 0, False)
@@ -241,7 +242,7 @@ def play(
                 server, clients, _ = run_round(made.engine, server, clients, inputs)
             kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
             past += () if kept is None else (kept,)
-            history.append(State(server, jax.tree.map(jnp.copy, clients), past))
+            history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
 
@@ -254,7 +255,7 @@ def receive(
     made: Federation,
     engine: Engine,
     index: int,
-    state: State,
+    state: PlayedState,
     partition: ClientPartition,
     ids: Sequence[int],
     task: Task = TASKS[1],
@@ -274,7 +275,7 @@ def receive(
 # ---- the statements ----------------------------------------------------------------------------------------
 
 
-def stays_finite(made: Federation, history: list[State]) -> Statement:
+def stays_finite(made: Federation, history: list[PlayedState]) -> Statement:
     """Everything stays finite and the server's state changes."""
     found = "it does"
     try:
@@ -286,7 +287,7 @@ def stays_finite(made: Federation, history: list[State]) -> Statement:
     return Statement("everything stays finite, and the server's state changes", found == "it does", found)
 
 
-def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
+def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
     """One lane in a loop, which computes short batches as such, receives the same as two vmapped lanes, which
     pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
     else: in FedLwF.MC the teachers equal the students at first."""
@@ -303,7 +304,7 @@ def lanes_do_not_matter(made: Federation, history: list[State]) -> Statement:
     )
 
 
-def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
+def others_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
     """What a client sends and keeps is the same bits, whichever clients take part besides."""
     found = ""
     for index in range(len(made.method.rounds)):
@@ -319,7 +320,7 @@ def others_do_not_matter(made: Federation, history: list[State]) -> Statement:
     return _equal("what a client sends and keeps does not depend on the other participants", found)
 
 
-def padding_is_inert(made: Federation, history: list[State]) -> Statement:
+def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
     """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
     False, and images that no client has."""
     indices = np.concatenate([partition.indices for partition in made.partitions])
@@ -332,7 +333,7 @@ def padding_is_inert(made: Federation, history: list[State]) -> Statement:
     return _equal("padding is inert: with other images and labels in it, nothing changes", found)
 
 
-def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
+def order_does_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
     """Clients with other numbers send the same sum, in their first round: later keys depend on the
     numbers."""
     del history
@@ -340,7 +341,7 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
     renamed = _partition(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
-    state = State(begin(round_context, made.server, KEY), made.states)
+    state = PlayedState(begin(round_context, made.server, KEY), made.states)
     for index in range(len(made.method.rounds)):
         pair = [
             receive(made, made.engine, index, state, partition, present(partition), TASKS[0])[0]
@@ -354,7 +355,7 @@ def order_does_not_matter(made: Federation, history: list[State]) -> Statement:
     )
 
 
-def resumes(made: Federation, history: list[State]) -> Statement:
+def resumes(made: Federation, history: list[PlayedState]) -> Statement:
     """A run that is resumed from a checkpoint on disk gives the same bits."""
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
@@ -364,7 +365,7 @@ def resumes(made: Federation, history: list[State]) -> Statement:
     return _equal("a resumed run equals the uninterrupted one", _differing(again[-1], history[-1]))
 
 
-def traced_once(made: Federation, history: list[State]) -> Statement:
+def traced_once(made: Federation, history: list[PlayedState]) -> Statement:
     """After all other statements, every function of the engine was traced once."""
     del history
     most = max(made.engine.traces.items(), key=lambda item: item[1])

@@ -231,7 +231,7 @@ def _mirrored(honest: Phase, fault: _Fault) -> Phase:
 # ---- uploads that are sent again ---------------------------------------------------------------------------
 
 
-class Sent(NamedTuple):
+class LastUpload(NamedTuple):
     """A client's state, where clients can send old uploads again."""
 
     own: ClientState  # what the method keeps
@@ -242,9 +242,9 @@ class Sent(NamedTuple):
 def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:
     """The method with clients that keep their uploads, to send them again."""
 
-    def init_client(key: PRNGKeyArray, server: PyTree) -> Sent:
+    def init_client(key: PRNGKeyArray, server: PyTree) -> LastUpload:
         nothing = tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), each) for each in uploads)
-        return Sent(method.init_client(key, server), nothing, (jnp.bool_(False),) * len(uploads))
+        return LastUpload(method.init_client(key, server), nothing, (jnp.bool_(False),) * len(uploads))
 
     def with_own(predict: Callable | None) -> Callable | None:
         """A prediction with a client's state, given what the method keeps of it."""
@@ -265,17 +265,17 @@ def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Me
 def _repeated(each: Round, index: int, fault: _Fault) -> Round:
     program = each.program
 
-    def start(context: ClientContext, state: Sent, key: PRNGKeyArray) -> Local:
+    def start(context: ClientContext, state: LastUpload, key: PRNGKeyArray) -> Local:
         return program.start(context, state.own, key)
 
-    def finish(context: ClientContext, local: Local, state: Sent) -> tuple[Upload, Sent]:
+    def finish(context: ClientContext, local: Local, state: LastUpload) -> tuple[Upload, LastUpload]:
         made, own = program.finish(context, local, state.own)
         made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
         again = fault.has(context, _STALE) & state.there[index]
         sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
         last, there = list(state.last), list(state.there)
         last[index], there[index] = made, jnp.bool_(True)
-        return sent, Sent(own, tuple(last), tuple(there))
+        return sent, LastUpload(own, tuple(last), tuple(there))
 
     buffer = program.replay_buffer
     own_buffer = buffer and (lambda state: buffer(state.own))

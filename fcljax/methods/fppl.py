@@ -213,12 +213,15 @@ def store_prototypes(
     valid: Bool[Array, " P"],
     classes: Int[Array, " Ct"],
 ) -> Prototypes:
-    """The pool [K, C, ...] with the rows [P, Ct, ...] that the valid clients sent for the current task in
-    place of their older ones; entries of other tasks and of absent clients stay."""
+    """The pool [K, C, ...] with what the valid clients sent for the current task [P, Ct, ...] in place of
+    their older prototypes; those of other tasks and of absent clients stay."""
     clients, total = pool.present.shape
-    row = jnp.where(valid, id_, clients)[:, None]
-    column = jnp.where(classes >= 0, classes, total)[None, :]
-    put = lambda buffer, x: buffer.at[row, column].set(x, mode="drop")
+    client = jnp.where(valid, id_, clients)[:, None]
+    label = jnp.where(classes >= 0, classes, total)[None, :]
+
+    def put(buffer: Array, new: Array) -> Array:
+        return buffer.at[client, label].set(new, mode="drop")
+
     return jax.tree.map(put, pool, sent)
 
 

@@ -9,7 +9,7 @@ from fcljax.models.convnet import Norm, StemLayers, convnet_network, layer, pool
 from fcljax.models.shapes import ResNetConfig
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two convolutions, and the block's input beside them."""
 
     features: int
@@ -43,7 +43,7 @@ class ResNet(nn.Module):
         for stage, blocks in enumerate(c.stages):
             for i in range(blocks):
                 stride = 2 if stage and i == 0 else 1
-                block = Block(
+                block = BasicBlock(
                     c.channels * 2**stage, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}"
                 )
                 x = block(x, mask)

@@ -122,7 +122,7 @@ def federate(
       InputError: for parts that do not fit together, naming them.
     """
     rules = (*client_rules, *run.rules)
-    check_arguments("federate", loss=(loss and loss.value, 3), learning_rate=(learning_rate, 3))
+    check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
     _check_rules(run, loss, rules, server_rules, personal)
     training = run.training._replace(factor=learning_rate or run.training.factor, loss=loss)
     each_round = tuple(rule for rule in server_rules if rule.when == "round")

@@ -90,11 +90,17 @@ def replay(size: int, batch_size: int) -> ClientRule:
 
 
 def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exemplars:
-    """The exemplars after a batch was offered: of all rows ever offered those with the highest priorities,
-    each at most once. A row's priority is a uniform number that depends on the client and the row alone, so
-    this is a uniform sample, whatever the order."""
+    """The exemplars after a batch was offered: of all examples ever offered those of highest priority,
+    each at most once.
+
+    A priority is uniform and depends on the client and the example alone, so that this is a uniform sample,
+    whatever the order.
+    """
     key = jax.random.wrap_key_data(key_data)
-    uniform = lambda row: jax.random.uniform(jax.random.fold_in(key, row))
+
+    def uniform(index: Int[Array, ""]) -> Float[Array, ""]:
+        return jax.random.uniform(jax.random.fold_in(key, index))
+
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
     known = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
     offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~known, priority, -2.0))

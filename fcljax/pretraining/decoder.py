@@ -151,7 +151,7 @@ class Images(NamedTuple):
     digest: str = ""  # of data sets
 
 
-class Plan(NamedTuple):
+class DecoderPlan(NamedTuple):
     """Everything that jit specialises on."""
 
     config: PretrainDecoderConfig
@@ -162,7 +162,7 @@ class Plan(NamedTuple):
     crops: bool
 
 
-class State(NamedTuple):
+class DecoderState(NamedTuple):
     """What training changes."""
 
     params: PyTree  # the decoder's
@@ -251,7 +251,7 @@ def random_crops(
 
 
 def _reconstruct(
-    plan: Plan, encoder: PyTree, params: PyTree, image: Array, masking: Masking
+    plan: DecoderPlan, encoder: PyTree, params: PyTree, image: Array, masking: Masking
 ) -> Float[Array, "batch patches pixels"]:
     """The decoder's pixels from the frozen encoder's features of the visible patches."""
     latent = apply_vit(plan.encoder, encoder, image, Injection(keep=masking.keep), full=True).tokens
@@ -259,7 +259,7 @@ def _reconstruct(
     return decode(plan.decoder, params, latent, masking.restore)
 
 
-def _optimiser(plan: Plan) -> optax.GradientTransformation:
+def _optimiser(plan: DecoderPlan) -> optax.GradientTransformation:
     cfg = plan.config
 
     def matrices(params: PyTree) -> PyTree:
@@ -276,8 +276,8 @@ def _optimiser(plan: Plan) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    plan: Plan, encoder: PyTree, state: State, shown: Shown, moment: Moment
-) -> tuple[State, Float[Array, ""]]:
+    plan: DecoderPlan, encoder: PyTree, state: DecoderState, shown: Shown, moment: Moment
+) -> tuple[DecoderState, Float[Array, ""]]:
     """One update, and its loss on hidden patches."""
     (image, size), (step, point, share) = shown, moment
     views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
@@ -293,7 +293,7 @@ def _step(
         return hidden + weight * visible, hidden
 
     params, opt, loss = update(_optimiser(plan), objective, state.params, state.opt)
-    return State(params, opt, state.curve.at[0, point].add(share * loss)), loss
+    return DecoderState(params, opt, state.curve.at[0, point].add(share * loss)), loss
 
 
 def _keys(seed: int) -> Key[Array, "2"]:
@@ -304,7 +304,7 @@ def _keys(seed: int) -> Key[Array, "2"]:
 # ---- held-out images ---------------------------------------------------------------------------------------
 
 
-def _held_out(plan: Plan, shown: Shown, first: Array) -> tuple[Array, Masking]:
+def _held_out(plan: DecoderPlan, shown: Shown, first: Array) -> tuple[Array, Masking]:
     """The clean view, and masks that depend on the images' positions alone, of which `first` is the first."""
     image, size = shown
     positions = first + jnp.arange(len(image))
@@ -314,20 +314,20 @@ def _held_out(plan: Plan, shown: Shown, first: Array) -> tuple[Array, Masking]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(plan: Plan, encoder: PyTree, params: PyTree, shown: Shown, first: Array) -> Array:
+def _score(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown, first: Array) -> Array:
     seen, masking = _held_out(plan, shown, first)
     return reconstruction_loss(_reconstruct(plan, encoder, params, seen, masking), seen, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score_constant(plan: Plan, patches: Array, shown: Shown, first: Array) -> Array:
+def _score_constant(plan: DecoderPlan, patches: Array, shown: Shown, first: Array) -> Array:
     seen, masking = _held_out(plan, shown, first)
     constant = jnp.broadcast_to(patches, (len(shown.image), *patches.shape))
     return reconstruction_loss(constant, seen, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean_patches(plan: Plan, shown: Shown, first: Array) -> Array:
+def _mean_patches(plan: DecoderPlan, shown: Shown, first: Array) -> Array:
     return patchify(_held_out(plan, shown, first)[0], plan.encoder.patch).mean(0)
 
 
@@ -340,13 +340,13 @@ def _average(f: Callable[[Shown, int], Array], held_out: Shown, batch: int) -> F
     return np.asarray(np.average(means, axis=0, weights=[len(part.image) for part in parts]))
 
 
-def validation_loss(plan: Plan, encoder: PyTree, params: PyTree, held_out: Shown) -> float:
+def validation_loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, held_out: Shown) -> float:
     """Mean squared error of normalised pixels over hidden patches, whose choice is fixed."""
     score = functools.partial(_score, plan, encoder, params)
     return float(_average(score, held_out, plan.config.batch_size))
 
 
-def baseline_loss(plan: Plan, held_out: Shown) -> float:
+def baseline_loss(plan: DecoderPlan, held_out: Shown) -> float:
     """The validation loss of the best constant prediction: the mean patch of each position."""
     batch = plan.config.batch_size
     patches = jnp.asarray(_average(functools.partial(_mean_patches, plan), held_out, batch), jnp.float32)
@@ -364,7 +364,7 @@ def _vit_of(backbone: Pretrained) -> ViTConfig:
     return backbone.config
 
 
-def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Plan:
+def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> DecoderPlan:
     vit = _vit_of(backbone)
     patches = vit.grid**2
     if not 1 <= int(patches * (1 - cfg.mask_ratio)) < patches:
@@ -387,7 +387,7 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> P
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
     )
     steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.per_epoch or 0)
-    return Plan(_trained(cfg), steps, vit, decoder, views, images.crops)
+    return DecoderPlan(_trained(cfg), steps, vit, decoder, views, images.crops)
 
 
 def _trained(cfg: PretrainDecoderConfig) -> PretrainDecoderConfig:
@@ -395,12 +395,14 @@ def _trained(cfg: PretrainDecoderConfig) -> PretrainDecoderConfig:
     return dataclasses.replace(cfg, out=Path(), resume=False, checkpoint_every=1, data_dir=None)
 
 
-def _start(plan: Plan) -> State:
+def _start(plan: DecoderPlan) -> DecoderState:
     params = init_decoder(_keys(plan.config.seed)[0], plan.decoder)
-    return State(params, _optimiser(plan).init(params), jnp.zeros((2, min(plan.steps, _POINTS))))
+    return DecoderState(params, _optimiser(plan).init(params), jnp.zeros((2, min(plan.steps, _POINTS))))
 
 
-def _train(plan: Plan, encoder: PyTree, images: Images, manager: CheckpointManager, every: int) -> State:
+def _train(
+    plan: DecoderPlan, encoder: PyTree, images: Images, manager: CheckpointManager, every: int
+) -> DecoderState:
     """The state after all remaining steps, or when the training has diverged.
 
     JAX computes a step in the background while the next batch is read.
@@ -434,7 +436,7 @@ def _train(plan: Plan, encoder: PyTree, images: Images, manager: CheckpointManag
     return state
 
 
-def _begin(plan: Plan, manager: CheckpointManager) -> tuple[State, int]:
+def _begin(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
     """The newest checkpoint, or the state before the first step, and the number of steps that are done."""
     state = _start(plan)
     snapshot = checkpoint.latest(manager, state)
@@ -492,7 +494,7 @@ def _claim(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> 
     return folder
 
 
-def _metadata(cfg: PretrainDecoderConfig, plan: Plan, backbone: Pretrained) -> dict[str, str]:
+def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretrained) -> dict[str, str]:
     return {
         **decoder_metadata(plan.decoder, plan.preprocess.mean, plan.preprocess.std, backbone.digest),
         "mask_ratio": str(cfg.mask_ratio),
@@ -501,7 +503,7 @@ def _metadata(cfg: PretrainDecoderConfig, plan: Plan, backbone: Pretrained) -> d
     }
 
 
-def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown) -> None:
+def _draw(path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, held_out: Shown) -> None:
     """Draw the loss curve, and the decoder's predictions for some held-out images."""
     points, count = state.curve.shape[1], len(held_out.image)
     ends = (np.arange(1, points + 1) * plan.steps + points - 1) // points
@@ -515,7 +517,7 @@ def _draw(path: Path, plan: Plan, encoder: PyTree, state: State, held_out: Shown
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _panel(plan: Plan, encoder: PyTree, params: PyTree, shown: Shown) -> Strips:
+def _panel(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown) -> Strips:
     """Images and their predictions."""
     seen, masking = _held_out(plan, shown, jnp.int32(0))
     patch, mean, std = plan.encoder.patch, jnp.array(plan.preprocess.mean), jnp.array(plan.preprocess.std)

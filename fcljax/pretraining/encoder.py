@@ -78,7 +78,7 @@ class PretrainConfig:
     """Seed of initial weights and images."""
 
 
-class State(NamedTuple):
+class EncoderState(NamedTuple):
     """What training updates: parameters {vit, head} and the optimiser's state."""
 
     params: PyTree
@@ -140,8 +140,8 @@ def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) ->
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(
-    config: PretrainConfig, vit: ViTConfig, state: State, gray: Array, label: Array
-) -> tuple[State, Array]:
+    config: PretrainConfig, vit: ViTConfig, state: EncoderState, gray: Array, label: Array
+) -> tuple[EncoderState, Array]:
     """One step; also [loss, accuracy]."""
 
     def objective(params):
@@ -154,7 +154,7 @@ def _step(
         return loss, jnp.stack([loss, accuracy])
 
     params, opt, metrics = update(_optimiser(config), objective, *state)
-    return State(params, opt), metrics
+    return EncoderState(params, opt), metrics
 
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
@@ -165,11 +165,11 @@ def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
     return 0.5 * jnp.concatenate([jnp.zeros((1, vit.width)), jnp.concatenate(waves, axis=1)])
 
 
-def _start(config: PretrainConfig, vit: ViTConfig) -> State:
+def _start(config: PretrainConfig, vit: ViTConfig) -> EncoderState:
     body, head = jax.random.split(jax.random.key(config.seed))
     body = {**init_vit(body, vit), "pos": _positions(vit)}
     params = {"vit": body, "head": jax.random.normal(head, (config.classes, vit.width)) * vit.width**-0.5}
-    return State(params, _optimiser(config).init(params))
+    return EncoderState(params, _optimiser(config).init(params))
 
 
 def eased(style: Style, strength: float) -> Style:
@@ -205,7 +205,7 @@ def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np
         yield gray, label.astype(np.int32)
 
 
-def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[State, list[float]]:
+def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[float]]:
     """All steps. JAX computes a step in the background while the next batch is drawn."""
     state, recent = _start(config, vit), []
     with training_bar("pretrain", config.steps, 0, "loss", "accuracy") as show:

@@ -50,7 +50,7 @@ class Cell(NamedTuple):
     """how dark the cell is, from 0 to SHADES"""
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """A table whose first column names the rows."""
 
     caption: str
@@ -69,7 +69,7 @@ class Chart(NamedTuple):
     title: str = ""
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """A section of the page."""
 
     id: str
@@ -77,15 +77,15 @@ class Part(NamedTuple):
     text: Sequence[str] = ()
     """paragraphs"""
     charts: Sequence[Chart] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[PageTable] = ()
     pictures: Sequence[tuple[str, str]] = ()
     """data URI, and what it shows"""
-    folded: Sequence[Table] = ()
+    folded: Sequence[PageTable] = ()
     """tables that a click opens"""
     commands: Sequence[str] = ()
 
 
-class View(NamedTuple):
+class PageView(NamedTuple):
     """The runs of a page."""
 
     groups: list[Group]
@@ -95,10 +95,10 @@ class View(NamedTuple):
     runs: Sequence[FinishedRun]
 
 
-def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Part]:
+def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
     """All sections of the page, in their order. `again`: the command that makes the page."""
     groups = groups_of([run.summary for run in runs])
-    view = View(groups, _names(groups), runs)
+    view = PageView(groups, _names(groups), runs)
     makers = (
         _results,
         _curves,
@@ -117,7 +117,7 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Part]:
     return [*(part for make in makers if (part := make(view)) is not None), _commands(view, again)]
 
 
-def _results(view: View) -> Part:
+def _results(view: PageView) -> Section:
     columns = {
         "Data set": lambda group: group.runs[0]["dataset"],
         "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
@@ -148,10 +148,10 @@ def _results(view: View) -> Part:
         "is the mean of A_t over t, and A_last its value after the last task. In Task-IL only the classes of "
         "the image's own task compete.",
     )
-    return Part("results", "Results", text, tables=tables)
+    return Section("results", "Results", text, tables=tables)
 
 
-def _curves(view: View) -> Part:
+def _curves(view: PageView) -> Section:
     runs, spread = curves_of(view.groups)
     longest = max(len(values) for values in runs.values())
     rows = []
@@ -164,22 +164,22 @@ def _curves(view: View) -> Part:
     chart = Chart(charts.curves(runs, spread, label), legend, switches=len(runs) > 1)
     text = ("A band is one population standard deviation over seeds.",) if spread else ()
     columns = ("Run", *(f"Task {t + 1}" for t in range(longest)))
-    return Part(
+    return Section(
         "curves", "Accuracy over tasks", text, [chart], [_table("A_t after each task, in %", columns, rows)]
     )
 
 
-def _matrices(view: View) -> Part:
+def _matrices(view: PageView) -> Section:
     shown = view.groups[:MAX_MATRICES]
     text = ["Row: after learning that task; column: accuracy on the test images of that task, in %."]
     if any(len(group.runs) > 1 for group in shown):
         text.append("With several seeds, the mean.")
     if len(shown) < len(view.groups):
         text.append(f"The first {len(shown)} of {len(view.groups)} are shown.")
-    return Part("matrix", "Accuracy matrix", text, tables=[_matrix(group) for group in shown])
+    return Section("matrix", "Accuracy matrix", text, tables=[_matrix(group) for group in shown])
 
 
-def _matrix(group: Group) -> Table:
+def _matrix(group: Group) -> PageTable:
     values = 100 * np.array([run["accuracy"] for run in group.runs], float).mean(0)
     rows = [
         [f"After task {t + 1}", *(heat(value, 100) for value in row)]
@@ -188,7 +188,7 @@ def _matrix(group: Group) -> Table:
     return _table(group.name, ("Learned", *(f"Task {t + 1}" for t in range(len(values)))), rows)
 
 
-def _forgetting(view: View) -> Part:
+def _forgetting(view: PageView) -> Section:
     text = (
         "paper: the best accuracy on a task before the last one was learned, minus the accuracy at the end, "
         "mean over all tasks but the last; negative where old tasks have improved. released: the best of all "
@@ -198,23 +198,25 @@ def _forgetting(view: View) -> Part:
     keys = {**{kind: f"forgetting.{kind}" for kind in FORGETTING}, "Backward transfer": "backward_transfer"}
     rows = [[group.name, *(accuracy(group, key) for key in keys.values())] for group in view.groups]
     table = _table("Forgetting by its three definitions", ("Run", *keys), rows)
-    return Part("forgetting", "Forgetting", text, tables=[table])
+    return Section("forgetting", "Forgetting", text, tables=[table])
 
 
-def _clients(view: View) -> Part:
+def _clients(view: PageView) -> Section:
     text = "Accuracy of the global model under each client's own mix of classes, in %."
-    part = Part("clients", "Accuracy per client", [text])
+    part = Section("clients", "Accuracy per client", [text])
     return _per_item(view, part, "client_accuracy", "Client", lambda run, i: str(i))
 
 
-def _classes(view: View) -> Part:
+def _classes(view: PageView) -> Section:
     text = "Accuracy on the test images of each class after the last task, in the class order of each run."
     return _per_item(
-        view, Part("classes", "Accuracy per class", [text]), "class_accuracy", "Class", _class_name
+        view, Section("classes", "Accuracy per class", [text]), "class_accuracy", "Class", _class_name
     )
 
 
-def _per_item(view: View, part: Part, key: str, item: str, name: Callable[[Summary, int], str]) -> Part:
+def _per_item(
+    view: PageView, part: Section, key: str, item: str, name: Callable[[Summary, int], str]
+) -> Section:
     """Dots for every run, and tables with a row for each item: one for all runs whose items have the same
     names, in whatever order (class orders differ by seed)."""
     having, lacking = _having(view, key)
@@ -236,14 +238,14 @@ def _per_item(view: View, part: Part, key: str, item: str, name: Callable[[Summa
     return part._replace(text=[*part.text, *lacking], charts=[chart], tables=tables)
 
 
-def _item_table(title: str, item: str, runs: dict[str, dict[str, Number | None]]) -> Table:
+def _item_table(title: str, item: str, runs: dict[str, dict[str, Number | None]]) -> PageTable:
     items = list(next(iter(runs.values())))
     rows = [[each, *(share(own.get(each)) for own in runs.values())] for each in items[:MAX_ROWS]]
     more = f"; the first {MAX_ROWS} of {len(items)}" if len(items) > MAX_ROWS else ""
     return _table(f"{title}, in %{more}", (item, *runs), rows)
 
 
-def _partitions(view: View) -> Part:
+def _partitions(view: PageView) -> Section:
     having, lacking = _having(view, "holdings")
     alike: dict[str, list[str]] = {}
     for name, run in having.items():
@@ -259,10 +261,10 @@ def _partitions(view: View) -> Part:
         text.append(
             f"{len(tables)} of {len(alike)} are shown; all are in summary.json, and in figures/classes.png."
         )
-    return Part("holdings", "Client partitions", [*text, *lacking], tables=tables)
+    return Section("holdings", "Client partitions", [*text, *lacking], tables=tables)
 
 
-def _partition(run: Summary, names: list[str]) -> Table:
+def _partition(run: Summary, names: list[str]) -> PageTable:
     order = list(dict.fromkeys(c for task in run["task_classes"] for c in task))
     task_of = {c: t + 1 for t, task in reversed(list(enumerate(run["task_classes"]))) for c in task}
     counts = np.array(run["holdings"], float)
@@ -275,7 +277,7 @@ def _partition(run: Summary, names: list[str]) -> Table:
     return _table(f"Training examples: {_few(names)}", columns, rows)
 
 
-def _costs(view: View) -> Part:
+def _costs(view: PageView) -> Section:
     columns = {
         "Upload (MB)": "communication.upload_bytes",
         "Upload (parameters)": "communication.upload_scalars",
@@ -305,10 +307,10 @@ def _costs(view: View) -> Part:
     if not all("communication_total" in group.runs[0] for group in view.groups):
         text.append(_left_out("communication_total"))
     table = _table("Communication and storage beside accuracy", ("Run", "A_last (%)", *columns), rows)
-    return Part("costs", "Communication and storage", text, [chart] if points else [], [table])
+    return Section("costs", "Communication and storage", text, [chart] if points else [], [table])
 
 
-def _times(view: View) -> Part:
+def _times(view: PageView) -> Section:
     means = {
         group.name: [_mean(read(run, f"time.{key}") for run in group.runs) for key in TIMES]
         for group in view.groups
@@ -329,10 +331,10 @@ def _times(view: View) -> Part:
     ]
     columns = ("Run", *parts, "all", "Trained images/s", "Slot efficiency")
     table = _table("Seconds, mean over seeds", columns, rows)
-    return Part("time", "Time by part", (), [chart], [table])
+    return Section("time", "Time by part", (), [chart], [table])
 
 
-def _rejected(view: View) -> Part:
+def _rejected(view: PageView) -> Section:
     having, lacking = _having(view, "rejected_uploads")
     columns = {
         "Rejected uploads": lambda run: number(run["rejected_uploads"]),
@@ -352,10 +354,10 @@ def _rejected(view: View) -> Part:
         for name, run in having.items()
         if run["rejected_uploads"] and lines[id(run)]
     ]
-    return Part("rejected", "Rejected uploads", [*text, *lacking], tables=tables)
+    return Section("rejected", "Rejected uploads", [*text, *lacking], tables=tables)
 
 
-def _rejected_by_task(name: str, lines: Sequence[dict[str, Any]]) -> Table:
+def _rejected_by_task(name: str, lines: Sequence[dict[str, Any]]) -> PageTable:
     rows = []
     for task in sorted({line["task"] for line in lines}):
         own = [line for line in lines if line["task"] == task]
@@ -364,7 +366,7 @@ def _rejected_by_task(name: str, lines: Sequence[dict[str, Any]]) -> Table:
     return _table(f"Rejected by task: {name}", ("Task", "Rejected", "Uploads"), rows)
 
 
-def _reconstructions(view: View) -> Part | None:
+def _reconstructions(view: PageView) -> Section | None:
     having, _ = _having(view, "restored")
     if not having:
         return None
@@ -388,10 +390,10 @@ def _reconstructions(view: View) -> Part | None:
     if len(pictures) < len(having):
         text.append("Pictures that are not here are in the runs' figures/restored.png.")
     table = _table("Reconstructed images", ("Run, images", *keys), rows)
-    return Part("rebuilt", "Reconstructed images", text, tables=[table], pictures=pictures)
+    return Section("rebuilt", "Reconstructed images", text, tables=[table], pictures=pictures)
 
 
-def _calibration(view: View) -> Part:
+def _calibration(view: PageView) -> Section:
     having, lacking = _having(view, "calibration.examples")
     shown = list(having.items())[:MAX_MATRICES]
     drawn = []
@@ -409,10 +411,10 @@ def _calibration(view: View) -> Part:
         "An image whose outputs are not finite has no prediction: it counts as wrong, and is in no bin.",
     ]
     tables = [_table_of("Calibration, in %", "Run", having, columns)] if having else []
-    return Part("calibration", "Reliability", [*text, *lacking], drawn, tables)
+    return Section("calibration", "Reliability", [*text, *lacking], drawn, tables)
 
 
-def _settings(view: View) -> Part:
+def _settings(view: PageView) -> Section:
     runs = [{"method": group.runs[0]["method"], **group.runs[0].get("config", {})} for group in view.groups]
     settings = {
         name: [str(run.get(name, NONE)) for run in runs]
@@ -430,13 +432,13 @@ def _settings(view: View) -> Part:
             f"{', '.join(sorted(ASIDE))}."
         )
     folded = [_table(caption, ("Setting", "Value"), same)]
-    return Part("settings", "Settings", text, tables=tables, folded=folded)
+    return Section("settings", "Settings", text, tables=tables, folded=folded)
 
 
-def _commands(view: View, again: str) -> Part:
+def _commands(view: PageView, again: str) -> Section:
     text = ["The runs, and then this page. Files are named as they were given to the runs."]
     commands = [*map(_command, view.groups), again]
-    return Part("again", "Repeat the runs", text, commands=commands)
+    return Section("again", "Repeat the runs", text, commands=commands)
 
 
 def _command(group: Group) -> str:
@@ -494,9 +496,9 @@ def accuracy(group: Group, key: str) -> Cell:
     return seeds([percent(read(run, key)) for run in group.runs], 2)
 
 
-def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> PageTable:
     """A table whose rows have cells and plain text."""
-    return Table(
+    return PageTable(
         caption,
         columns,
         [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows],
@@ -505,7 +507,7 @@ def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]
 
 def _table_of(
     caption: str, first: str, named: Mapping[str, Named], columns: Mapping[str, Callable[[Named], object]]
-) -> Table:
+) -> PageTable:
     """A table with a row for each of `named`, whose cells the columns' functions give."""
     rows = [[name, *(cell(each) for cell in columns.values())] for name, each in named.items()]
     return _table(caption, (first, *columns), rows)
@@ -525,7 +527,7 @@ def _names(groups: list[Group]) -> dict[str, Summary]:
     return found
 
 
-def _having(view: View, key: str) -> tuple[dict[str, Summary], list[str]]:
+def _having(view: PageView, key: str) -> tuple[dict[str, Summary], list[str]]:
     """The runs that have a key, by name, and a line for those that lack it."""
     having = {name: run for name, run in view.names.items() if read(run, key) not in (None, [], {})}
     lacking = [name for name in view.names if name not in having]

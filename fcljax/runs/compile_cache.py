@@ -30,7 +30,7 @@ UNREAD = re.compile(r"Error reading persistent compilation cache entry for '([\w
 UNWRITTEN = "Error writing persistent compilation cache entry"
 
 
-class Entry(NamedTuple):
+class CachedProgram(NamedTuple):
     """A compiled program's file, its bytes, and when it was last used, in seconds since 1970."""
 
     path: Path
@@ -137,7 +137,7 @@ def _forget_what_cannot_be_read(folder: Path) -> None:
     warnings.showwarning = show_or_remove
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CachedProgram]:
     """All compiled programs in a folder, of all versions and types of CPU."""
     found = []
     for path in folder.glob("*/*-cache"):
@@ -146,11 +146,11 @@ def entries(folder: Path) -> list[Entry]:
         except OSError:  # another process has removed it
             continue
         # many systems record only the first access of a day, and some none
-        found.append(Entry(path, state.st_size, max(state.st_atime, state.st_mtime)))
+        found.append(CachedProgram(path, state.st_size, max(state.st_atime, state.st_mtime)))
     return found
 
 
-def oldest_beyond(entries: Sequence[Entry], most: int) -> list[Entry]:
+def oldest_beyond(entries: Sequence[CachedProgram], most: int) -> list[CachedProgram]:
     """The least recently used programs, without which the others have at most `most` bytes. jax has a limit
     of its own, but with it every look-up of every process waits for one lock, and a process that is killed
     while it writes breaks the limit for all later ones."""
@@ -162,7 +162,7 @@ def oldest_beyond(entries: Sequence[Entry], most: int) -> list[Entry]:
     return gone
 
 
-def forget(entries: Sequence[Entry]) -> None:
+def forget(entries: Sequence[CachedProgram]) -> None:
     """Remove compiled programs; another process may have done so already."""
     for entry in entries:
         entry.path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -309,7 +310,7 @@ def draw_figures(
     its figures."""
     figures = figures_of(exp, summary)
     if rebuilt:
-        figures[RESTORED] = lambda path: draw_restored(path, *rebuilt[0])
+        figures[RESTORED] = partial(draw_restored, images=rebuilt[0].images, label=rebuilt[0].label)
     for name, draw in figures.items():
         path = folder / name
         try:

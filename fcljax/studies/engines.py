@@ -19,7 +19,7 @@ from fcljax.studies.jobs import Job
 Name = Literal["local", "ray", "slurm", "slurm-local"]
 
 
-class Task(NamedTuple):
+class ClusterTask(NamedTuple):
     """A run that was started."""
 
     code: Callable[[], int | None]
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     """Ends it, as the signal of that number would."""
 
 
-Start = Callable[[Job], Task]
+Start = Callable[[Job], ClusterTask]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +70,9 @@ def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> It
         yield _submitit(name, slurm, folder)
 
 
-def _local(job: Job) -> Task:
+def _local(job: Job) -> ClusterTask:
     process = jobs.start(job)
-    return Task(process.poll, process.send_signal)
+    return ClusterTask(process.poll, process.send_signal)
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def _ray(options: RayOptions) -> Iterator[Start]:
         signal.signal(signal.SIGTERM, ending)  # Ray's own handler exits before the runs have ended
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
 
-    def start(job: Job) -> Task:
+    def start(job: Job) -> ClusterTask:
         stop = jobs.stop_file(job)
         stop.unlink(missing_ok=True)
         running = remote.remote(job)
@@ -96,7 +96,7 @@ def _ray(options: RayOptions) -> Iterator[Start]:
             return _code(lambda: ray.get(running), job)
 
         # Ray's own cancel can leave the run's process behind
-        return Task(code, lambda number: write_text(stop, str(number)))
+        return ClusterTask(code, lambda number: write_text(stop, str(number)))
 
     try:
         yield start
@@ -116,9 +116,9 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
     executor.update_parameters(**slurm_parameters(options))
 
-    def start(job: Job) -> Task:
+    def start(job: Job) -> ClusterTask:
         submitted = executor.submit(jobs.Again(), job)
-        return Task(
+        return ClusterTask(
             lambda: _code(submitted.result, job) if submitted.done() else None,
             lambda number: submitted.cancel(),
         )

@@ -26,7 +26,7 @@ from fcljax.runs.resume import check_file
 from fcljax.runs.signals import number_of, postponed
 from fcljax.runs.summary import learned_nothing
 from fcljax.studies import engines
-from fcljax.studies.engines import Start, Task
+from fcljax.studies.engines import ClusterTask, Start
 from fcljax.studies.grid import Planned
 from fcljax.studies.jobs import Job, carried
 from fcljax.studies.seeds import folder_of_runs
@@ -230,12 +230,12 @@ def on_device(job: Job, device: str | None) -> Job:
     return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
 
 
-def _ended(running: Mapping[str, tuple[Task, str | None]]) -> dict[str, int]:
+def _ended(running: Mapping[str, tuple[ClusterTask, str | None]]) -> dict[str, int]:
     codes = {name: task.code() for name, (task, _) in running.items()}
     return {name: code for name, code in codes.items() if code is not None}
 
 
-def _end(running: Mapping[str, tuple[Task, str | None]], number: int) -> None:
+def _end(running: Mapping[str, tuple[ClusterTask, str | None]], number: int) -> None:
     """Send a signal to all runs, and wait until they have ended."""
     for task, _ in running.values():
         task.stop(number)

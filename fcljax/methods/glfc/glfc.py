@@ -199,7 +199,7 @@ class Known(NamedTuple):
     """The task in which it had each class; -1: none yet."""
 
 
-class Sums(NamedTuple):
+class FeatureSums(NamedTuple):
     """Of the features of a client's examples, by class."""
 
     near: Float[Array, "Ct D"]
@@ -217,7 +217,7 @@ class Work(NamedTuple):
     entropy: Float[Array, ""]
     """The sum over `examples` examples."""
     examples: Float[Array, ""]
-    sums: Sums
+    sums: FeatureSums
     image: Float[Array, "Ct h w 3"]
     """Of each class the image nearest to the class mean so far."""
     distance: Float[Array, " Ct"]
@@ -242,7 +242,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
     def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> Work:
         del context, key
         count, width, zero = sizes.task_classes, run.network.width, jnp.zeros(())
-        sums = Sums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
+        sums = FeatureSums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
         image = jnp.zeros((count, *run.network.image))
         return Work(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
 
@@ -406,7 +406,9 @@ def add_features(step: ClientStep, work: Work) -> Work:
 
     (near, examples), (plain, _) = add(unit(feature)), add(feature)
     (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
-    new = Sums(own.near + near, own.feature + plain, own.square + square[:, 0], own.examples + examples)
+    new = FeatureSums(
+        own.near + near, own.feature + plain, own.square + square[:, 0], own.examples + examples
+    )
     return work._replace(sums=new)
 
 
@@ -475,7 +477,7 @@ def perturb(
     return jax.lax.fori_loop(0, options.prototype_steps, step, pixels)
 
 
-def spread_of(sums: Sums) -> Float[Array, ""]:
+def spread_of(sums: FeatureSums) -> Float[Array, ""]:
     """The mean variance of a feature's entries within a class, over the classes there are."""
     examples, there = jnp.maximum(sums.examples, 1), sums.examples > 0
     trace = sums.square / examples - jnp.sum((sums.feature / examples[:, None]) ** 2, axis=-1)

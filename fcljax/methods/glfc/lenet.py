@@ -32,14 +32,20 @@ def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNe
     """A network for images of height x width x 3."""
     for stride in STRIDES:
         height, width = -(-height // stride), -(-width // stride)
-    conv = lambda channels: Conv(jnp.zeros((SIDE * SIDE * channels, CHANNELS)), jnp.zeros(CHANNELS))
+
+    def conv(channels: int) -> Conv:
+        return Conv(jnp.zeros((SIDE * SIDE * channels, CHANNELS)), jnp.zeros(CHANNELS))
+
     template = LeNet(
         (conv(3), conv(CHANNELS), conv(CHANNELS)),
         jnp.zeros((height * width * CHANNELS, classes)),
         jnp.zeros(classes),
     )
     leaves, form = jax.tree.flatten(template)
-    draw = lambda key, leaf: jax.random.uniform(key, leaf.shape, minval=-BOUND, maxval=BOUND)
+
+    def draw(key: PRNGKeyArray, leaf: Array) -> Array:
+        return jax.random.uniform(key, leaf.shape, minval=-BOUND, maxval=BOUND)
+
     return jax.tree.unflatten(form, map(draw, jax.random.split(key, len(leaves)), leaves))
 
 

@@ -110,10 +110,13 @@ def _accuracy(
 def class_variance(
     feature: Float[Array, "sets states D"], label: Array, used: Array, classes: int
 ) -> Float[Array, "classes D"]:
-    """The variance of each number of a class's features, over all its used sets."""
+    """The variance of each entry of a class's features, over all its used sets."""
     member = jax.nn.one_hot(label, classes) * used[:, None]
-    rows = jnp.maximum(jnp.sum(member, axis=0), 1)[:, None]
-    mean = lambda values: member.T @ jnp.mean(values, axis=1) / rows
+    sets = jnp.maximum(jnp.sum(member, axis=0), 1)[:, None]
+
+    def mean(values: Float[Array, "sets states D"]) -> Float[Array, "classes D"]:
+        return member.T @ jnp.mean(values, axis=1) / sets
+
     return mean((feature - mean(feature)[label][:, None]) ** 2)
 
 

@@ -50,8 +50,13 @@ class _Network(nn.Module):
     def __call__(self, noise: Float[Array, "batch noise"]) -> Float[Array, "batch h w 3"]:
         c = self.config
         h, w, wide = -(-c.height // 4), -(-c.width // 4), 2 * c.channels
-        norm = lambda x: nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
-        double = lambda x: x.repeat(2, axis=1).repeat(2, axis=2)
+
+        def norm(x: Array) -> Array:
+            return nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
+
+        def double(x: Array) -> Array:
+            return x.repeat(2, axis=1).repeat(2, axis=2)
+
         init = uniform(c.noise)
         x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
         x = norm(x.reshape(-1, h, w, wide))

@@ -62,7 +62,10 @@ def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     # of one draw for all leaves: a draw each takes minutes to compile for a network of a hundred
     mean, unflatten = ravel_pytree(posterior.mean)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
-    drawn = lambda mean, rho, noise: mean + jax.nn.softplus(rho) * noise
+
+    def drawn(mean: Array, rho: Array, noise: Array) -> Array:
+        return mean + jax.nn.softplus(rho) * noise
+
     return unflatten(in_blocks(drawn, mean, ravel_pytree(posterior.rho)[0], noise))
 
 

@@ -39,7 +39,7 @@ class Naming(NamedTuple):
     modules: Mapping[str, tuple[str, ...]]  # ours -> theirs; several are joined into one of ours
 
 
-class Facts(NamedTuple):
+class TensorFacts(NamedTuple):
     """What is known of a network from elsewhere than its tensors: the caller, metadata, a config.json."""
 
     heads: int | None = None
@@ -163,7 +163,7 @@ class _Recipe(NamedTuple):
     reverse: bool  # whether its axes are reversed first
 
 
-def interpret(tensors: Tensors, name: str | None, facts: Facts, part: str) -> Interpreted:
+def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str) -> Interpreted:
     """Find the network in `tensors`, check it tensor by tensor, and bring it to our names and layouts.
 
     Args:
@@ -208,7 +208,7 @@ def is_decoder(tensors: Tensors) -> bool:
     return bool(tensors) and all(name.startswith("decoder.") for name in tensors)
 
 
-def interpret_decoder(tensors: Tensors, facts: Facts) -> tuple[DecoderConfig, PyTree, list[str]]:
+def interpret_decoder(tensors: Tensors, facts: TensorFacts) -> tuple[DecoderConfig, PyTree, list[str]]:
     """A decoder that comes without its encoder: static shape, parameters, assumptions.
 
     Args:
@@ -346,7 +346,7 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
 
 
 def _architecture(
-    naming: Naming, tensors: Tensors, name: str | None, facts: Facts
+    naming: Naming, tensors: Tensors, name: str | None, facts: TensorFacts
 ) -> tuple[ViTConfig, list[str]]:
     """The static shape of the tensors, or that of `name`, and what had to be assumed."""
     patch, width = _patches(naming, tensors)
@@ -444,7 +444,7 @@ def _extent(tensors: Tensors, name: str, axis: int, default):
 
 
 def _decoder(
-    found: _Found, config: ViTConfig, facts: Facts
+    found: _Found, config: ViTConfig, facts: TensorFacts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
     """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
     naming, notes = _variant(DECODERS, found.naming, found.tensors), []

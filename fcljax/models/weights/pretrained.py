@@ -331,7 +331,7 @@ def loaded(
     Raises:
       InputError: as `load_backbone`.
     """
-    facts = _joined(naming.Facts(options.heads, options.decoder_heads), _said(file))
+    facts = _joined(naming.TensorFacts(options.heads, options.decoder_heads), _said(file))
     network = _with_epsilon(file, naming.interpret(file.tensors, name, facts, options.part))
     _check_size(image_size, network.config, name or "the checkpoint")
     network, resized = _resized(network, image_size, options.positions)
@@ -348,7 +348,7 @@ def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
         )
 
 
-def _said(file: checkpoints.Checkpoint) -> naming.Facts:
+def _said(file: checkpoints.Checkpoint) -> naming.TensorFacts:
     """The heads that metadata or a config.json state."""
     kind = file.metadata.get("format", "")
     if kind.startswith("fcljax") and kind != FORMAT:
@@ -363,7 +363,7 @@ def _said(file: checkpoints.Checkpoint) -> naming.Facts:
             "and the network here has 'gelu'"
         )
     heads = ours.get("heads", config.get("num_attention_heads"))
-    return naming.Facts(
+    return naming.TensorFacts(
         _whole(file, "heads", heads),
         _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads"))),
     )
@@ -413,13 +413,13 @@ def _whole(file: checkpoints.Checkpoint, what: str, value: object) -> int | None
     return value
 
 
-def _joined(asked: naming.Facts, said: naming.Facts) -> naming.Facts:
-    for field, ours, theirs in zip(naming.Facts._fields, asked, said, strict=True):
+def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.TensorFacts:
+    for field, ours, theirs in zip(naming.TensorFacts._fields, asked, said, strict=True):
         if ours is not None and ours < 1:
             raise InputError(f"{field}: {ours} is not positive")
         if None not in (ours, theirs) and ours != theirs:
             raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
-    return naming.Facts(asked.heads or said.heads, asked.decoder_heads or said.decoder_heads)
+    return naming.TensorFacts(asked.heads or said.heads, asked.decoder_heads or said.decoder_heads)
 
 
 def _resized(
@@ -549,7 +549,7 @@ def _read_decoder(
     """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
     autoencoder."""
     file = checkpoints.read(source)
-    facts = _joined(naming.Facts(None, heads), _said(file))
+    facts = _joined(naming.TensorFacts(None, heads), _said(file))
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell
         facts = facts._replace(heads=facts.heads or encoder.network.config.heads)
