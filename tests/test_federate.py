@@ -218,7 +218,8 @@ def test_a_rule_that_reads_what_nobody_sends_is_refused_by_name():
     run = run_of()
     for server_rules, classifier in (((), linear), ((reweight_prototypes(PILORA, run),), prototypes)):
         method = compose(run, (unified_representation(FPPL),), server_rules, classifier)
-        with pytest.raises(InputError, match="client_rules: 'unified' reads 'debias', which no server rule"):
+        message = r"client rule 'unified': fppl.py:\d+ loss\(\) reads 'debias', which no server rule sends"
+        with pytest.raises(InputError, match=message):
             train(method, fresh(method), TASKS[1], BATCHES)
 
 

@@ -31,7 +31,7 @@ def test_a_method_outside_the_package_runs_with_its_own_options(name, options, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fedprox", "distill"])
+@pytest.mark.parametrize("name", ["fedprox", "distill", "fedranpac"])
 def test_a_method_outside_the_package_holds_what_all_must(name, capsys):
     assert cli.main(["check", str(FOLDER / f"{name}.py"), "--adapter", "linear"]) == 0
     said = capsys.readouterr().out
@@ -44,15 +44,13 @@ def write(path, body):
 
 
 SPOILED = """
-import jax, jax.numpy as jnp
-from fcljax import Kit, MethodEntry, Term, linear
-from fcljax.parts.federate import federate
-from fcljax.parts.learner import learner
+import jax.numpy as jnp
+from fcljax import ClientRule, MethodEntry, cross_entropy_loss, federate, linear_learner
 from fcljax.methods.fedavg import NoOptions
 
 def spoiled(options, run):
-    model = learner(run.network, run.adapter, linear(run.network.width, run.setting.classes))
-    return federate(model, run.setting, run.train, (Term("spoiled", LOSS),))
+    rules = (ClientRule("spoiled", LOSS),)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=rules)
 
 METHOD = MethodEntry("wrong on purpose", NoOptions, spoiled, adapter="linear")
 """
@@ -60,10 +58,11 @@ METHOD = MethodEntry("wrong on purpose", NoOptions, spoiled, adapter="linear")
 
 @pytest.mark.long
 def test_a_method_whose_clients_send_nothing_but_nan_is_told_so(tmp_path, capsys):
-    loss = "lambda model, seen, memory: jnp.nan * jnp.sum(seen.part.classifier.kernel)"
+    loss = "lambda step, memory: jnp.nan * jnp.sum(step.trainable.classifier.kernel)"
     file = write(tmp_path / "spoiled.py", SPOILED.replace("LOSS", loss))
     assert cli.main(["check", file]) == 1
-    assert "nothing moves" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("NO" in line and "nothing changes" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fcljax import (
-    Method,
-    MethodEntry,
-    OfEachClient,
-    Run,
-    ServerRound,
-    ServerRule,
-    ServerUpdate,
-    View,
-    apply_head,
-    class_prototypes,
-    cross_entropy_loss,
-    distillation,
-    federate,
-    linear_learner,
-    optimise,
-)
+import fcljax
+from fcljax import Method, MethodEntry, OfEachClient, Run, ServerRound, ServerRule, ServerUpdate, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +32,25 @@ def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
             chosen = jax.random.categorical(choose, log_odds, shape=(batch_size,))
             feature = means.vector.reshape(-1, width)[chosen]
             feature += options.spread * jax.random.normal(move, feature.shape)
-            answers = jax.vmap(apply_head, (0, None))(heads, feature)
+            answers = jax.vmap(fcljax.apply_head, (0, None))(heads, feature)
             mean = jnp.sum(jnp.where(valid[:, None, None], answers, 0), 0) / jnp.maximum(valid.sum(), 1)
-            return distillation(apply_head(head, feature), mean, round.task.seen, chosen >= 0)
+            return fcljax.distillation(fcljax.apply_head(head, feature), mean, round.task.seen, chosen >= 0)
 
         adam = optax.adam(options.distill_lr)
-        head, mean_loss = optimise(loss, params.classifier, adam, options.distill_steps)
+        head, mean_loss = fcljax.optimise(loss, params.classifier, adam, options.distill_steps)
         return ServerUpdate(params._replace(classifier=head), state, {"loss": mean_loss})
 
     clean = View(1, batch_size, augment=False)
-    means = class_prototypes("prototypes", run.sizes.task_classes, width, clean)
+    means = fcljax.class_prototypes("prototypes", run.sizes.task_classes, width, clean)
     return ServerRule("distill", update, reports=(means, OfEachClient("trainable")))
 
 
 def distill(options: DistillOptions, run: Run) -> Method:
     """FedAvg with this server."""
     rules = (distil_on_drawn_features(options, run),)
-    return federate(run, linear_learner(run), loss=cross_entropy_loss(), server_rules=rules)
+    return fcljax.federate(
+        run, fcljax.linear_learner(run), loss=fcljax.cross_entropy_loss(), server_rules=rules
+    )
 
 
 METHOD = MethodEntry("FedAvg and data-free distillation", DistillOptions, distill, adapter="prompts")
