@@ -181,7 +181,7 @@ def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, server
     ]
     server, expected = federation.run(renamed, rounds=1)[0], servers[0]
     close(server.params.adapter, expected.params.adapter, atol=1e-5)
-    (pool,), (its,) = server.steps, expected.steps
+    (pool,), (its,) = server.rules, expected.rules
     close(pool, one(its, np.array(order)), atol=1e-5)
 
 
