@@ -125,10 +125,6 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     def cached_of(params: Params) -> Params:
         return Params(params.adapter.received, ())
 
-    def composed(frozen: Frozen, theta: Array, own: Own, extra: dict, stats: PyTree, *rest) -> Output:
-        params = Params(arrays.tree(theta), own.head, extra, stats)
-        return inner.forward(frozen, Params((), ()), params, *rest)
-
     def forward(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
@@ -136,23 +132,13 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         own = own._replace(adaptive=own.adaptive[now]) if shape.retroactive else own
         theta = compose(arrays, trainable.adapter, own, cached.adapter.values[now])
         stats = at(trainable.stats, now)
-        output = composed(frozen, theta, own, trainable.extra, stats, batch, task, train)
+        network = Params(arrays.tree(theta), own.head, trainable.extra, stats)
+        output = inner.forward(frozen, Params((), ()), network, batch, task, train)
         moved = jax.tree.map(lambda every, new: every.at[now].set(new), trainable.stats, output.stats)
         return output._replace(stats=moved)
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
-        """Classes of no task yet count as the current one's."""
-        classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
-
-        def add(index: Int[Array, ""], found: Array) -> Array:
-            own = of_task(params.classifier, index)
-            own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
-            theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
-            output = composed(frozen, theta, own, params.extra, at(params.stats, index), batch, task, False)
-            return jnp.where(classes == index, output.logits, found)
-
-        lowest = jnp.full((len(batch.image), sizes.classes), jnp.finfo(jnp.float32).min)
-        return jax.lax.fori_loop(0, task.index + 1, add, lowest)
+        return _predict(inner, arrays, shape, frozen, params, batch, task)
 
     def sends(trainable: Params, task: Task) -> Params:
         del task
@@ -170,6 +156,31 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         predict=predict,
         sends=sends if shape.unsent else None,
     )
+
+
+def _predict(
+    inner: Learner,
+    arrays: Arrays,
+    shape: Shape,
+    frozen: Frozen,
+    params: Params,
+    batch: Batch,
+    task: Task,
+) -> Float[Array, "batch classes"]:
+    """Each class has the logit of the network of the task that brought it; classes of no task yet count as
+    the current one's."""
+    classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
+
+    def add(index: Int[Array, ""], found: Array) -> Array:
+        own = of_task(params.classifier, index)
+        own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
+        theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
+        network = Params(arrays.tree(theta), own.head, params.extra, at(params.stats, index))
+        output = inner.forward(frozen, Params((), ()), network, batch, task, False)
+        return jnp.where(classes == index, output.logits, found)
+
+    lowest = jnp.full((len(batch.image), len(classes)), jnp.finfo(jnp.float32).min)
+    return jax.lax.fori_loop(0, task.index + 1, add, lowest)
 
 
 def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
