@@ -32,6 +32,7 @@ from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
+from fcljax.methods.prompted import epoch_factor
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import vit_network
@@ -158,12 +159,12 @@ def test_so_many_classes_are_active():
 
 def test_the_learning_rate_falls_over_the_epochs_of_a_round():
     """O3."""
-    lag = [float(H.epoch_factor("cosine_lag", epoch, 10)) for epoch in range(10)]
+    lag = [float(epoch_factor("cosine_lag", epoch, 10)) for epoch in range(10)]
     expected = [1, 1, 0.985109, 0.940881, 0.868632, 0.770513, 0.649448, 0.509041, 0.353475, 0.187381]
     np.testing.assert_allclose(lag, expected, atol=1e-6)
     np.testing.assert_allclose(5e-3 * lag[9], 9.369e-4, rtol=1e-4)
-    np.testing.assert_allclose(H.epoch_factor("cosine", 9, 10), 0.015707, atol=1e-6)
-    assert float(H.epoch_factor("constant", 9, 10)) == 1 and float(H.epoch_factor("cosine", 0, 1)) == 1
+    np.testing.assert_allclose(epoch_factor("cosine", 9, 10), 0.015707, atol=1e-6)
+    assert float(epoch_factor("constant", 9, 10)) == 1 and float(epoch_factor("cosine", 0, 1)) == 1
 
 
 # ---- weights and losses ------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "fedavg-prompt": MethodEntry(
         "HePCo's clients, and a server that only averages",
-        "hepco.hepco:CLIENT",
+        "prompted:CLIENT",
         "fedavg_prompt:fedavg_prompt",
         "pool",
     ),
@@ -133,11 +133,11 @@ METHODS: dict[str, MethodEntry] = {
         "pool",
     ),
     "fedavg-ft": MethodEntry(
-        "FedAvg of the whole network", "hepco.hepco:WHOLE", "fedavg_prompt:fedavg_prompt", "full"
+        "FedAvg of the whole network", "prompted:WHOLE", "fedavg_prompt:fedavg_prompt", "full"
     ),
     "fedlwf-mc": MethodEntry(
         "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)",
-        "hepco.hepco:WHOLE",
+        "prompted:WHOLE",
         "fedlwf_mc:fedlwf_mc",
         "full",
     ),

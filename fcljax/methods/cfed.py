@@ -21,7 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from fcljax.errors import InputError
-from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient

@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import masked_sum
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner

@@ -4,7 +4,7 @@ With one client that has everything it is the centralised prompting of HePCo's t
 is FedProx on prompts.
 """
 
-from fcljax.methods.hepco.hepco import CLIENT, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.settings import changed

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.methods.hepco.hepco import PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import PromptedOptions, epoch_schedule
 from fcljax.models.heads import reduce_rows
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner

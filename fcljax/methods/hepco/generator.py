@@ -4,13 +4,13 @@ The class's embedding beside the noise, three linear layers, batch normalisation
 1,092,352 parameters for 100 classes and features of width 768.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.models.initialisers import uniform
 
 HIDDEN = (256, 1024)
 
@@ -30,12 +30,6 @@ class Generator(NamedTuple):
 
     params: PyTree
     stats: PyTree
-
-
-def uniform(fan_in: int) -> Callable[..., Array]:
-    """First values of torch's layers: uniform in +-1/sqrt(inputs)."""
-    bound = fan_in**-0.5
-    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def _linear(width: int, fan_in: int, name: str) -> nn.Dense:

@@ -25,35 +25,25 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
+from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.options import option
-from fcljax.parts.client import ClientEnd, LearningRateFactor, OfEachClient, Report
+from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
-from fcljax.settings import Preset, RunConfig, changed
 from fcljax.types import Method, Task, Weighted
 
-Schedule = Literal["cosine", "cosine_lag", "constant"]
 Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
 Phases = Literal["shared", "sequential"]
 
 TEACHERS_AT_A_TIME = 16  # bounds the memory of their prompts where they run at once
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptedOptions:
-    """Options that HePCo's clients share with those of its baselines."""
-
-    epoch_schedule: Schedule = "cosine"
-    """Learning-rate schedule over the epochs of a round; cosine_lag is one epoch late."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +94,13 @@ class HepcoOptions(PromptedOptions):
     """Ablation: the classifier stays averaged."""
 
 
-# clients that exist for one round, and are averaged whatever they have
-_RUN = RunConfig(partition="sampled", aggregator="uniform")
-_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="reported")
-CLIENT = {
-    "intended": Preset(PromptedOptions(), _RUN),
-    "paper": Preset(PromptedOptions("cosine_lag"), _RUN),
-    "released": Preset(PromptedOptions("cosine_lag"), _RELEASED),
-}
-# baselines that train the whole network (section 5)
-WHOLE = changed(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5)
 PRESETS = {
-    "intended": Preset(HepcoOptions(), _RUN),
-    "paper": Preset(HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform"), _RUN),
-    "released": Preset(
-        HepcoOptions("cosine_lag", kl_direction="client_server", distill_phases="sequential"), _RELEASED
+    "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
+    "paper": CLIENT["paper"]._replace(
+        options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
+    ),
+    "released": CLIENT["released"]._replace(
+        options=HepcoOptions("cosine_lag", kl_direction="client_server", distill_phases="sequential")
     ),
 }
 
@@ -138,28 +120,6 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         server_rules=(latent_distillation(options, run),),
         learning_rate=epoch_schedule(options, run),
     )
-
-
-# ---- client: cross-entropy over the task's classes (section 4.1) -------------------------------------------
-
-
-def epoch_schedule(options: PromptedOptions, run: Run) -> LearningRateFactor:
-    """The clients' learning rate falls over the epochs of every round."""
-
-    def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
-        del round, rounds
-        return epoch_factor(options.epoch_schedule, epoch, run.training.epochs)
-
-    return factor
-
-
-def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Array, ""]:
-    """The factor on the learning rate in epoch e of E: cos(99 pi e / (200 (E - 1))), from 1 to 0.0157, or
-    that of the epoch before ("cosine_lag": the release moves one epoch late)."""
-    if schedule == "constant":
-        return jnp.ones(())
-    position = jnp.maximum(epoch - 1, 0) if schedule == "cosine_lag" else epoch
-    return jnp.asarray(jnp.cos(99 * jnp.pi * position / (200 * max(epochs - 1, 1))), jnp.float32)
 
 
 # ---- server: latent generation and distillation (section 4.2) ----------------------------------------------

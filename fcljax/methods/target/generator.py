@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.methods.hepco.generator import uniform
+from fcljax.models.initialisers import uniform
 
 SLOPE = 0.2  # of the leaky ReLU
 

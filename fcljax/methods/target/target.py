@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
-from fcljax.methods.hepco.hepco import WHOLE, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
 from fcljax.options import option
