@@ -17,7 +17,7 @@ from small_runs import ROOT, finished
 from fcljax import cli
 from fcljax.runs.folder import locked
 from fcljax.studies import sweeps
-from fcljax.studies.engines import SlurmOptions, Task, slurm_parameters
+from fcljax.studies.engines import ClusterTask, SlurmOptions, slurm_parameters
 from fcljax.studies.grid import plan_of
 from fcljax.studies.jobs import Job, command
 
@@ -71,7 +71,7 @@ class Fake:
             self.log.append((job.name, number))
             stopped.append(number)
 
-        return Task(code, stop)
+        return ClusterTask(code, stop)
 
 
 @pytest.fixture
