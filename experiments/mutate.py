@@ -74,7 +74,6 @@ HEAVY = (
     "sklearn",
     "hypothesis",
     "beartype",
-    "tyro",
     "rich",
     "safetensors",
     "jaxtyping",

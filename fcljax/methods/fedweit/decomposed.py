@@ -158,31 +158,6 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     )
 
 
-def _predict(
-    inner: Learner,
-    arrays: Arrays,
-    shape: Shape,
-    frozen: Frozen,
-    params: Params,
-    batch: Batch,
-    task: Task,
-) -> Float[Array, "batch classes"]:
-    """Each class has the logit of the network of the task that brought it; classes of no task yet count as
-    the current one's."""
-    classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
-
-    def add(index: Int[Array, ""], found: Array) -> Array:
-        own = of_task(params.classifier, index)
-        own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
-        theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
-        network = Params(arrays.tree(theta), own.head, params.extra, at(params.stats, index))
-        output = inner.forward(frozen, Params((), ()), network, batch, task, False)
-        return jnp.where(classes == index, output.logits, found)
-
-    lowest = jnp.full((len(batch.image), len(classes)), jnp.finfo(jnp.float32).min)
-    return jax.lax.fori_loop(0, task.index + 1, add, lowest)
-
-
 def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
     """What of a client's own parameters trains in a task, and how it is put back; the learner does the
     rest."""
@@ -311,6 +286,31 @@ def first_own(head: PyTree, base: Array, arrays: Arrays, sizes: Sizes, shape: Sh
 def at(tree: PyTree, index: ArrayLike) -> PyTree:
     """Of leaves [T, ...] those of one task."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _predict(
+    inner: Learner,
+    arrays: Arrays,
+    shape: Shape,
+    frozen: Frozen,
+    params: Params,
+    batch: Batch,
+    task: Task,
+) -> Float[Array, "batch classes"]:
+    """Each class has the logit of the network of the task that brought it; classes of no task yet count as
+    the current one's."""
+    classes = jnp.where(params.classifier.task < 0, task.index, params.classifier.task)
+
+    def add(index: Int[Array, ""], found: Array) -> Array:
+        own = of_task(params.classifier, index)
+        own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
+        theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
+        network = Params(arrays.tree(theta), own.head, params.extra, at(params.stats, index))
+        output = inner.forward(frozen, Params((), ()), network, batch, task, False)
+        return jnp.where(classes == index, output.logits, found)
+
+    lowest = jnp.full((len(batch.image), len(classes)), jnp.finfo(jnp.float32).min)
+    return jax.lax.fori_loop(0, task.index + 1, add, lowest)
 
 
 # ---- what is sent ------------------------------------------------------------------------------------------
