@@ -30,9 +30,9 @@ def on_page_markdown(markdown: str, **_) -> str:
     return PATH_LINK.sub(r"\1", CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown)))
 
 
-def on_page_content(page: str, **_) -> str:
+def on_page_content(content: str, **_) -> str:
     """Called by MkDocs for every page, after its Markdown was rendered."""
-    return FORMULA.sub(_mathml, page)
+    return FORMULA.sub(_mathml, content)
 
 
 def _mathml(found: re.Match) -> str:

@@ -1,6 +1,7 @@
 """The documentation is true: functions that it names exist, the site builds without a warning, the notebook
 runs."""
 
+import ast
 import collections.abc
 import dataclasses
 import functools
@@ -70,7 +71,9 @@ def hooks():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_functions_and_modules_that_a_page_names_exist(page):
     text = page.read_text()
-    names = re.findall(r"`(fcljax(?:\.\w+)+)`", text) + re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    # not imported: some need a package that is optional
+    assert all(importlib.util.find_spec(name) for name in re.findall(r"^::: (\S+)", text, re.MULTILINE))
+    names = re.findall(r"`(fcljax(?:\.\w+)+)`", text)
     names += [".".join(each) for each in re.findall(r"<!-- options: ([\w.]+)\.(\w+) of", text)]
     assert all(found(name) for name in names)
 
@@ -158,6 +161,20 @@ def test_the_fields_of_a_part_on_the_page_are_those_of_the_code(part):
         shown = len(signature[1].split(", ")) if signature else None
         assert shown == arguments_of(hints[name]), (part, name)
         assert ("`None`" in kind) == (type(None) in typing.get_args(hints[name])), (part, name)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_each_field_of_a_part_has_a_docstring_of_its_own_for_the_site(part):
+    (node,) = ast.parse(inspect.getsource(part)).body
+    below = zip(node.body, [*node.body[1:], None], strict=True)
+    bare = [
+        field.target.id for field, text in below if isinstance(field, ast.AnnAssign) and not is_text(text)
+    ]
+    assert bare == []
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def test_the_arguments_of_federate_on_the_page_are_those_of_the_code():
@@ -249,6 +266,22 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert len(ends) == 2 and all(0 < each <= 1 for each in ends)
 
 
+def test_every_module_is_on_an_api_page_once():
+    listed = [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+    ]
+    assert len(listed) == len(set(listed))
+    package, programs = small_runs.ROOT / "fcljax", {"__main__", "cli", "terminal", "worker"}
+    for file in package.rglob("*.py"):
+        place = file.relative_to(package).with_suffix("")
+        defines = re.search(r"^(def|class) ", file.read_text(), re.MULTILINE)
+        if place.parts[0] not in {"commands", "__init__"} | programs and defines:
+            name = ".".join(("fcljax", *place.parts)).removesuffix(".__init__")
+            assert name in listed, f"docs/api/*.md: `::: {name}` is missing"
+
+
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")
@@ -258,5 +291,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     page = Path(tmp_path / "site" / "methods" / "fppl" / "index.html").read_text()
     assert "--unified-weight" in page and "tau of the unified-representation loss" in page
+    assert page.count("<math") >= 8 and "arithmatex" not in page and "\\frac" not in page
     api = Path(tmp_path / "site" / "api" / "engine" / "index.html").read_text()
     assert "fcljax.federated.rules.weighted_mean" in api
+    parts = Path(tmp_path / "site" / "api" / "parts" / "index.html").read_text()
+    for field in ("loss", "on_start", "project", "parameters"):
+        assert f'id="fcljax.parts.client.ClientRule.{field}"' in parts
