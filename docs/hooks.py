@@ -8,9 +8,9 @@
 
 import dataclasses
 import functools
+import html
 import importlib
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fcljax import config
 from fcljax.options import flag, help_of
 
 CODE_LINK = re.compile(r"\[`(fcljax(?:\.\w+)+)`\]\([./]*fcljax/[^)]*\)")
-PATH_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?:fcljax|experiments|tests)/[^)]*\)")
+PATH_LINK = re.compile(r"\[(`(?:fcljax|experiments|tests)/[^`]*`)\]\([^)]*\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: ([\w.]+)\.(\w+)(?: of ([\w-]+))? -->")
 
@@ -30,13 +30,13 @@ def on_page_markdown(markdown: str, **_) -> str:
     return PATH_LINK.sub(r"\1", CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown)))
 
 
-def on_page_content(html: str, **_) -> str:
+def on_page_content(content: str, **_) -> str:
     """Called by MkDocs for every page, after its Markdown was rendered."""
-    return FORMULA.sub(_mathml, html)
+    return FORMULA.sub(_mathml, content)
 
 
 def _mathml(found: re.Match) -> str:
-    return mathml(unescape(found[2]), "block" if found[1] == "div" else "inline")
+    return mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
 
 
 def mathml(formula: str, display: str) -> str:

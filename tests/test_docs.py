@@ -1,14 +1,19 @@
 """The documentation is true: functions that it names exist, the site builds without a warning, the notebook
 runs."""
 
+import ast
+import collections.abc
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
 import sys
+import types
+import typing
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -18,9 +23,24 @@ import yaml
 
 from fcljax import __version__, config
 from fcljax.methods import METHODS, find_method
+from fcljax.options import help_of
+from fcljax.parts.client import (
+    ClientEnd,
+    ClientPass,
+    ClientRule,
+    ClientStep,
+    OfEachClient,
+    Replay,
+    Report,
+)
+from fcljax.parts.federate import Run, federate
+from fcljax.parts.learner import Learner
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.types import Task
 
 DOCS = small_runs.ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OWN_METHOD = (DOCS / "own-method.md").read_text()
 PAPERS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
 
 
@@ -51,7 +71,9 @@ def hooks():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_functions_and_modules_that_a_page_names_exist(page):
     text = page.read_text()
-    names = re.findall(r"`(fcljax(?:\.\w+)+)`", text) + re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    # not imported: some need a package that is optional
+    assert all(importlib.util.find_spec(name) for name in re.findall(r"^::: (\S+)", text, re.MULTILINE))
+    names = re.findall(r"`(fcljax(?:\.\w+)+)`", text)
     names += [".".join(each) for each in re.findall(r"<!-- options: ([\w.]+)\.(\w+) of", text)]
     assert all(found(name) for name in names)
 
@@ -104,6 +126,73 @@ def test_links_to_code_are_up_to_date():
     for page in links.pages():
         text = page.read_text()
         assert links.linked(text, page) == text, f"{page}: run `python docs/links.py`"
+
+
+def fields_on_the_page(heading):
+    """(name, type) of each field that a section of own-method.md lists."""
+    text = (DOCS / "own-method.md").read_text()
+    section = re.search(rf"^### {heading}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)[1]
+    cell = r"((?:[^|\n]|\\\|)+)"
+    rows = re.findall(rf"^\| `(\w+)` \| {cell} \| {cell} \|$", section, re.MULTILINE)
+    assert all(what.strip() for _, _, what in rows)
+    return [(name, kind) for name, kind, _ in rows]
+
+
+def arguments_of(hint):
+    """The number of arguments of a field that is a function; None: it is none."""
+    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if typing.get_origin(kind) is collections.abc.Callable:
+            return len(typing.get_args(kind)[0])
+        if getattr(kind, "_is_protocol", False):
+            return len(inspect.signature(kind.__call__).parameters) - 1
+    return None
+
+
+PARTS = (ClientRule, ClientPass, Replay, ClientStep, Report, OfEachClient, ClientEnd)
+PARTS += (ServerRule, ServerRound, ServerUpdate, Run, Learner, Task)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_the_fields_of_a_part_on_the_page_are_those_of_the_code(part):
+    listed, hints = fields_on_the_page(part.__name__), typing.get_type_hints(part)
+    assert [name for name, _ in listed] == list(hints)
+    for name, kind in listed:
+        signature = re.match(r"`\((.*?)\) -> .*`", kind)
+        shown = len(signature[1].split(", ")) if signature else None
+        assert shown == arguments_of(hints[name]), (part, name)
+        assert ("`None`" in kind) == (type(None) in typing.get_args(hints[name])), (part, name)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_each_field_of_a_part_has_a_docstring_of_its_own_for_the_site(part):
+    (node,) = ast.parse(inspect.getsource(part)).body
+    below = zip(node.body, [*node.body[1:], None], strict=True)
+    bare = [
+        field.target.id for field, text in below if isinstance(field, ast.AnnAssign) and not is_text(text)
+    ]
+    assert bare == []
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def test_the_arguments_of_federate_on_the_page_are_those_of_the_code():
+    listed = [name for name, _ in fields_on_the_page("federate")]
+    assert listed == list(inspect.signature(federate).parameters)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedranpac"])
+def test_the_methods_on_the_page_are_the_files_and_each_option_has_help(name):
+    file = small_runs.ROOT / "experiments" / "methods" / f"{name}.py"
+    assert f"```python\n{file.read_text().strip()}\n```" in OWN_METHOD
+    options = find_method(str(file)).options("linear")
+    assert set(help_of(options)) == {field.name for field in dataclasses.fields(options)}
+
+
+def test_the_distillation_server_that_the_page_explains_is_short():
+    text = (small_runs.ROOT / "experiments" / "methods" / "distill.py").read_text()
+    assert len(text.splitlines()) <= 60 and "experiments/methods/distill.py" in OWN_METHOD
 
 
 def test_every_method_has_a_page_or_a_row():
@@ -177,6 +266,22 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert len(ends) == 2 and all(0 < each <= 1 for each in ends)
 
 
+def test_every_module_is_on_an_api_page_once():
+    listed = [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+    ]
+    assert len(listed) == len(set(listed))
+    package, programs = small_runs.ROOT / "fcljax", {"__main__", "cli", "terminal", "worker"}
+    for file in package.rglob("*.py"):
+        place = file.relative_to(package).with_suffix("")
+        defines = re.search(r"^(def|class) ", file.read_text(), re.MULTILINE)
+        if place.parts[0] not in {"commands", "__init__"} | programs and defines:
+            name = ".".join(("fcljax", *place.parts)).removesuffix(".__init__")
+            assert name in listed, f"docs/api/*.md: `::: {name}` is missing"
+
+
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")
@@ -186,5 +291,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     page = Path(tmp_path / "site" / "methods" / "fppl" / "index.html").read_text()
     assert "--unified-weight" in page and "tau of the unified-representation loss" in page
+    assert page.count("<math") >= 8 and "arithmatex" not in page and "\\frac" not in page
     api = Path(tmp_path / "site" / "api" / "engine" / "index.html").read_text()
     assert "fcljax.federated.rules.weighted_mean" in api
+    parts = Path(tmp_path / "site" / "api" / "parts" / "index.html").read_text()
+    for field in ("loss", "on_start", "project", "parameters"):
+        assert f'id="fcljax.parts.client.ClientRule.{field}"' in parts

@@ -64,13 +64,6 @@ def test_the_comments_beside_the_aggregation_rules_are_right():
     np.testing.assert_allclose([names["mean"]["w"][0], names["sigma"]["w"][0]], [0.6, 0.8**0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fedprox", "fedranpac", "distill"])
-def test_the_methods_of_the_readme_are_the_files_that_are_tested_and_have_at_most_60_lines(name):
-    content = (small_runs.ROOT / "experiments" / "methods" / f"{name}.py").read_text()
-    assert content.strip() in TEXT
-    assert len(content.splitlines()) <= 60
-
-
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}

@@ -14,9 +14,12 @@ from fcljax import Method, MethodEntry, OfEachClient, Run, ServerRound, ServerRu
 class DistillOptions:
     """Options of the distillation server."""
 
-    distill_steps: int = 20  # optimiser steps of the server in a round
-    distill_lr: float = 1e-3  # learning rate of the server
-    spread: float = 0.5  # standard deviation of the drawn features around a class mean
+    distill_steps: int = 20
+    """Optimiser steps of the server in a round."""
+    distill_lr: float = 1e-3
+    """Learning rate of the server."""
+    spread: float = 0.5
+    """Standard deviation of the drawn features around a class mean."""
 
 
 def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:

@@ -9,12 +9,12 @@ from fcljax import ClientRule, Method, MethodEntry, Run, cross_entropy_loss, fed
 
 @dataclasses.dataclass(frozen=True)
 class FedProxOptions:
-    mu: float = 0.01  # strength of the pull
+    mu: float = 0.01
+    """Weight of the proximal term mu / 2 ||w - w_t||^2; clients were sent w_t."""
 
 
 def fedprox(options: FedProxOptions, run: Run) -> Method:
     def pull(step, memory):
-        """mu / 2 ||w - w_t||^2, where w_t is what was broadcast."""
         change = optax.tree.sub(step.trainable, step.context.payload.trainable)
         return options.mu / 2 * optax.tree.norm(change, squared=True)
 

@@ -1,6 +1,4 @@
-"""Federated RanPAC: ridge regression on a random projection of frozen features (McDonnell et al. 2023).
-
-Once per task clients send the sums H'H and H'Y of their projected features H and labels Y; nothing trains."""
+"""Federated RanPAC (McDonnell et al. 2023): ridge regression on a random projection of frozen features."""
 
 import dataclasses
 
@@ -12,8 +10,10 @@ from fcljax import Classifier, Method, MethodEntry, Report, Run, ServerRule, Ser
 
 @dataclasses.dataclass(frozen=True)
 class RanPACOptions:
-    width: int = 1000  # of the random projection
-    ridge: float = 100.0  # weight of the squared norm of the classifier
+    width: int = 1000
+    """Width of the random projection."""
+    ridge: float = 100.0
+    """Weight of the squared norm of the classifier."""
 
 
 def ranpac(options: RanPACOptions, run: Run) -> Method:

@@ -129,7 +129,7 @@ def federation(
     Args:
       method: the method.
       vit: the network, for images of 8 pixels.
-      sizes: examples, [tasks, clients].
+      sizes: numbers of examples, `[task][client]`.
     """
     method = _with_padding(method)
     label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)

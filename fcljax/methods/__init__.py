@@ -7,6 +7,7 @@ from outside the package is a file or module that holds a `MethodEntry` (`find_m
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -259,10 +260,11 @@ def _from_outside(name: str) -> MethodEntry:
 def _load_file(place: str) -> ModuleType:
     if not Path(place).is_file():
         raise InputError(f"method: no file {place!r}")
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    name = str(Path(place).resolve())  # no module of the package or of another file has it
+    spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise InputError(f"method: {place!r} is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # `help_of` reads the source
     _load(place, functools.partial(spec.loader.exec_module, module))
     return module
 

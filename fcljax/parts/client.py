@@ -33,7 +33,9 @@ class Training(NamedTuple):
     """How clients train: some epochs over their examples, with an optimiser that is new in every round."""
 
     epochs: int
+    """Passes over the client's examples in a round."""
     batch_size: int
+    """Examples of a step."""
     lr: float
     """Learning rate of everything without one of its own (`Adapter.rate`)."""
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
@@ -48,6 +50,7 @@ class ClientStep(NamedTuple):
     """One batch of a client, as its rules and reports see it."""
 
     learner: Learner
+    """Of the method."""
     context: ClientContext
     """What the client knows: frozen network, payload, cached parameters, task, examples."""
     trainable: Params
@@ -55,7 +58,9 @@ class ClientStep(NamedTuple):
     output: Output
     """What the learner computed for the batch."""
     batch: Batch
+    """The examples, with the mask of those that count."""
     key: PRNGKeyArray
+    """Of this step."""
     drawn: Params
     """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
 
@@ -124,7 +129,9 @@ class ClientPass:
     when: Literal["before_training", "after_training", "task_end"]
     """`task_end`: after the last round of a task, at every client with examples, under the final model."""
     view: View
+    """How the examples are read."""
     step: StepMemory
+    """step(step, memory) -> the memory after a batch."""
     on_start: RoundStart = _memory_is_state
     """Read at `task_end` only: the memory of that pass."""
     on_end: RoundEnd = _keep_state
@@ -157,15 +164,21 @@ class ClientRule:
     """What clients do besides minimising their own loss; every field but the name may be left out."""
 
     name: str
+    """Of the rule in messages, and of its parameters."""
     loss: StepLoss | None = None
+    """loss(step, memory) -> a scalar that is added to the client's loss in every step."""
     init: Callable[[PRNGKeyArray, Params], PyTree] = _stateless
     """init(key, trainable) -> the client's state before it ever takes part."""
     on_start: RoundStart = _memory_is_state
+    """on_start(context, state, key) -> the memory for the round."""
     passes: tuple[ClientPass, ...] = ()
+    """Passes over the client's examples in which nothing trains."""
     on_end: RoundEnd = _keep_state
+    """on_end(context, memory, trainable, state) -> the state that the client keeps."""
     project: Project | None = None
-    """Called after every step of the optimiser."""
+    """project(context, trainable) -> the parameters, moved to where the rule allows; after every step."""
     replay: Replay | None = None
+    """Past examples that join every training batch."""
     parameters: Callable[[PRNGKeyArray], PyTree] | None = None
     """parameters(key) -> parameters of the rule's own, which train and travel in `Params.extra[name]`."""
 
@@ -193,6 +206,7 @@ class ClientEnd(NamedTuple):
     """A client whose training is over, as its reports see it."""
 
     context: ClientContext
+    """What the client knows."""
     trainable: Params
     """After training."""
     memories: dict[str, PyTree]
@@ -219,6 +233,7 @@ class Report:
     """What a client sends besides its trainable parameters, in `ServerRound.reports[name]`."""
 
     name: str
+    """Of the report in `ServerRound.reports`."""
     init: Callable[[ClientContext], PyTree] = _empty
     """init(context) -> the total before the first batch."""
     step: StepMemory = _unchanged

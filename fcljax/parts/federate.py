@@ -61,11 +61,15 @@ class Run(NamedTuple):
     """What a run gives to its method besides the method's own options."""
 
     sizes: Sizes
+    """Numbers of classes, tasks, clients and rounds."""
     network: Network
+    """The frozen network."""
     adapter: Adapter
-    """The chosen one."""
+    """The one that the user chose."""
     training: Training
+    """How clients train."""
     aggregation: Aggregation = MEAN
+    """How uploads are merged."""
     rules: tuple[ClientRule, ...] = ()
     """Client rules that the user may add to any method, such as FedProx's."""
 

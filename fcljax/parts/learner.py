@@ -201,8 +201,11 @@ class Learner(NamedTuple):
     """Network, adapter and classifier as one; its functions act on `Params` as those of its parts do."""
 
     network: Network
+    """The frozen network."""
     adapter: Adapter
+    """What trains inside it."""
     classifier: Classifier
+    """From features to logits."""
     init: Callable[[PRNGKeyArray, Frozen], Params]
     """init(key, frozen) -> params of all tasks."""
     open_task: Callable[[Params, Task], Params]

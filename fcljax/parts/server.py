@@ -20,8 +20,11 @@ class ServerRound(NamedTuple):
     """Everything that a server rule may read. P: the participants of the round, padded."""
 
     learner: Learner
+    """Of the method."""
     frozen: Frozen
+    """What never trains."""
     task: Task
+    """The current one."""
     index: Int[Array, ""]
     """Of the round in its task, from 0."""
     last: Bool[Array, ""]
@@ -33,9 +36,11 @@ class ServerRound(NamedTuple):
     valid: Bool[Array, " P"]
     """Participants whose upload arrived and is finite."""
     ids: Int[Array, " P"]
+    """The participants' numbers."""
     weights: Float[Array, " P"]
     """Of each upload in the mean: the client's number of examples, unless the aggregation rule changed it."""
     key: PRNGKeyArray
+    """Of this round and rule."""
 
 
 class ServerUpdate(NamedTuple):
@@ -46,6 +51,7 @@ class ServerUpdate(NamedTuple):
     state: Any = ()
     """What the rule keeps until the next round."""
     metrics: Metrics = {}
+    """Recorded under the rule's name."""
 
 
 @runtime_checkable
@@ -65,7 +71,9 @@ class ServerRule:
     """What the server does with what was merged."""
 
     name: str
+    """Of the rule in messages, payloads and metrics."""
     update: Update
+    """update(round, params, state) -> the parameters, the rule's state and metrics after a round."""
     init: Callable[[Params, Params], PyTree] = _stateless
     """init(params, trainable) -> the rule's first state; `trainable` are those of the first task."""
     sends: Callable[[Task, Any], PyTree] | None = None

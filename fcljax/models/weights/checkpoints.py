@@ -85,7 +85,7 @@ class Checkpoint(NamedTuple):
 
 
 def read(checkpoint: str | Path) -> Checkpoint:
-    """A file of weights, from a path or from the hub as hf:OWNER/NAME[@REVISION][:FILE].
+    """A file of weights, from a path or from the hub as `hf:OWNER/NAME[@REVISION][:FILE]`.
 
     Raises:
       InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
