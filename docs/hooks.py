@@ -36,7 +36,10 @@ def on_page_content(content: str, **_) -> str:
 
 
 def _mathml(found: re.Match) -> str:
-    return mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+    formula = html.unescape(found[2])
+    if found[1] == "span":
+        return mathml(formula, "inline")
+    return f'<p style="font-size: 1.2em; overflow-x: auto">{mathml(formula, "block")}</p>'
 
 
 def mathml(formula: str, display: str) -> str:
