@@ -57,8 +57,8 @@ def test_python_blocks_run(number):
 
 def test_the_comments_beside_the_aggregation_rules_are_right():
     names = namespace(block_with("conflate"))
-    merged = names["weighted_mean"](names["models"], names["rows"], names["valid"])
-    median = names["coordinate_median"](names["models"], names["rows"], names["valid"])
+    merged = names["weighted_mean"](names["models"], names["examples"], names["valid"])
+    median = names["coordinate_median"](names["models"], names["examples"], names["valid"])
     assert (merged["kernel"].tolist(), merged["bias"].tolist()) == ([2, 3], [1])
     assert (median["kernel"].tolist(), median["bias"].tolist()) == ([3, 4], [2])
     np.testing.assert_allclose([names["mean"]["w"][0], names["sigma"]["w"][0]], [0.6, 0.8**0.5], rtol=1e-6)
