@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ import small_runs
 import yaml
 
 from fcljax import __version__, config
+from fcljax.adapters import ADAPTERS
 from fcljax.methods import METHODS, find_method
 from fcljax.options import help_of
 from fcljax.parts.client import (
@@ -193,6 +195,27 @@ def test_the_methods_on_the_page_are_the_files_and_each_option_has_help(name):
 def test_the_distillation_server_that_the_page_explains_is_short():
     text = (small_runs.ROOT / "experiments" / "methods" / "distill.py").read_text()
     assert len(text.splitlines()) <= 60 and "experiments/methods/distill.py" in OWN_METHOD
+
+
+def test_the_fields_that_decide_a_disputed_point_are_options():
+    options = set(METHODS)
+    for method, adapter in itertools.product(METHODS, ADAPTERS):
+        if adapter not in find_method(method).excludes:
+            for kind in config.option_groups(method, adapter).values():
+                options |= {field.name for field in dataclasses.fields(kind)}
+    rows = re.findall(r"^\| .* \| ([^|]+) \|$", (DOCS / "fidelity.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]\w*)`", row)}
+    assert len(named) > 80 and named <= options
+
+
+JARGON = r"\b(kit|roster|dealt|told|wire|hostile|ctx|rehears\w+|whoever|survey)\b"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "results"], ids=lambda p: p.stem
+)
+def test_pages_use_the_words_of_the_field(page):
+    assert re.findall(JARGON, page.read_text(), re.IGNORECASE) == []
 
 
 def test_every_method_has_a_page_or_a_row():
