@@ -104,21 +104,21 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
     console = Console(quiet=not first)
     seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
     keep_compiled(paths.compile_cache)
-    try:
-        with signals.warned_by(paths.stop_signal) as stop:
-            if seeds:
-                from fcljax.studies.seeds import run_seeds
+    with (
+        signals.advised(lambda: _advice(resolved.method, out)),
+        signals.warned_by(paths.stop_signal) as stop,
+    ):
+        if seeds:
+            from fcljax.studies.seeds import run_seeds
 
-                run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
-                figure = Path(out) / "accuracy.png"
-                tables, _ = compare([out], figure)
-            else:
-                summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
-                tables = [results_table([summary])] if first else []
-                figure = Path(out) / "figures" / "accuracy.png"
-                failed = learned_nothing(summary)
-    except KeyboardInterrupt as error:
-        raise signals.Stopped(signals.number_of(error), _advice(resolved.method, out)) from None
+            run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
+            figure = Path(out) / "accuracy.png"
+            tables, _ = compare([out], figure)
+        else:
+            summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
+            tables = [results_table([summary])] if first else []
+            figure = Path(out) / "figures" / "accuracy.png"
+            failed = learned_nothing(summary)
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")

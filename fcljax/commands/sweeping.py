@@ -55,12 +55,9 @@ def sweep(arguments: list[str]) -> int:
         console.print(sweeps.plan_table(runs))
         return 0
     out = Path(options.resume or options.out or new_folder("sweep", slug(file)))
-    try:
+    command = f"fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}"
+    with signals.advised(lambda: sweeps.advice(out, command)):
         outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
-    except KeyboardInterrupt as stop:
-        begun = (out / sweeps.PLAN).exists()
-        advice = f"go on with: fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}"
-        raise signals.Stopped(signals.number_of(stop), advice if begun else "") from None
     found, figure = sweeps.tables(outcomes, out)
     for table in found:
         console.print(table)
