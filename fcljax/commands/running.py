@@ -33,7 +33,7 @@ class Paths(ProgramOptions):
     """Number of seeds from --seed on, or a list such as 1,2,3: a run for each, in one folder."""
     stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = option(None, unset="none")
     """Signal by which the machine announces that it will stop the run; the round is finished."""
-    track: str | None = option(None, unset="none, or those of the run that is resumed")
+    track: str | None = option(None, unset="none")
     """Trackers that follow the run, such as tensorboard,wandb,mlflow."""
 
 

@@ -46,7 +46,7 @@ class Observer:
     # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
     # checkpoint
     stop: Callable[[], int | None] = _never
-    # names of `trackers.TRACKERS` that follow the run, besides those that followed it before
+    # names of `trackers.TRACKERS` that follow the run
     track: Sequence[str] = ()
 
     def say(self, line: str) -> None:
