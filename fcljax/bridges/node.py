@@ -20,7 +20,7 @@ from fcljax.config import EngineConfig, RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
-from fcljax.federated.engine import Exchange, Work, client_states, work_alone
+from fcljax.federated.engine import ClientResult, Exchange, client_states, work_alone
 from fcljax.federated.keys import RunKey
 from fcljax.methods import find_method
 from fcljax.runs import resume
@@ -209,7 +209,7 @@ class Request(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> Work:
+def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> ClientResult:
     """A client's part of an exchange.
 
     Raises:
