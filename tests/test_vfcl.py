@@ -34,7 +34,7 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
-from fcljax.methods.vfcl.conflation import conflate
+from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, two_priors, vfcl
 from fcljax.parts.classifiers import linear
@@ -221,7 +221,8 @@ def test_conflation_of_one_client_is_the_client_and_of_several_their_product_wha
     close(alone.params.adapter, parts[0].adapter)
     both, _ = server_round(method, server, TASKS[0], received(uploads))
     stack = lambda pick: jax.tree.map(lambda *x: jnp.stack(x), *[pick(part.adapter) for part in parts])
-    mean, sigma = conflate(stack(lambda p: p.mean), stack(lambda p: p.sigma), jnp.array([True, True]))
+    terms = precision_terms(stack(lambda p: p.mean), stack(lambda p: p.sigma))
+    mean, sigma = conflate_sums(*jax.tree.map(lambda leaf: leaf.sum(0), terms))
     close(both.params.adapter.mean, mean)
     close(both.params.adapter.sigma, sigma)
     swapped, _ = server_round(method, server, TASKS[0], received(uploads[::-1]))
