@@ -615,7 +615,7 @@ def test_the_name_says_what_is_on():
             {"noise_multiplier": 1.0, "clip_norm": 1.0, "aggregator": "median"},
             "noise_multiplier: 1.0 is noise on a mean; use --aggregator mean, not 'median'",
         ),
-        ({"clip_norm": 0.0}, "clip_norm: 0.0 must be finite and positive"),
+        ({"clip_norm": -1.0}, "clip_norm: -1.0 must be finite and 0 or more"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(options, message):
@@ -641,8 +641,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(field, wrong, nearest):
         ("trim", (-0.1, 0.5, float("nan"))),
         ("malicious_bound", (-1,)),
         ("clip_radius", (0.0, -1.0, float("inf"), float("nan"))),
-        ("clip_norm", (0.0, -1.0, float("inf"), float("nan"))),
-        ("noise_multiplier", (0.0, -1.0, float("nan"))),
+        ("clip_norm", (-1.0, float("inf"), float("nan"))),
+        ("noise_multiplier", (-1.0, float("nan"))),
         ("server_step", (0.0, float("nan"))),
         ("server_momentum", (-0.1, 1.0, float("nan"))),
         ("server_adaptivity", (0.0, float("nan"))),

@@ -125,6 +125,18 @@ def test_none_is_an_option_s_default_only_where_help_says_what_it_means(options)
         assert field.default is not None or field.metadata["unset"], f"{options.__name__}.{field.name}"
 
 
+def test_few_shared_options_are_none():
+    assert sum(field.default is None for field in fields_of(config.RunConfig)) <= 12 - 2
+
+
+def test_null_in_a_file_of_an_earlier_version_is_the_default_that_stands_for_none():
+    """Their files have null where 0 or a word stands now."""
+    old = dict.fromkeys(("clip_norm", "norm_bound", "lanes", "lane_mode", "stem", "faults", "task_pool"))
+    assert config.from_mapping("linear", old, "test") == config.from_mapping("linear", {}, "test")
+    with pytest.raises(InputError, match="^lr: None is not a number"):
+        config.from_mapping("linear", {"lr": None}, "test")
+
+
 @pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
 def test_no_number_of_any_option_may_be_negative_infinite_or_nan(options):
     """A rule of the whole package: whoever needs another range says so beside the field."""

@@ -72,7 +72,7 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.task_pool is not None:
+    if settings.task_pool != "same":
         raise InputError(
             f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
