@@ -270,7 +270,8 @@ def _player(
         return ending(open_chunk(program, shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
 
     def ticks_of(i, call, carry, window, past):
-        settings = LoopSettings(fetch, mine, capacity.widths[i], waits=lanes.count > 1)
+        waits = lanes.count > 1
+        settings = LoopSettings(fetch, mine, capacity.widths[i], waits, capacity.participants)
         return ending(run_ticks(program, i, settings, call, begun(carry), window, past))
 
     def ticks(i, call, carry, window, past, parted):
