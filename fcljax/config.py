@@ -214,7 +214,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.attack != usual.attack and not config.malicious:
         raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
-    if config.dp_delta is not None and config.noise_multiplier is None:
+    if config.dp_delta and not config.noise_multiplier:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
         )
@@ -236,7 +236,7 @@ def partitioned(config: Run, usual: Run) -> Run:
             f"alpha: it is the concentration of Dirichlet partitions, and partition is {config.partition!r}; "
             f"nearest: --classes-per-client {max(1, round(config.alpha))}"
         )
-    if config.task_pool is not None and config.category_ratio != usual.category_ratio:
+    if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
         raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     if config.population not in (fixed, usual.population, "static"):
@@ -257,8 +257,13 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
-    given = {name: convert(name, fields[name].type, value) for name, value in values.items()}
+    given = {name: _converted(fields[name], value) for name, value in values.items()}
     return replaced(options, **given)
+
+
+def _converted(field: dataclasses.Field, value: object) -> Any:
+    unset = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    return field.metadata["default"] if unset else convert(field.name, field.type, value)
 
 
 def convert(name: str, type_: Any, value: object) -> Any:

@@ -70,8 +70,8 @@ OPTIONS = {
     "glfc": REHEARSED,
     "lga": REHEARSED,
     "centralized-prompt": POOL | {"clients": 4},
-    "vfcl": {"lr": 0.01, "full_lr": 0.01, "sigma": 0.1, "rounds": 2, "exemplars": 2, "test_samples": 2},
-    "fedweit": {"rounds": 2, "received": 2, "full_lr": RATE},
+    "vfcl": {"lr": 0.01, "full_lr": 0.01, "init_std": 0.1, "rounds": 2, "exemplars": 2, "mc_test_samples": 2},
+    "fedweit": {"rounds": 2, "kb_samples": 2, "full_lr": RATE},
     "fedrecon": {"adapter": "full", "full_lr": RATE},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": {

@@ -175,7 +175,7 @@ def test_the_loss_is_that_of_labels_and_of_an_old_model_s_answers(name):
 
 
 def work_of(known, entropy, rows=4.0):
-    return G.Work(known, jnp.float32(entropy * rows), jnp.float32(rows), None, None, None)
+    return G.LocalState(known, jnp.float32(entropy * rows), jnp.float32(rows), None, None, None)
 
 
 def test_the_entropy_of_a_uniform_guess_among_ten_is_their_logarithm():
@@ -307,7 +307,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     context = ClientContext(FROZEN, None, None, FIRST, info_of(5, 10))
     zero = jnp.zeros(())
     sums = G.FeatureSums(jnp.zeros((3, 4)), jnp.zeros((3, 4)), jnp.zeros(3), jnp.zeros(3))
-    work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
+    work = G.LocalState(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
     batches = [Batch(image[s], label[s], mask[s], row[s]) for s in parts]

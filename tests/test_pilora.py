@@ -18,14 +18,14 @@ from micro import begin as first_state
 from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters.lora import l1, orthogonality, pair_of
+from fcljax.adapters.lora import pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
-from fcljax.methods.pilora import PRESETS, learning_rate_factor
-from fcljax.models.prototypes import dce_loss, distances, pl_loss
+from fcljax.methods.pilora import PRESETS, l1, learning_rate_factor, orthogonality, pl_loss
+from fcljax.models.prototypes import dce_loss, distances
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes

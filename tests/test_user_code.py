@@ -446,6 +446,27 @@ def test_a_report_that_reads_what_no_server_rule_sends_is_told():
     told("report 'mine'", step, rule, asks="reads 'mean', which no server rule sends")
 
 
+def test_a_report_that_begins_or_ends_with_what_is_not_there_is_told():
+    def init(context):
+        return reads(context)
+
+    def finalize(end, total):
+        return end.memories["mine"]
+
+    for function, asks in (
+        (init, "reads 'mean', which no server rule sends"),
+        (finalize, "reads 'mine', which no server rule sends and no client rule is named"),
+    ):
+        report = Report("mine", **{function.__name__: function})
+        rule = ServerRule("r", lambda round, params, state: None, reports=(report,))
+        told("report 'mine'", function, rule, asks=asks)
+
+
+def test_a_server_rule_without_an_update_is_refused_when_it_is_written():
+    with pytest.raises(InputError, match="^update: server rule 'mine' has none; it needs update"):
+        ServerRule("mine", None)
+
+
 def test_a_server_rule_that_reads_what_it_does_not_ask_for_is_told():
     def update(round, params, state):
         return ServerUpdate(params, round.reports["prototypes"])

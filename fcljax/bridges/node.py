@@ -20,7 +20,7 @@ from fcljax.config import EngineConfig, RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
-from fcljax.federated.engine import Exchange, Work, client_states, work_alone
+from fcljax.federated.engine import ClientResult, Exchange, client_states, work_alone
 from fcljax.federated.keys import RunKey
 from fcljax.methods import find_method
 from fcljax.runs import resume
@@ -72,7 +72,7 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.task_pool is not None:
+    if settings.task_pool != "same":
         raise InputError(
             f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
@@ -209,7 +209,7 @@ class Request(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> Work:
+def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> ClientResult:
     """A client's part of an exchange.
 
     Raises:

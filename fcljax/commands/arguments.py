@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.errors import InputError, Value, nearest
-from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced
+from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced, shown_default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +179,9 @@ def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: obje
         text += f" [default: {'on' if default else 'off'}]"
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=_escaped(text))
         return
-    shown = (field.metadata.get("unset") or "none") if default is None else default
     choices = choices_of(field)
     metavar = "{" + ",".join(choices) + "}" if choices else METAVARS[_kind(field)]
-    text += f" [default: {shown}]"
+    text += f" [default: {shown_default(field, default)}]"
     action = group.add_argument(flag(name), dest=name, metavar=metavar, help=_escaped(text))
     files = _kind(field) in (str, Path) and name not in _NAMED and not choices
     action.completer = _completer(_NAMED.get(name, lambda: choices), files)  # pyrefly: ignore[missing-attribute]

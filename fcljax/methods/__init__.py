@@ -157,7 +157,7 @@ METHODS: dict[str, MethodEntry] = {
             ("linear", *_PROMPTS),
             "it composes a network's own weights, or LoRA's",
         ),
-        merges="clients send parts of a base; `uniform` works too, and with --unsent 0 any rule",
+        merges="clients send parts of a base; `uniform` works too, and with --client-sparsity 0 any rule",
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",

@@ -173,7 +173,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
-    terms += (norm_bound(settings.norm_bound),) if settings.norm_bound is not None else ()
+    terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
     run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
     method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     if method.aggregation != aggregation.name:
@@ -301,7 +301,8 @@ def lanes_of(
         raise InputError(
             f"lanes: {count} lanes cannot be split over {devices} devices; nearest valid value: {fitting}"
         )
-    return Lanes(count, settings.lane_mode or ("loop" if here or count == devices else "vmap"))
+    usual = "loop" if here or count == devices else "vmap"
+    return Lanes(count, usual if settings.lane_mode == "auto" else settings.lane_mode)
 
 
 def placed(exp: Experiment) -> Experiment:

@@ -25,7 +25,7 @@ from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
 from fcljax.pixels import NORMALISE
-from fcljax.settings import Positions, Stem
+from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
 
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
@@ -79,8 +79,8 @@ class WeightOptions(NamedTuple):
     # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
     # takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
     decoder: str | None = None
-    # of a convolutional network without a file; None: "cifar" for images under 64 px, else "imagenet"
-    stem: Stem | None = None
+    # of a convolutional network without a file; auto: "cifar" for images under 64 px, else "imagenet"
+    stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
 
 
@@ -135,7 +135,7 @@ def load_backbone(
             assert name is not None  # one of CONVNETS
             return _random_convnet(name, image_size, dtype, options)
         return _convnet(name, file, image_size, dtype, options.stem)
-    if options.stem is not None:
+    if options.stem != "auto":
         raise InputError(
             f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
             "nearest: --backbone resnet18"
@@ -166,11 +166,11 @@ def load_backbone(
 
 
 def _convnet(
-    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: Stem | None
+    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: StemChoice
 ) -> Pretrained:
     """A ResNet or DenseNet of a file."""
     found = torchvision.interpret(file.tensors, name)
-    if stem not in (None, found.config.stem):
+    if stem not in ("auto", found.config.stem):
         raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")
     config = _sized(found.config, image_size, dtype)
     said, notes = _said_constants(file), []
@@ -187,7 +187,8 @@ def _random_convnet(name: str, image_size: int | None, dtype: str, options: Weig
     """Values that depend on the seed alone; pixels between -1 and 1."""
     config, seed = CONVNETS[name], options.seed
     own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-    config = _sized(dataclasses.replace(config, stem=options.stem or own), image_size, dtype)
+    stem = own if options.stem == "auto" else options.stem
+    config = _sized(dataclasses.replace(config, stem=stem), image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"
