@@ -2,8 +2,8 @@
 dataclass with one flat namespace of fields for the command line and for YAML.
 
 `config.yaml` holds every field of a run and can be given back with `--config`. Text becomes a value in one
-place (`convert`), wherever it comes from, so a wrong one gives the same single line. A stage of a run takes
-the dataclass that it reads, not the whole.
+place (`typed_value`), wherever it comes from, so a wrong one gives the same single line. A stage of a run
+takes the dataclass that it reads, not the whole.
 """
 
 import dataclasses
@@ -263,10 +263,10 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
     unset = value is None and field.metadata.get("unset")  # files of earlier versions have null there
-    return field.metadata["default"] if unset else convert(field.name, field.type, value)
+    return field.metadata["default"] if unset else typed_value(field.name, field.type, value)
 
 
-def convert(name: str, type_: Any, value: object) -> Any:
+def typed_value(name: str, type_: Any, value: object) -> Any:
     """`value`, which may be a string, as a value of the field's type.
 
     Raises:

@@ -9,7 +9,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.results import trackers
-from fcljax.results.trackers import Entry, Tracker, following, parse, scalars
+from fcljax.results.trackers import Entry, Tracker, following, parse_trackers, scalars
 
 SETTINGS = {"method": "linear", "rounds": 2, "seed": 7}
 LINE = {"task": 1, "round": 0, "loss": 0.5, "accuracy": [0.25, None], "refused": 0, "best": True, "note": "x"}
@@ -91,12 +91,12 @@ def test_only_numbers_are_logged():
 
 
 def test_trackers_are_chosen_by_name_and_must_be_installed(monkeypatch, capsys):
-    assert parse(None) == () == parse(" ,")
+    assert parse_trackers(None) == () == parse_trackers(" ,")
     with pytest.raises(InputError, match="^track: unknown value 'wandbb'.*'wandb'"):
-        parse("wandbb")
+        parse_trackers("wandbb")
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("no_such_module", None))
     with pytest.raises(InputError, match=r"^track: 'wandb' is not installed; pip install 'fcljax\[wandb\]'"):
-        parse("wandb")
+        parse_trackers("wandb")
     assert cli.main(["run", "linear", "--track", "tensorbord"]) == 2
     assert "'tensorboard'" in capsys.readouterr().err
     assert cli.main(["check", "linear", "--track", "wandb"]) == 2

@@ -209,7 +209,9 @@ class Request(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> ClientResult:
+def client_work(
+    exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree
+) -> ClientResult:
     """A client's part of an exchange.
 
     Raises:

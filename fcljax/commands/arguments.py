@@ -1,5 +1,5 @@
 """The parser of all commands, made of dataclasses of options: it reads what was typed, prints the help and
-completes in the shell. Text becomes a value in `config.convert`, as in YAML files."""
+completes in the shell. Text becomes a value in `config.typed_value`, as in YAML files."""
 
 import argparse
 import dataclasses
@@ -107,7 +107,7 @@ def parse(
     if rest:
         raise InputError(f"option: unexpected argument {rest[0]!r}; options start with --")
     values = {
-        name: value if isinstance(value, bool) else config.convert(name, fields[name].type, value)
+        name: value if isinstance(value, bool) else config.typed_value(name, fields[name].type, value)
         for name, value in vars(given).items()
         if name != "words"
     }

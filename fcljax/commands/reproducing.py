@@ -54,7 +54,7 @@ def reproduce(arguments: list[str]) -> int:
 
     if options.resume and options.out:
         raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
-    columns = papers.find(options.experiments, *names)
+    columns = papers.find_columns(options.experiments, *names)
     plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
     if options.dry_run:

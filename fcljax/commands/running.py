@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
     given, paths, host_options = _read(arguments)
     from fcljax.runs import hosts
 
-    hosts.check(host_options)
+    hosts.check_hosts(host_options)
     resolved = settings(arguments[0], given, paths)
     if host_options.coordinator is None:
         return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
@@ -102,7 +102,7 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
 
     first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
     console = Console(quiet=not first)
-    seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
+    seeds, track = _seeds(resolved, paths), trackers.parse_trackers(paths.track)
     keep_compiled(paths.compile_cache)
     try:
         with signals.warned_by(paths.stop_signal) as stop:

@@ -54,7 +54,7 @@ from fcljax.federated.server_replay import (
     replay,
 )
 from fcljax.federated.sums import sum_value
-from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
+from fcljax.mesh import WHOLE, add_over_devices, by_device, device_count, on_each, put, split
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
@@ -243,7 +243,7 @@ def _player(
 ) -> Player:
     program = each.program
     # a device's part of the carry has an axis of its own
-    mine = lanes._replace(count=lanes.count // size(mesh))
+    mine = lanes._replace(count=lanes.count // device_count(mesh))
     begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
 
     def empty():
@@ -513,7 +513,7 @@ def _over_host(
 ) -> Carry:
     """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
     replay is on the device as long as the chunk is run."""
-    chunk, mesh, devices = call.chunk, player.mesh, size(player.mesh)
+    chunk, mesh, devices = call.chunk, player.mesh, device_count(player.mesh)
     past = _replayable(data, may_replay, mesh)
     sizes = [
         _window_ticks(data, phase, lanes, table, devices)

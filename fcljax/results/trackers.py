@@ -145,7 +145,7 @@ TRACKERS = {
 }
 
 
-def parse(text: str | None) -> tuple[str, ...]:
+def parse_trackers(text: str | None) -> tuple[str, ...]:
     """The trackers that a list such as tensorboard,mlflow names.
 
     Raises:

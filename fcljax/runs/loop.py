@@ -117,7 +117,7 @@ def _build(session: Session) -> Experiment:
 
     def checked() -> Experiment:
         exp = build(session.settings)
-        memory.check(exp)
+        memory.check_memory(exp)
         return exp
 
     exp = session.hosts.agree(checked)

@@ -90,7 +90,7 @@ def plan(path: str | Path) -> list[Planned]:
 
 def plan_of(values: Mapping[str, Any], where: str) -> list[Planned]:
     """As `plan`, of a file's content; `where` is its name for messages."""
-    file = typed.read(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
+    file = typed.read_typed(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
     try:
         _check_places(file)
         seeds = _seeds(file)
@@ -152,7 +152,7 @@ def _seeds(file: SweepFile) -> list[int | None]:
     if file.seeds is None:
         return [None]
     if isinstance(file.seeds, int):
-        begin: int = config.convert("base.seed", int, RunConfig.seed if first is None else first)
+        begin: int = config.typed_value("base.seed", int, RunConfig.seed if first is None else first)
         return [*parse_seeds(str(file.seeds), begin)]
     if first is not None:
         raise InputError(f"base.seed: nothing reads {first!r}: seeds lists them all")

@@ -60,7 +60,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
         )
 
 
-def work(job: Job) -> int:
+def run_job(job: Job) -> int:
     """Make a run, from start to end, and return its exit code. Whatever ends this process also ends the run,
     and so does a signal whose number is in the file of `stop_file`."""
     stop = stop_file(job)
@@ -90,7 +90,7 @@ class Again:
 
     def __call__(self, job: Job) -> int:
         """Make a run."""
-        return work(job)
+        return run_job(job)
 
     def checkpoint(self, job: Job) -> object:
         """The job that is queued again."""

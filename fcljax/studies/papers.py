@@ -148,7 +148,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
-def find(folder: str | Path, system: str, table: str) -> list[Column]:
+def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
     """The columns of a table.
 
     Raises:
@@ -163,7 +163,7 @@ def find(folder: str | Path, system: str, table: str) -> list[Column]:
     if not papers:
         raise InputError(f"experiments: no file in {str(folder)!r} has a paper's tables, 'tables: ...'")
     path = papers[choose("system", system, papers)]
-    paper = parse(str(path), config.load_yaml(path))
+    paper = parse_paper(str(path), config.load_yaml(path))
     return columns(str(path), paper, choose("table", table, paper.tables))
 
 
@@ -175,13 +175,13 @@ def _text(path: Path) -> str:
         raise InputError(f"experiments: cannot read {str(path)!r}: {why}") from None
 
 
-def parse(path: str, values: Mapping[str, Any]) -> Paper:
+def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
     """A file of experiments/ from its content.
 
     Raises:
       InputError: one line with the file, the place in it, and what is wrong.
     """
-    paper = typed.read(Paper, values, path)
+    paper = typed.read_typed(Paper, values, path)
     if not paper.seeds:
         raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
     if list(values)[-1] != "verified":
@@ -242,6 +242,6 @@ def write_verified(path: str | Path, found: Mapping[str, Verified]) -> None:
     """Write what runs at the paper's scale found into the last part of a file; the rest stays as it is."""
     path = Path(path)
     kept = _text(path).partition(VERIFIED)[0]
-    old = parse(str(path), config.load_yaml(path)).verified
+    old = parse_paper(str(path), config.load_yaml(path)).verified
     new = {key: dataclasses.asdict(each) for key, each in {**old, **found}.items()}
     write_text(path, f"{kept}\n{yaml.safe_dump({'verified': new}, sort_keys=False, width=110)}")

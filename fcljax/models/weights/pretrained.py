@@ -123,7 +123,7 @@ def load_backbone(
         choose("backbone", name, (*VITS, *CONVNETS))
     if name in VITS:
         _check_size(image_size, VITS[name], name)
-    file = None if checkpoint is None else checkpoints.read(checkpoint)
+    file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
     if name in CONVNETS or (file and torchvision.is_convnet(file.tensors)):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
@@ -143,7 +143,7 @@ def load_backbone(
     decoder = options.decoder
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
-    file = checkpoints.read(packaged(name)) if file is None else file
+    file = checkpoints.read_checkpoint(packaged(name)) if file is None else file
     found = loaded(file, name, image_size, options)
     joined, notes = _own_decoder(found), []
     if decoder is not None:
@@ -549,7 +549,7 @@ def _read_decoder(
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
     """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
     autoencoder."""
-    file = checkpoints.read(source)
+    file = checkpoints.read_checkpoint(source)
     facts = _joined(naming.TensorFacts(None, heads), _said(file))
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell
