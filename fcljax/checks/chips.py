@@ -124,11 +124,10 @@ def _tpus(chip: Chip) -> list[Any]:
 
 
 def _gpus(chip: Chip) -> list[Any]:
-    from jax._src import xla_bridge
     from jax.experimental import topologies
 
     _needs("jax-cuda13-plugin")
-    xla_bridge.discover_pjrt_plugins()
+    jax.devices()  # jax looks for plugins when it is first asked
     shape = f"1x1x{chip.devices}"
     found = topologies.get_topology_desc("", "cuda", target_config=_target(chip), topology=shape)
     return list(found.devices)
@@ -227,7 +226,7 @@ def report(program: Program) -> Report:
 
 def needed(message: str) -> int | None:
     """Bytes that a program needs, where a compiler's message says that the chip has fewer; else None."""
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
     return int(float(found[1]) * 2 ** (10 * (" KMGT".index(found[2])))) if found else None
 
 

@@ -23,7 +23,7 @@ from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_byte
 from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_lanes
-from fcljax.mesh import size
+from fcljax.mesh import device_count
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
@@ -289,11 +289,11 @@ def lanes_of(
     Raises:
       InputError: for lanes that the devices cannot share evenly.
     """
-    devices, here = size(machine.mesh), machine.backend == "cpu"
+    devices, here = device_count(machine.mesh), machine.backend == "cpu"
     count = settings.lanes
-    if count is None and (here or not method.rounds):
+    if not count and (here or not method.rounds):
         count = devices
-    elif count is None:
+    elif not count:
         filled = TRAINING * forward_flops(backbone) * settings.batch_size / FILLING
         count = paying_lanes(method.rounds[0].program, every, devices, filled, settings.participation)
     if count % devices:
