@@ -289,6 +289,8 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         other_digits = type_ in (int, float) and not str(value).isascii()
         if not plain or other_digits or (type_ is int and not _is_whole(value)):
             raise TypeError
+        if type_ in (str, Path) and not str(value).strip():
+            raise InputError(f"{name}: it is empty; give a value, or leave {flag(name)} out")
         if "\0" in str(value):
             raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
         return type_(value)
@@ -303,7 +305,8 @@ def _is_whole(value: object) -> bool:
 
 
 class _Plain(yaml.SafeLoader):
-    """Safe YAML of settings: no aliases, of which a few bytes can stand for gigabytes, and little depth."""
+    """Safe YAML of settings: every key once, little depth, and no aliases, of which a few bytes can stand for
+    gigabytes."""
 
     depth = 0
 
@@ -315,6 +318,12 @@ class _Plain(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.MappingNode):
+            found: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in found:
+                    raise yaml.YAMLError(f"{key.start_mark}: {key.value!r} is there twice; leave one out")
+                found.add(str(key.value))
         return node
 
 

@@ -22,7 +22,7 @@ from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
 from fcljax.federated.engine import ClientResult, Exchange, client_states, work_alone
 from fcljax.federated.keys import RunKey
-from fcljax.methods import find_method
+from fcljax.methods import check_no_code, find_method
 from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.features import with_queries
@@ -51,6 +51,8 @@ def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
     named = given.pop("method", method)
     if not named or (method and named != method):
         raise InputError(f"method: {named!r} given; name one method, such as 'fppl'")
+    if not method:
+        check_no_code(named, "method", "give it to client_app and server_app")
     settings = config.resolve(config.from_mapping(named, given, "settings"))
     check_deployable(settings)
     return settings

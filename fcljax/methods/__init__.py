@@ -233,6 +233,18 @@ def find_method(name: str) -> MethodEntry:
     return _loaded(METHODS[name]) if name in METHODS else _from_outside(name)
 
 
+def check_no_code(name: str, where: str, advice: str) -> None:
+    """Check that a method that a file names is one of the package, since any other is a program.
+
+    Raises:
+      InputError: naming the file and what to do.
+    """
+    if name not in METHODS and (name.partition(":")[0].endswith(".py") or ":" in name):
+        raise InputError(
+            f"{where}: the method {name!r} is a program, and a file of settings runs none; {advice}"
+        )
+
+
 def _loaded(entry: MethodEntry) -> MethodEntry:
     """The entry with its code, and with presets where a dataclass of options is given."""
     presets, build, elsewhere = (

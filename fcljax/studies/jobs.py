@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fcljax.runs.signals import number_of
+from fcljax.runs.signals import number_of, pause
 
 # variables of the environment that runs on other machines get too
 CARRIED = ("FCLJAX_", "JAX_", "XLA_", "PYTHONPATH", "PYTHONWARNINGS")
@@ -69,7 +68,7 @@ def run_job(job: Job) -> int:
     process = start(job)
     try:
         while process.poll() is None:
-            time.sleep(0.2)
+            pause(0.2)
             if stop.exists():
                 process.send_signal(int(stop.read_text()))
                 process.wait()

@@ -16,6 +16,7 @@ import yaml
 from fcljax import config
 from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
+from fcljax.methods import check_no_code
 from fcljax.options import flag
 from fcljax.studies import typed
 
@@ -186,6 +187,9 @@ def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
         raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
     if list(values)[-1] != "verified":
         raise InputError(f"{path}: verified: it must be the last key, because a program writes it")
+    rows = [row.method for table in paper.tables.values() for row in table.rows]
+    for name in (paper.method, *rows):
+        check_no_code(name, path, "a paper's table names methods of the package")
     keys = [column.key for name in paper.tables for column in columns(path, paper, name)]
     for key in paper.verified:
         choose(f"{path}: verified", key, keys)
