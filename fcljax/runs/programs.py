@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from fcljax.data.streaming import whole
-from fcljax.federated.client_loop import Call, Past, Window
+from fcljax.federated.client_loop import Call, ReplayData, TickWindow
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
 from fcljax.runs.build import Experiment
@@ -84,9 +84,9 @@ def _of_player(
         yield Program(f"{name} replay indices", player.replay_indices, place((states, chunk)))
     data = whole(exp.train)
     call = Call(exp.frozen, broadcast, chunk, exp.scenario.tasks[0], exp.key, np.bool_(False))
-    past = Past(data, may_replay, may_replay)
+    past = ReplayData(data, may_replay, may_replay)
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
-        window = Window(data, mine, mine, np.int32(0), ticks)
+        window = TickWindow(data, mine, mine, np.int32(0), ticks)
         arguments = (place(call), split(carry), place(window), place(past), False)
         yield Program(f"{name} phase {i}", run, arguments, int(ticks))
     yield Program(f"{name} sound", player.sound, (split(carry),))
