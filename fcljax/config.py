@@ -301,7 +301,8 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
 
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
-    unset = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    null = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    unset = null or value == "" == field.metadata.get("default")  # as config.yaml has it
     return field.metadata["default"] if unset else typed_value(field.name, field.type, value)
 
 
