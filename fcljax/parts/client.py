@@ -333,7 +333,8 @@ def _loss(
         output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
         loss = own_loss.value(output, batch, context.task)
         if adapter_loss is not None:
-            loss = loss + adapter_loss(drawn.adapter, output.query, context.task, batch.mask)
+            cached = context.cached.adapter
+            loss = loss + adapter_loss(cached, drawn.adapter, output.query, context.task, batch.mask)
         step = ClientStep(learner, context, trainable, output, batch, key, drawn)
         for rule, own in zip(work.rules, memory, strict=True):
             loss = loss + _rule_loss(rule, step, own) if rule.loss else loss
