@@ -228,6 +228,34 @@ def test_the_anchor_changes_when_a_task_is_over_and_not_in_its_rounds():
     close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_the_release_measures_after_every_training_under_the_clients_own_model(task):
+    """Over all classes seen; the penalty counts from the second task on, as in the release."""
+    method = with_rules(elastic(7.0, 9.0, 4, every_round=True))
+    server, later = fresh(method), bool(task.old.any())
+    batches = [batch._replace(label=batch.label % (5 if later else 3)) for batch in BATCHES]
+    state = anchored(server, random_head(1), random_head(2))
+    anchor = state[0].trainable.classifier
+    context, local = train(method, server, task, batches, state)
+    _, (kept,) = client_round(method, server, task, batches, state)
+    end = local.trainable.classifier
+    jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, end)
+
+    def loss(head, batch, classes):
+        return cross_entropy(batch.image @ head.kernel + head.bias, batch.label, classes, batch.mask)
+
+    expected = server.params.classifier
+    for batch in batches:
+        own = jax.grad(loss)(expected, batch, task.current)
+        pull = jax.tree.map(lambda f, w, old: 7.0 * later * f * (w - old), random_head(1), expected, anchor)
+        expected = jax.tree.map(lambda w, g, p: w - RATE * (g + p), expected, own, pull)
+    close(end, expected, atol=1e-5)
+    squares = [jax.tree.map(jnp.square, jax.grad(loss)(end, batch, task.seen)) for batch in batches]
+    share = 3 / 5 if later else 0
+    mix = lambda old, *new: share * old + (1 - share) * sum(new) / len(new)
+    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
+
+
 # ---- weights of 0 ------------------------------------------------------------------------------------------
 
 LORA = OWN["lora"]

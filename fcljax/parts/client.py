@@ -352,7 +352,8 @@ def _terms(
     output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
     terms: dict[str, Array | float] = {OWN: own_loss.value(output, batch, context.task)}
     if adapter_loss is not None:
-        terms[ADAPTER] = adapter_loss(drawn.adapter, output.query, context.task, batch.mask)
+        cached = context.cached.adapter
+        terms[ADAPTER] = adapter_loss(cached, drawn.adapter, output.query, context.task, batch.mask)
     step = ClientStep(learner, context, trainable, output, batch, key, drawn)
     for rule, own in zip(work.rules, memory, strict=True):
         if rule.loss:
