@@ -2,9 +2,11 @@
 is off."""
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import pytest
+import small_runs
 
 from fcljax import cli, config
 from fcljax.errors import InputError
@@ -18,6 +20,7 @@ from fcljax.parts import reports
 from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params
+from fcljax.results import run_folder
 from fcljax.studies import papers
 from fcljax.types import ClientContext, ClientInfo, Upload
 
@@ -150,3 +153,21 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rejected_uploads"] == 2 and summary["A_last"] > 0
     assert f"how often clients made them: {out} (2)" in capsys.readouterr().err
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", run_folder.SEALED)
+def test_a_changed_result_is_told_of(name, tmp_path, capsys):
+    shutil.copytree(small_runs.finished("linear"), tmp_path / "run")
+    assert run_folder.changed(tmp_path / "run") == []
+    with (tmp_path / "run" / name).open("a") as file:
+        file.write("\n")
+    said = f"{name} is not as the run wrote it"
+    for command in (["compare", "run"], ["report", "run"]):
+        assert cli.main([*command[:1], str(tmp_path / "run")]) == 0
+        assert said in capsys.readouterr().err.replace("\n", "")
+    assert said in (tmp_path / "run" / "report.html").read_text()
+    assert cli.main(["run", "linear", "--resume", str(tmp_path / "run")]) == 0
+    assert said in capsys.readouterr().err.replace("\n", "")
