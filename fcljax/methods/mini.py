@@ -21,8 +21,9 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     "fedncm": {},
     "fedrecon": {},
     "fedclm": _PAIR,
-    "ewc": {},
-    "lwf": {},
+    # at the release's lora_lr of 0.01 LoRA hardly moves, and there is nothing to hold back
+    "ewc": {"lora_lr": 0.3, "ewc_weight": 3e4},
+    "lwf": {"lora_lr": 0.3},
     "icarl": {},
     "hepco": _PROMPT | {"generator_lr": 1e-3},
     **dict.fromkeys(("fedavg-prompt", "fedprox", "fed-cprompt", "centralized-prompt"), _PROMPT),
