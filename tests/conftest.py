@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+from beartype import BeartypeConf, beartype
 from hypothesis import settings
 from jaxtyping import _decorator
 
@@ -53,6 +54,7 @@ settings.load_profile("fcljax")
 # ---- checks of signatures ----------------------------------------------------------------------------------
 
 with_shapes = jaxtyping.jaxtyped
+without_shapes = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
 def has_shapes(annotation) -> bool:
@@ -64,14 +66,14 @@ def has_shapes(annotation) -> bool:
 
 def checked(*function, typechecker):
     """In place of `jaxtyping.jaxtyped`, whose two checkers of each function are costly to make and to call.
-    What has shapes goes through it, and what has none to the checker itself. An inner function without
+    What has shapes goes through it, and what has none to beartype itself. An inner function without
     shapes, which is made anew in every call, stays as it is."""
     if not any(map(inspect.isfunction, function)):
         return with_shapes(*function, typechecker=typechecker)
     (own,) = function
     if any(map(has_shapes, own.__annotations__.values())):
         return with_shapes(own, typechecker=typechecker)
-    return own if "<locals>" in own.__qualname__ else typechecker(own)
+    return own if "<locals>" in own.__qualname__ else without_shapes(own)
 
 
 jaxtyping.jaxtyped = _decorator.jaxtyped = checked
