@@ -1,6 +1,6 @@
 """A paper's table at full size, in pieces: FPPL on CIFAR-100 beside its authors' figures.
 
-    python experiments/full_size.py --out FOLDER                    # one piece; again until it says "finished"
+    python experiments/full_size.py --out FOLDER                    # again until it says "finished"
     python experiments/full_size.py --out FOLDER pilora table1      # another paper and table
     python experiments/full_size.py --out FOLDER --scale mini       # tiny, on any machine: does it work?
 
