@@ -169,7 +169,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the
     definition of LoRA."""
     rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
-    alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SIZES.classes)
+    alone = toys.make_partition([rows, rows[:0], rows[:0], rows[:0]], LABEL, SIZES.classes)
     made = federation(method)
     engine = engine_of(made.method, Lanes(1, "loop"), [alone])
     received, _ = receive(engine, 0, made.server, made.states, alone, [0], STREAM[0])

@@ -212,14 +212,14 @@ def glfc_program():
 
 
 @pytest.mark.parametrize("level", [0.0, 5.0])
-def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
+def test_exemplars_are_replayed_from_what_holds_once_the_client_knows(level):
     """Places in the two memories laid end to end: the first four, or behind them."""
     method, program = glfc_program()
     known = known_of([0], now=[0], later=[5, 10])
-    (recall,) = [phase.replay for phase in program.phases if phase.replay]
+    (replay,) = [phase.replay for phase in program.phases if phase.replay]
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 2))
     local = at_work(work_of(known, level))
-    found = {int(i) for key in jax.random.split(KEY, 8) for i in recall(context, local, key)}
+    found = {int(i) for key in jax.random.split(KEY, 8) for i in replay(context, local, key)}
     rows = np.asarray(program.replay_buffer((known,)))
     assert {int(rows[i]) for i in found if i >= 0} == ({5, 10} if level else {0})
 

@@ -273,7 +273,7 @@ def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_
     assert method_of(mc_test_samples=0).predict_drawn is None
 
 
-def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_has_not_none():
+def test_a_client_that_has_learned_replays_examples_of_earlier_tasks_and_one_that_has_not_none():
     method = method_of(exemplars=2)
     program, server = main_of(method).program, fresh(method)
     assert main_of(method_of()).program.replay_buffer is None

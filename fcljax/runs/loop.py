@@ -11,7 +11,7 @@ import jax
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
-from fcljax.config import RunConfig
+from fcljax.config import RunConfig, explain_scale
 from fcljax.files import write_text
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import write_json
@@ -160,6 +160,7 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
     """
     settings, out, observer, hosts = session
     report_notes(exp.inputs.backbone, observer.console)
+    observer.say(explain_scale(settings))
     with contextlib.ExitStack() as stack:
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
