@@ -54,7 +54,7 @@ class ImageConfig:
     """Data set: a name of `fcljax list`, npz:PATH, folder:PATH or mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
-    class_list: str = option("", unset="none")
+    class_list: str = option("none", unset="none")
     """File with a WordNet id per line, for imagenet100 and imagenet200."""
     skip_corrupt: bool = False
     """Leave out images that cannot be decoded, and list them."""
@@ -229,7 +229,7 @@ class FaultOptions:
     """Number of malicious clients: those with the lowest ids."""
     attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts"] = "sign_flip"
     """What malicious clients do."""
-    faults: str = option("", unset="none")
+    faults: str = option("none", unset="none")
     """Random faults per client and round with their probabilities, such as drop=0.1,noise=0.2: sign_flip,
     scale, label_flip, nan, weight, counts, inf, noise, stale, late or drop."""
 
