@@ -250,6 +250,30 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
 
 
 @pytest.mark.long
+def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tmp_path, capsys):
+    said = []
+
+    def answers(place, reply):
+        """A fourth node says that it has 1e18 examples, a fifth that it is a client that there is already; and
+        client 2 answers once with an upload of another round."""
+        said.append(place)
+        if "facts" in reply.content and place == 103:
+            facts = json.loads(str(reply.content["facts"]["json"]))
+            reply.content["facts"]["json"] = json.dumps(facts | {"examples": [10**18, 1]})
+        if place == 102 and said.count(place) == 2:
+            reply.content["call"]["round"] = 7
+        return reply
+
+    nodes = [{"partition-id": i} for i in (0, 1, 2, 0, 1)]
+    summary = run_here(Here(client_app("linear", **TINY), nodes, answers), tmp_path / "out", **TINY)
+    err = " ".join(capsys.readouterr().err.split())
+    assert "a node is refused: client 0: it has 1000000000000000000 examples" in err
+    assert "a node is refused: partition-id: two nodes say that they are client 1" in err
+    assert "client 2 was left out: upload: its round is 7, not 0" in err
+    assert summary["rejected_uploads"] == 1
+
+
+@pytest.mark.long
 def test_clients_with_models_of_their_own_are_not_evaluated_by_the_server(identity, tmp_path):
     grid = Here(client_app("fedweit", **TINY), [{"partition-id": i} for i in range(3)])
     summary = run_here(grid, tmp_path / "out", "fedweit", **TINY)
