@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, client_round, compiled, method_of, rows_of
+from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, client_round, compiled, main_of, method_of, rows_of
 
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.errors import InputError
@@ -89,8 +89,7 @@ def round_of(method, server, states, steps=3, ids=tuple(BATCHES), round_=1):
     everybody = Aggregate(mean, total, {}, weight, jnp.asarray(ids), jnp.ones(len(ids), bool))
     now = RoundContext(SCALE, TASK, jnp.int32(round_), jnp.bool_(False), ())
     now = now._replace(previous=method.broadcast(now, server))
-    (main,) = method.rounds
-    server, _ = main.server(now, server, everybody, KEY)
+    server, _ = main_of(method).server(now, server, everybody, KEY)
     return server, states
 
 
