@@ -26,7 +26,7 @@ _MODULES = {
     "fcljax.methods": ("MethodEntry",),
     "fcljax.methods.fppl": ("prototype_mean",),
     "fcljax.methods.pilora": ("prototype_reweight",),
-    "fcljax.methods.vfcl.conflation": ("conflate",),
+    "fcljax.methods.vfcl.conflation": ("conflate_sums", "precision_terms"),
     "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
     "fcljax.options": ("option",),
     "fcljax.parts.classifiers": ("linear", "nearest_mean", "prototypes"),

@@ -56,7 +56,7 @@ def test_python_blocks_run(number):
 
 
 def test_the_comments_beside_the_aggregation_rules_are_right():
-    names = namespace(block_with("conflate"))
+    names = namespace(block_with("conflate_sums"))
     merged = names["weighted_mean"](names["models"], names["examples"], names["valid"])
     median = names["coordinate_median"](names["models"], names["examples"], names["valid"])
     assert (merged["kernel"].tolist(), merged["bias"].tolist()) == ([2, 3], [1])

@@ -13,6 +13,7 @@ from fcljax import config
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
+from fcljax.methods.mini import MINI
 from fcljax.options import check_read, fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
@@ -33,7 +34,7 @@ class Paths(ProgramOptions):
     """Number of seeds from --seed on, or a list such as 1,2,3: a run for each, in one folder."""
     stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = option(None, unset="none")
     """Signal by which the machine announces that it will stop the run; the round is finished."""
-    track: str | None = option(None, unset="none, or those of the run that is resumed")
+    track: str | None = option(None, unset="none")
     """Trackers that follow the run, such as tensorboard,wandb,mlflow."""
 
 
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> int:
     given, paths, host_options = _read(arguments)
     from fcljax.runs import hosts
 
-    hosts.check(host_options)
+    hosts.check_hosts(host_options)
     resolved = settings(arguments[0], given, paths)
     if host_options.coordinator is None:
         return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
@@ -102,23 +103,23 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
 
     first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
     console = Console(quiet=not first)
-    seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
+    seeds, track = _seeds(resolved, paths), trackers.parse_trackers(paths.track)
     keep_compiled(paths.compile_cache)
-    try:
-        with signals.warned_by(paths.stop_signal) as stop:
-            if seeds:
-                from fcljax.studies.seeds import run_seeds
+    with (
+        signals.advised(lambda: _advice(resolved.method, out)),
+        signals.warned_by(paths.stop_signal) as stop,
+    ):
+        if seeds:
+            from fcljax.studies.seeds import run_seeds
 
-                run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
-                figure = Path(out) / "accuracy.png"
-                tables, _ = compare([out], figure)
-            else:
-                summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
-                tables = [results_table([summary])] if first else []
-                figure = Path(out) / "figures" / "accuracy.png"
-                failed = learned_nothing(summary)
-    except KeyboardInterrupt as error:
-        raise signals.Stopped(signals.number_of(error), _advice(resolved.method, out)) from None
+            run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
+            figure = Path(out) / "accuracy.png"
+            tables, _ = compare([out], figure)
+        else:
+            summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
+            tables = [results_table([summary])] if first else []
+            figure = Path(out) / "figures" / "accuracy.png"
+            failed = learned_nothing(summary)
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")
@@ -177,8 +178,8 @@ def _folder(resolved: config.RunConfig) -> str:
 
 
 def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -> dict[str, Any]:
-    """The options of a run that were given. Its adapter decides which there are; its fidelity preset and its
-    file of settings decide the defaults that the help shows.
+    """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
+    scale and its file of settings decide the defaults that the help shows.
 
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
@@ -186,7 +187,8 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
     typed = _typed(arguments)
     source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
     values = config.load_yaml(source) if source and Path(source).is_file() else {}
-    chosen = {name: typed[name] for name in ("adapter", "fidelity") if name in typed}
+    deciding = ("adapter", "fidelity", "scale", "backbone", "checkpoint")
+    chosen = {name: typed[name] for name in deciding if name in typed}
     adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
     groups = config.option_groups(method, adapter)
     if {"-h", "--help"} & set(arguments):
@@ -231,6 +233,9 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         raise InputError(
             f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
         )
+    fixed = [option for option in MINI.get(method, {}) if option in values]
+    if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):
+        raise InputError(f"scale: {source!r} has its own {', '.join(fixed)}; leave out --scale")
     made = config.from_mapping(method, values | given, source or "options")
     check_read(made, made, given)
     if given.get("population", made.population) != made.population:

@@ -55,15 +55,15 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
 }
 
 
-def parse_faults(text: str | None) -> dict[str, float]:
-    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE'.
+def parse_faults(text: str) -> dict[str, float]:
+    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE', or of 'none'.
 
     Raises:
       InputError: for an unknown fault, one that is given twice, a share outside [0, 1], or shares of more
         than 1 together.
     """
     shares: dict[str, float] = {}
-    for part in (text or "").split(",") if text else ():
+    for part in text.split(",") if text != "none" else ():
         name, _, value = part.strip().partition("=")
         if name not in FAULTS:
             raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")

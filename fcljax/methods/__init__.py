@@ -212,7 +212,7 @@ METHODS: dict[str, MethodEntry] = {
             ("linear", *_PROMPTS),
             "it composes a network's own weights, or LoRA's",
         ),
-        merges="clients send parts of a base; `uniform` works too, and with --unsent 0 any rule",
+        merges="clients send parts of a base; `uniform` works too, and with --client-sparsity 0 any rule",
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
@@ -286,6 +286,18 @@ def find_method(name: str) -> MethodEntry:
       InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
     """
     return _loaded(METHODS[name]) if name in METHODS else _from_outside(name)
+
+
+def check_no_code(name: str, where: str, advice: str) -> None:
+    """Check that a method that a file names is one of the package, since any other is a program.
+
+    Raises:
+      InputError: naming the file and what to do.
+    """
+    if name not in METHODS and (name.partition(":")[0].endswith(".py") or ":" in name):
+        raise InputError(
+            f"{where}: the method {name!r} is a program, and a file of settings runs none; {advice}"
+        )
 
 
 def _loaded(entry: MethodEntry) -> MethodEntry:
