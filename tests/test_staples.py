@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, client_round, compiled, main_of, method_of, rows_of
+from micro import (
+    FORMULA,
+    KEY,
+    SCALE,
+    SIZES,
+    TASKS,
+    WIDTH,
+    client_round,
+    compiled,
+    main_of,
+    method_of,
+    rows_of,
+)
 
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.errors import InputError
