@@ -28,6 +28,7 @@ from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Params, learner, replaced_loss
+from fcljax.parts.reports import possible_sums
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Batch, ClientContext, Method, RoundContext
 
@@ -85,7 +86,7 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
         sums = jax.tree.map(jnp.add, params.classifier.sums, round.reports["embeddings"])
         return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
 
-    report = Report("embeddings", init, add, merge="sum")
+    report = Report("embeddings", init, add, merge="sum", possible=possible_sums)
     return ServerRule("prototypes", update, reports=(report,), when=when)
 
 

@@ -28,6 +28,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
+from fcljax.federated.claims import possible_counts
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
@@ -37,7 +38,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
-from fcljax.types import Method, Task, Weighted
+from fcljax.types import ClientContext, Method, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
@@ -187,15 +188,15 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
         older = Generator((), ())
         if not options.wo_previous:
-            more = steps + options.generator_growth * task.index
-            more = jnp.where((steps > 0) & (task.index > 0), more, 0)
+            more = steps_of_older(options, steps, task.index)
             older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
         merged = round.learner.merge(params, task, trainable)
         return ServerUpdate(merged, past, losses | {"generator": found})
 
-    reports = (Report("class_examples", finalize=class_examples), OfEachClient("trainable"))
+    counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
+    reports = (counts, OfEachClient("trainable"))
     return ServerRule("latent", update, init, reports=reports)
 
 
@@ -203,6 +204,11 @@ def class_examples(end: ClientEnd, total: tuple) -> Int[Array, " C"]:
     """The numbers of examples of each class that a client reports."""
     del total
     return end.context.client.class_examples
+
+
+def possible_examples(context: ClientContext, sent: Int[Array, " C"]) -> Bool[Array, ""]:
+    """Whether these numbers of examples of each class can be true; they weigh a client as a teacher."""
+    return possible_counts(sent, context.client.examples)
 
 
 def _clients(
@@ -265,6 +271,12 @@ def class_weights(
     if kind == "per_class":
         return examples / jnp.maximum(total, 1)
     return examples / (jnp.sum(total) + jnp.sum(total == 0))
+
+
+def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
+    """Steps of the generator of older classes in task number `task`, from 0: more in every task, and none in
+    the first or where nobody takes part (`steps` is 0)."""
+    return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
 
 
 def _odds(examples: Float[Array, " C"]) -> Float[Array, " C"]:
