@@ -310,6 +310,15 @@ class PhaseStep(Protocol):
 
 
 @runtime_checkable
+class Measure(Protocol):
+    """Measures something of a step, which changes nothing."""
+
+    def __call__(self, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray, /) -> Metrics:
+        """Metrics of the step that is about to be taken."""
+        ...
+
+
+@runtime_checkable
 class ChooseReplay(Protocol):
     """Chooses what a client replays in a step."""
 
@@ -327,6 +336,9 @@ class Phase(NamedTuple):
     """What is done with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
+    measure: Measure | None = None
+    """What is measured at one participant of every round, before the step in the middle of its phase; None:
+    nothing."""
 
 
 @runtime_checkable
@@ -358,6 +370,16 @@ class ReceiveUpload(Protocol):
         ...
 
 
+class Claim(NamedTuple):
+    """What a client says of itself in an upload, such as its numbers of examples."""
+
+    name: str
+    """Of the quantity, for messages."""
+    holds: Callable[[ClientContext, Upload], Bool[Array, ""]]
+    """holds(context, upload) -> whether a client with so many examples can have sent it. The server knows
+    `context.client.examples`, but not those of each class."""
+
+
 class Program(NamedTuple):
     """Everything a client does in a round."""
 
@@ -374,6 +396,8 @@ class Program(NamedTuple):
 
     A client keeps indices, never images.
     """
+    claims: tuple[Claim, ...] = ()
+    """What its uploads say of the client, besides their weight; an upload that cannot be true is left out."""
 
 
 # ---- what the server does ----------------------------------------------------------------------------------

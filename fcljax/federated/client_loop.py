@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from fcljax.federated import claims
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey
 from fcljax.federated.schedule import Capacity, Chunk
@@ -33,6 +34,7 @@ from fcljax.types import (
     PyTree,
     Task,
     Upload,
+    View,
     Weighted,
 )
 
@@ -86,7 +88,8 @@ class Accumulator(NamedTuple):
     weight: Float[Array, " P"]  # of each client
     id: Int[Array, " P"]  # of each client; K where nobody is
     valid: Bool[Array, " P"]  # whether the upload has arrived and was accepted
-    rejected: Int[Array, ""]  # uploads that were not finite, or of negative weight
+    rejected: Int[Array, ""]  # uploads that were not finite, or with an impossible claim
+    impossible: Int[Array, " claims"]  # of these, for each claim, those that cannot be true
     metrics: tuple[Metrics, ...]  # sums of each phase's metrics
 
 
@@ -139,6 +142,7 @@ class LoopSettings(NamedTuple):
     lanes: Lanes  # of one device
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
     waits: bool  # whether a lane may be idle while others work; its client must then be kept as it is
+    participants: int  # P
 
 
 def batches_alone(lanes: Lanes) -> bool:
@@ -168,8 +172,8 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
 # ---- what a round receives ---------------------------------------------------------------------------------
 
 
-def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
-    """An empty accumulator for uploads of these shapes."""
+def empty_accumulator(shapes: Shapes, capacity: Capacity, claimed: int) -> Accumulator:
+    """An empty accumulator for uploads of these shapes, with so many claims."""
     p = capacity.participants
     return Accumulator(
         mean=sum_zeros(shapes.upload.mean, floating=True),
@@ -179,20 +183,23 @@ def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
         id=jnp.full(p, capacity.clients, jnp.int32),
         valid=jnp.zeros(p, bool),
         rejected=jnp.zeros((), jnp.int32),
+        impossible=jnp.zeros(claimed, jnp.int32),
         metrics=sum_zeros(shapes.metrics, floating=True),
     )
 
 
 def _receive(
-    acc: Accumulator, upload: Upload, id_: Array, position: Array, end: Array, guarded: Array
+    acc: Accumulator, upload: Upload, held: Array, id_: Array, position: Array, end: Array, guarded: Array
 ) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the clients that have just finished, where `end` is True. Each goes to its
-    position among the gathered ones.
+    position among the gathered ones. Those of which a claim [L, claims] is not `held` are left out.
 
     If guarded, non-finite uploads, and ones of negative weight, get weight 0 and are counted. Otherwise they
     are added too, and `is_sound` finds out.
     """
     sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), end.shape)
+    lies = end[:, None] & ~held
+    end = end & jnp.all(held, axis=1)
     weight, valid, rejected = jax.lax.cond(
         guarded,
         lambda: finite_guard(upload._replace(weight=sent), sent, end),
@@ -206,7 +213,8 @@ def _receive(
         weight=write(acc.weight, weight),
         id=write(acc.id, id_),
         valid=write(acc.valid, valid),
-        rejected=acc.rejected + rejected,
+        rejected=acc.rejected + rejected + jnp.sum(jnp.any(lies, axis=1), dtype=jnp.int32),
+        impossible=acc.impossible + jnp.sum(lies, axis=0, dtype=jnp.int32),
     ), valid
 
 
@@ -235,9 +243,12 @@ def receive_sent(
     Returns:
       What has been received now, and whether the upload is valid.
     """
+    held = claims.held(program, context, upload)
     upload = program.receive(context, upload) if program.receive else upload
     one = jnp.ones(1, bool)
-    acc, valid = _receive(acc, expand(upload), context.client.id[None], position[None], one, one[0])
+    acc, valid = _receive(
+        acc, expand(upload), held[None], context.client.id[None], position[None], one, one[0]
+    )
     return acc, valid[0]
 
 
@@ -337,7 +348,8 @@ def run_ticks(
     finish = functools.partial(_finish, program, index, call, each)
     widths = settings.widths if batches_alone(lanes) else settings.widths[-1:]
 
-    def work(tick, lane, slot, step, active, local):
+    def at(tick, lane, slot, step, local):
+        """The client's context, the key of its step, its examples' mask, and its batch at a width."""
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, ClientKey.PHASES + index), step)
         image_key = jax.random.fold_in(key, StepKey.IMAGES)
         step_key = jax.random.fold_in(key, StepKey.UPDATE)
@@ -349,16 +361,26 @@ def run_ticks(
         context = context_of(call, slot)
         read = functools.partial(_read, settings.fetch, phase.view.augment, window.data)
 
-        def step_of(width):
+        def batch_of(width):
             batch = read(examples[:width], place[:width], mask[:width], image_key, draws_key)
             if phase.replay:
                 keys = step_key, draws_key
                 batch = join(batch, _replayed(settings.fetch, phase.replay, context, past, slot, local, keys))
-            return phase.step(context, local, batch, step_key)
+            return batch
 
-        new, metrics = _at_width(step_of, widths, mask)
+        return context, step_key, mask, batch_of
+
+    def work(tick, lane, slot, step, active, local):
+        context, key, mask, batch_of = at(tick, lane, slot, step, local)
+        new, metrics = _at_width(lambda width: phase.step(context, local, batch_of(width), key), widths, mask)
         kept = select(active, new, local) if settings.waits else new
         return kept, {k: _countable(value, active) for k, value in metrics.items()}
+
+    def measured(tick, lane, slot, step, active, local):
+        assert phase.measure is not None
+        context, key, _, batch_of = at(tick, lane, slot, step, local)
+        metrics = phase.measure(context, local, batch_of(widths[-1]), key)
+        return {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
         slot, step, start, end, active = (column[i] for column in table)
@@ -367,8 +389,16 @@ def run_ticks(
         # branches at every tick.
         local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
         numbers = (jnp.full_like(slot, i), jnp.arange(lanes.count))
+        accumulator = carry.accumulator
+        if phase.measure:
+            now = active & _is_measured(phase.view, settings.participants, call, slot, step)
+            accumulator = jax.lax.cond(
+                jnp.any(now),
+                lambda: _add_metrics(accumulator, index, each(measured)(*numbers, slot, step, now, local)),
+                lambda: accumulator,
+            )
         local, metrics = each(work)(*numbers, slot, step, active, local)
-        accumulator = _add_metrics(carry.accumulator, index, metrics)
+        accumulator = _add_metrics(accumulator, index, metrics)
         carry = carry._replace(local=local, accumulator=accumulator)
         return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
 
@@ -412,19 +442,34 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
     def one(s, local):
         context = context_of(call, s)
         upload, new = program.finish(context, local, _at(carry.states, s))
-        return program.receive(context, upload) if program.receive else upload, new
+        held = claims.held(program, context, upload)
+        return program.receive(context, upload) if program.receive else upload, held, new
 
-    upload, new = each(one)(slot, carry.local)
+    upload, held, new = each(one)(slot, carry.local)
     id_ = call.chunk.id[slot]
-    accumulator, valid = _receive(carry.accumulator, upload, id_, slot, end, jnp.asarray(call.guarded))
+    accumulator, valid = _receive(carry.accumulator, upload, held, id_, slot, end, jnp.asarray(call.guarded))
     there = jnp.where(valid, slot, slots)
     written = carry.written.at[there].set(True, mode="drop")
     return carry._replace(accumulator=accumulator, states=_write(there, carry.states, new), written=written)
 
 
+def _is_measured(
+    view: View, participants: int, call: Call, slot: Int[Array, " L"], step: Int[Array, " L"]
+) -> Bool[Array, " L"]:
+    """Whether `Phase.measure` is due: in the middle of the phase, at one participant. It is another one in
+    every round, and the same however clients are divided into chunks."""
+    chunk = call.chunk
+    steps = view.epochs * -(-chunk.count[slot] // view.batch_size)
+    chosen = (call.task.index + chunk.round) % participants
+    return (step == steps // 2) & (chunk.position[slot] == chosen)
+
+
 def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accumulator:
+    """Add metrics [L] of the lanes, which are all or some of the phase's."""
     before = accumulator.metrics
-    total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), before[index], metrics)
+    added = {name: before[index][name] for name in metrics}
+    added = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), added, metrics)
+    total = before[index] | added
     return accumulator._replace(metrics=(*before[:index], total, *before[index + 1 :]))
 
 

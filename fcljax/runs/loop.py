@@ -11,10 +11,10 @@ import jax
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
-from fcljax.config import RunConfig
+from fcljax.config import RunConfig, explain_scale
 from fcljax.files import write_text
 from fcljax.results import page, trackers
-from fcljax.results.run_folder import write_json
+from fcljax.results.run_folder import changed, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, resume, signals
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
@@ -131,6 +131,8 @@ def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
     settings, out, observer, hosts = session
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
+    for line in hosts.from_first(lambda: changed(out)):
+        observer.say(line)
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
         if hosts.first and not (out / page.NAME).exists():
             page.try_report([out], out / page.NAME, observer.say)
@@ -161,6 +163,7 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
     """
     settings, out, observer, hosts = session
     report_notes(exp.inputs.backbone, observer.console)
+    observer.say(explain_scale(settings))
     with contextlib.ExitStack() as stack:
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
@@ -184,6 +187,9 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
         if rebuilt and not finished:
             summary["restored"] = measure(*rebuilt)
         if hosts.first:
+            if not finished:
+                write_json(out / "summary.json", summary)
+                seal(out)
             _write_results(session, exp, summary, rebuilt)
             for line in warnings_of(records):
                 observer.say(line)
@@ -195,7 +201,6 @@ def _write_results(
     session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
 ) -> None:
     out, say_line = session.out, session.observer.say
-    write_json(out / "summary.json", summary)
     draw_figures(exp, summary, rebuilt, out / "figures", say_line)
     page.try_report([out], out / page.NAME, say_line)
 

@@ -74,6 +74,7 @@ class Records:
         self.uploads = [a + b for a, b in zip(before, report.uploads, strict=True)]
         self.add(
             rejected=report.rejected,
+            **{f"impossible {name}": times for name, times in report.impossible.items()},
             refused=report.refused,
             client_images=report.examples,
             trained_images=report.training_examples,
@@ -89,6 +90,8 @@ class Records:
             "refused": report.refused,
             "slot_efficiency": report.slot_efficiency,
         }
+        if report.impossible:
+            line["impossible"] = report.impossible
         if evaluated.accuracy is not None:
             line["accuracy"] = [_finite(value) for value in evaluated.accuracy]
             line["A"] = float(np.nanmean(evaluated.accuracy))
