@@ -19,7 +19,7 @@ import yaml
 from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
-from fcljax.methods import METHODS, MethodEntry, find_method
+from fcljax.methods import METHODS, MethodEntry, find_method, name_of
 from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
 from fcljax.settings import (
     MOST_CLIENTS,
@@ -61,21 +61,21 @@ AS_RELEASED = {"normalise": "release", "positions": "plain"}
 # ---- the options of a method with an adapter ---------------------------------------------------------------
 
 
-def option_groups(method: str, adapter: str) -> dict[str, type]:
+def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
     """Title -> dataclass of the options of a run: the run's, the method's and the adapter's.
 
     Raises:
       InputError: for an unknown method or adapter, one that the method cannot work with, or names that
         collide, which only a method from outside the package can have.
     """
-    entry = find_method(method)
+    entry, called = find_method(method), name_of(method)
     choose("adapter", adapter, ADAPTERS)
     if adapter in entry.excludes:
         raise InputError(
-            f"adapter: {method} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
+            f"adapter: {called} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
             f"{entry.adapter!r}"
         )
-    title = Path(method).stem if method not in METHODS else method
+    title = called if method in METHODS else Path(called).stem
     groups = {"run": RunConfig, title: entry.options(adapter)}
     groups[f"adapter {adapter}"] = find_adapter(adapter).options
     owner: dict[str, str] = {}
@@ -83,13 +83,15 @@ def option_groups(method: str, adapter: str) -> dict[str, type]:
         for field in fields_of(options):
             if owner.setdefault(field.name, group) != group:
                 raise InputError(
-                    f"method: {method} and {owner[field.name]} both have an option {field.name!r}; rename one"
+                    f"method: {called} and {owner[field.name]} both have an option {field.name!r}; rename one"
                 )
     return groups
 
 
 @functools.cache
-def preset(method: str, adapter: str | None = None, fidelity: Fidelity = "intended") -> RunConfig:
+def preset(
+    method: str | MethodEntry, adapter: str | None = None, fidelity: Fidelity = "intended"
+) -> RunConfig:
     """A run's settings as a fidelity preset has them.
 
     Args:
@@ -103,7 +105,7 @@ def preset(method: str, adapter: str | None = None, fidelity: Fidelity = "intend
 
 
 @functools.cache
-def run_class(method: str, adapter: str | None = None) -> type:
+def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
     """The dataclass of a run: the shared fields, the method's own and the adapter's. Its defaults are those
     of the preset `intended`.
 
@@ -119,15 +121,15 @@ def run_class(method: str, adapter: str | None = None) -> type:
         for name, value in _values(method, adapter, "intended").items()
     ]
     return dataclasses.make_dataclass(
-        f"Run_{Path(method).stem}_{adapter}",
+        f"Run_{Path(name_of(method)).stem}_{adapter}",
         fields,
         bases=bases,
         frozen=True,
-        namespace={"__doc__": entry.summary},
+        namespace={"__doc__": entry.summary, "source": method},
     )
 
 
-def _values(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
+def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
     """Field -> value of a preset."""
     run, own, of_adapter = option_groups(method, adapter).values()
     chosen = _reading(find_method(method).presets, fidelity)
@@ -136,7 +138,7 @@ def _values(method: str, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
     parts = part(run, chosen.run), part(own, chosen.options), adapted
     values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    return values | pixels | {"method": method, "adapter": adapter, "fidelity": fidelity}
+    return values | pixels | {"method": name_of(method), "adapter": adapter, "fidelity": fidelity}
 
 
 def _reading(presets: Mapping[str, Value], fidelity: str) -> Value:
@@ -151,7 +153,7 @@ def part(options: type[Value], config: object) -> Value:
 # ---- values that were given --------------------------------------------------------------------------------
 
 
-def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
+def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) -> RunConfig:
     """A run's settings from names and values, as YAML or the command line give them, checked.
 
     `adapter` decides which options there are, and `fidelity` which values those have that are not given.
@@ -159,16 +161,16 @@ def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
     Raises:
       InputError: as `fill` and `resolve`, or if the values name another method.
     """
-    named = values.get("method", method)
-    if named != method:
-        raise InputError(f"{where}: the settings are for the method {named!r}, not {method!r}")
+    named, called = values.get("method", name_of(method)), name_of(method)
+    if named != called:
+        raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
     adapter = values.get("adapter") or find_method(method).adapter
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
     return resolve(fill(preset(method, adapter, fidelity), values, where))
 
 
-def check_known(method: str, adapter: str, names: Iterable[str], where: str) -> None:
+def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], where: str) -> None:
     """Tell options that only go with another adapter apart from those that do not exist.
 
     Raises:
@@ -210,7 +212,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
-    usual = preset(config.method, config.adapter, config.fidelity)
+    usual = preset(config.source or config.method, config.adapter, config.fidelity)
     if config.attack != usual.attack and not config.malicious:
         raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)

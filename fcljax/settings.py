@@ -6,7 +6,7 @@ option must have which value for a field to be read, stand beside the field (`op
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fcljax.options import option
 
@@ -258,6 +258,8 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     dp_delta: float | None = option(None, positive=True, most=1.0, unset="not reported")
     """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
     dependency `privacy`."""
+    source: ClassVar[Any] = None
+    """What `methods.find_method` finds the method by: its name, or the entry itself (`config.run_class`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +280,11 @@ class HostOptions:
     def seconds(self) -> int:
         """Of `host_timeout`."""
         return 100 if self.host_timeout is None else self.host_timeout
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """A method without options of its own."""
 
 
 class Preset(NamedTuple):

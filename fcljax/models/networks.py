@@ -6,13 +6,14 @@ from typing import TypeAlias
 
 from fcljax.models.convnet import Colour
 from fcljax.models.densenet import DenseNetConfig, densenet_network
+from fcljax.models.own import OwnConfig, own_network
 from fcljax.models.resnet import ResNetConfig, resnet_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.types import Autoencoder, Network
 
 ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig
-NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
+NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig | OwnConfig
 
 
 def make_network(
@@ -25,6 +26,8 @@ def make_network(
       mean, std: pixel constants of the images that it is given.
       autoencoder: around the same one, where there is a decoder.
     """
+    if isinstance(config, OwnConfig):
+        return own_network(config, mean, std)
     if isinstance(config, ResNetConfig):
         return resnet_network(config, mean, std)
     if isinstance(config, DenseNetConfig):
@@ -35,6 +38,8 @@ def make_network(
 def network_name(config: NetworkConfig) -> str:
     """The name of a network of this shape, whatever its images and its compute type; its shape in words if it
     has none."""
+    if isinstance(config, OwnConfig):
+        return config.name
     tables: tuple[Mapping[str, NetworkConfig], ...] = (VITS, CONVNETS)
     known = (name for table in tables for name, each in table.items() if _body(each) == _body(config))
     return next(known, _in_words(config))

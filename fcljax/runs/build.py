@@ -14,6 +14,8 @@ from jaxtyping import Array
 from fcljax import config
 from fcljax.adapters import find_adapter
 from fcljax.config import EngineConfig, RunConfig, TrainConfig
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.sources import hold_out
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
@@ -69,17 +71,33 @@ class Experiment(NamedTuple):
         return read_clean(self.inputs.preprocess, split, index)
 
 
-def build(settings: RunConfig) -> Experiment:
+class Supplied(NamedTuple):
+    """What a caller has in memory, in place of what the settings name."""
+
+    dataset: Dataset | None = None
+    """Images and labels."""
+    backbone: Pretrained | None = None
+    """A network."""
+
+
+NOTHING = Supplied()
+
+
+def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     """Load data and backbone, partition the examples, make the method and its engine.
 
     Args:
       settings: resolved.
+      supplied: what need not be loaded.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
-    inputs = load_inputs(settings)
-    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.method).joint)
+    dataset = supplied.dataset
+    if dataset and settings.holdout:
+        dataset = hold_out(dataset, settings.holdout)
+    inputs = load_inputs(settings, dataset, supplied.backbone)
+    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
     return assemble(settings, inputs, scenario, sizes_of(scenario))
 
 
@@ -142,7 +160,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
     """
-    entry, adapter_entry = find_method(settings.method), find_adapter(settings.adapter)
+    entry, adapter_entry = find_method(settings.source), find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
             f"adapter: {settings.adapter!r} works inside attention, which the backbone does not have; "

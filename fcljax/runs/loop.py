@@ -12,11 +12,12 @@ from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
 from fcljax.config import RunConfig
+from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import write_json
 from fcljax.runs import checkpoint, memory, resume
-from fcljax.runs.build import Experiment, build, placed
+from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
 from fcljax.runs.features import make_fill
@@ -61,6 +62,7 @@ class Session(NamedTuple):
     out: Path
     observer: Observer
     hosts: Hosts
+    supplied: Supplied = NOTHING
 
 
 class Progress(NamedTuple):
@@ -80,7 +82,11 @@ class Journal(NamedTuple):
 
 
 def run(
-    settings: RunConfig, out: str | Path, resume: bool = False, observer: Observer | None = None
+    settings: RunConfig,
+    out: str | Path,
+    resume: bool = False,
+    observer: Observer | None = None,
+    supplied: Supplied = NOTHING,
 ) -> dict[str, Any]:
     """Train and evaluate a method, or resume a run that was interrupted.
 
@@ -90,6 +96,7 @@ def run(
       resume: continue from the newest intact checkpoint in `out`; the result equals the uninterrupted run's
         bit for bit.
       observer: who follows the run; None: a progress bar on standard error.
+      supplied: images or a network in memory, in place of those that the settings name.
 
     Returns:
       The content of summary.json.
@@ -102,7 +109,7 @@ def run(
     observer, hosts = observer or Observer(), Hosts.connected()
     if not hosts.first:
         observer = dataclasses.replace(observer, console=Console(quiet=True))
-    session = Session(settings, Path(out), observer, hosts)
+    session = Session(settings, Path(out), observer, hosts, supplied)
     if resume:
         return _resume(session)
     hosts.from_first(lambda: check_new(session.out))
@@ -116,7 +123,7 @@ def _build(session: Session) -> Experiment:
     """The experiment, which must be the same in all processes."""
 
     def checked() -> Experiment:
-        exp = build(session.settings)
+        exp = build(session.settings, session.supplied)
         memory.check(exp)
         return exp
 
@@ -128,7 +135,7 @@ def _build(session: Session) -> Experiment:
 
 def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
         if hosts.first and not (out / page.NAME).exists():
@@ -158,7 +165,7 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
     """
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     report_notes(exp.inputs.backbone, observer.console)
     with contextlib.ExitStack() as stack:
         with _checkpoints(session) as manager:
@@ -196,6 +203,26 @@ def _write_results(
     page.try_report([out], out / page.NAME, say_line)
 
 
+def final_state(
+    settings: RunConfig, out: str | Path, supplied: Supplied = NOTHING
+) -> tuple[Experiment, State]:
+    """The experiment of a run, and the state of its newest checkpoint.
+
+    Raises:
+      InputError: as `build`, or if there is no checkpoint, or it is of other images or weights.
+    """
+    folder, exp = Path(out) / "checkpoints", build(settings, supplied)
+    before = checkpoint.origin_of(folder) if folder.exists() else None
+    if before is None:
+        raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
+    resume.check_digests(before, exp.inputs, Path(out))
+    with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
+        found = checkpoint.latest(manager, first_state(exp), Observer().say)
+    if found is None:
+        raise InputError(f"out: no checkpoint in {str(out)!r} is intact")
+    return placed(exp), found.state
+
+
 def _checkpoints(session: Session) -> contextlib.AbstractContextManager[CheckpointManager | None]:
     """The manager of checkpoints, in the first process; None in the others."""
     if not session.hosts.first:
@@ -219,7 +246,7 @@ def _play(
 ) -> tuple[Experiment, State]:
     """Play all remaining rounds. Returns the experiment with the query features that were cached on the way,
     and the state after the last round; `progress.records` are updated."""
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     (state, records, done), tasks = progress, len(exp.scenario.tasks)
     steps, filled = tasks * settings.rounds, 0
     if journal.manager:

@@ -112,7 +112,7 @@ def check_settings(
         return max(steps, default=0)
     had = before["settings"]["rounds"]
     common = [step for step in steps if step < min(had, settings.rounds)]
-    if settings.method not in METHODS:
+    if settings.source not in METHODS:
         why = f"it is not known how {settings.method} depends on their number"
     elif not common:
         why = "no checkpoint from before the last round of its first task is left"
