@@ -83,7 +83,10 @@ def table(options: type, values: Any) -> str:
 
 def _shown(field: dataclasses.Field, values: Any) -> str:
     value = getattr(values, field.name)
-    return field.metadata["unset"] if value is None else f"`{value}`"
+    meaning = field.metadata.get("unset")
+    if meaning and value == field.metadata["default"]:
+        return f"`{value}`: {meaning}" if value else meaning
+    return f"`{value}`"
 
 
 def _cell(text: str) -> str:

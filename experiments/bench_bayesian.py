@@ -66,7 +66,7 @@ def run_of(backbone: str, side: int, batch: int) -> Run:
 
 def vfcl_of(run: Run, draws: int) -> Method:
     """VFCL without exemplars: what examples it replays is no cost of its posteriors."""
-    return vfcl(VFCLOptions(samples=draws, merge="tempered", exemplars=0), run)
+    return vfcl(VFCLOptions(mc_samples=draws, merge="tempered", exemplars=0), run)
 
 
 def client(method: Method, run: Run) -> tuple[ClientContext, tuple, tuple]:

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--experiments", default="experiments")
     parser.add_argument("--out", required=True, help="folder of the runs; goes on with one that is there")
     given = parser.parse_args(arguments)
-    made = reproduce.plan(papers.find(given.experiments, given.system, given.table), "mini", None)
+    made = reproduce.plan(papers.find_columns(given.experiments, given.system, given.table), "mini", None)
     choices = {run.name: run for run in made.runs}
     base = choices[choose("run", given.run, choices)]
     runs = combinations(base, dict(map(values_of, given.grid)))

@@ -19,7 +19,7 @@ from fcljax.data.files.arrays import NAME, Labelled, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
-from fcljax.methods import MethodEntry
+from fcljax.methods import MethodEntry, check_no_code
 from fcljax.models.own import Backbone, own_config
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.options import check_read
@@ -51,14 +51,21 @@ class Result:
     """The owner of a temporary directory."""
 
     @classmethod
-    def of(cls, folder: str | Path) -> "Result":
+    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> "Result":
         """The result of a run directory, made by `fcljax run` or `fcljax.run`.
 
+        Args:
+          folder: the run directory.
+          method: as of the run; it may be left out for a method of the package.
+
         Raises:
-          InputError: if the run is not finished.
+          InputError: if the run is not finished, or its method is a program that was not given.
         """
         values = config.load_yaml(Path(folder) / "config.yaml")
-        settings = config.from_mapping(str(values.get("method")), values, "config.yaml")
+        if method is None:
+            method = str(values.get("method"))
+            check_no_code(method, str(folder), "if you trust it, give it: Result.of(folder, method)")
+        settings = config.from_mapping(method, values, "config.yaml")
         return cls(load_summary(folder), Path(folder), settings)
 
     @property

@@ -2,7 +2,6 @@
 place in `fcljax/commands`."""
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,8 +83,7 @@ def reported(command: Callable[[], int]) -> int:
         print(f"fcljax: {one_line(f'memory: there is not enough of it here: {error}')}", file=sys.stderr)
     except KeyboardInterrupt as stop:
         number = signals.number_of(stop)
-        advice = getattr(stop, "advice", "") or "files that were not finished are not there"
-        print(f"fcljax: {one_line(f'stopped by {signal.Signals(number).name}; {advice}')}", file=sys.stderr)
+        print(signals.last_line(number, getattr(stop, "advice", "")), file=sys.stderr)
         return 128 + number
     return 2
 

@@ -2,8 +2,8 @@
 dataclass with one flat namespace of fields for the command line and for YAML.
 
 `config.yaml` holds every field of a run and can be given back with `--config`. Text becomes a value in one
-place (`convert`), wherever it comes from, so a wrong one gives the same single line. A stage of a run takes
-the dataclass that it reads, not the whole.
+place (`typed_value`), wherever it comes from, so a wrong one gives the same single line. A stage of a run
+takes the dataclass that it reads, not the whole.
 """
 
 import dataclasses
@@ -216,7 +216,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.attack != usual.attack and not config.malicious:
         raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
-    if config.dp_delta is not None and config.noise_multiplier is None:
+    if config.dp_delta and not config.noise_multiplier:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
         )
@@ -238,7 +238,7 @@ def partitioned(config: Run, usual: Run) -> Run:
             f"alpha: it is the concentration of Dirichlet partitions, and partition is {config.partition!r}; "
             f"nearest: --classes-per-client {max(1, round(config.alpha))}"
         )
-    if config.task_pool is not None and config.category_ratio != usual.category_ratio:
+    if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
         raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     if config.population not in (fixed, usual.population, "static"):
@@ -259,11 +259,16 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
-    given = {name: convert(name, fields[name].type, value) for name, value in values.items()}
+    given = {name: _converted(fields[name], value) for name, value in values.items()}
     return replaced(options, **given)
 
 
-def convert(name: str, type_: Any, value: object) -> Any:
+def _converted(field: dataclasses.Field, value: object) -> Any:
+    unset = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    return field.metadata["default"] if unset else typed_value(field.name, field.type, value)
+
+
+def typed_value(name: str, type_: Any, value: object) -> Any:
     """`value`, which may be a string, as a value of the field's type.
 
     Raises:
@@ -286,6 +291,8 @@ def convert(name: str, type_: Any, value: object) -> Any:
         other_digits = type_ in (int, float) and not str(value).isascii()
         if not plain or other_digits or (type_ is int and not _is_whole(value)):
             raise TypeError
+        if type_ in (str, Path) and not str(value).strip():
+            raise InputError(f"{name}: it is empty; give a value, or leave {flag(name)} out")
         if "\0" in str(value):
             raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
         return type_(value)
@@ -300,7 +307,8 @@ def _is_whole(value: object) -> bool:
 
 
 class _Plain(yaml.SafeLoader):
-    """Safe YAML of settings: no aliases, of which a few bytes can stand for gigabytes, and little depth."""
+    """Safe YAML of settings: every key once, little depth, and no aliases, of which a few bytes can stand for
+    gigabytes."""
 
     depth = 0
 
@@ -312,6 +320,12 @@ class _Plain(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.MappingNode):
+            found: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in found:
+                    raise yaml.YAMLError(f"{key.start_mark}: {key.value!r} is there twice; leave one out")
+                found.add(str(key.value))
         return node
 
 

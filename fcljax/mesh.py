@@ -22,7 +22,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=auto, devices=devices)
 
 
-def size(mesh: Mesh | None) -> int:
+def device_count(mesh: Mesh | None) -> int:
     """The number of devices; one without a mesh."""
     return 1 if mesh is None else mesh.size
 

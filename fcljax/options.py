@@ -1,8 +1,8 @@
 """Fields of dataclasses of settings: what a value may be stands beside the field, as its metadata.
 
 The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at least 0; and
-both are numbers of 32 bits, which is what devices compute with. `None` means "none" or "automatic", and
-`option(None, unset=...)` says which.
+both are numbers of 32 bits, which is what devices compute with. A default of `None`, 0, "" or "auto" may
+stand for "none" or "automatic", and `option(..., unset=...)` says which.
 """
 
 import ast
@@ -39,10 +39,19 @@ def option(
       below: what a value must be less than.
       positive: 0 is no value either.
       only: the option that decides whether this one is read, and its values with which it is.
-      unset: what None means, for the help.
+      unset: what the default means, for the help. In a file of settings null stands for this default.
     """
-    limits = {"least": least, "most": most, "below": below, "positive": positive}
-    return dataclasses.field(default=default, metadata=limits | {"only": only, "unset": unset})
+    metadata = {"least": least, "most": most, "below": below, "positive": positive}
+    metadata |= {"only": only, "unset": unset, "default": default}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def shown_default(field: dataclasses.Field, value: object) -> str:
+    """A default as help shows it: with its meaning where it stands for "none" or "automatic"."""
+    meaning = field.metadata.get("unset", "")
+    if value is None or value == "":
+        return meaning or "none"
+    return f"{value}, {meaning}" if meaning and value == field.metadata["default"] else str(value)
 
 
 def flag(name: str) -> str:

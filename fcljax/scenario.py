@@ -250,7 +250,7 @@ def _private(
 ) -> Assignment:
     """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
     label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
-    if options.task_pool is None:
+    if options.task_pool == "same":
         tasks = make_tasks(classes, options.tasks)
         shared = [np.flatnonzero(task.current) for task in tasks]
         share = options.category_ratio or 0.5

@@ -16,7 +16,8 @@ Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", 
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
 Positions = Literal["antialiased", "plain"]
 Stem = Literal["imagenet", "cifar"]
-TaskPool = Literal["order", "superclasses", "sources"]
+StemChoice = Literal["auto", "imagenet", "cifar"]
+TaskPool = Literal["same", "order", "superclasses", "sources"]
 Aggregator = Literal[
     "mean",
     "uniform",
@@ -50,7 +51,7 @@ class ImageConfig:
     """Data set: a name of `fcljax list`, npz:PATH, folder:PATH or mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
-    class_list: str | None = option(None, unset="none")
+    class_list: str = option("", unset="none")
     """File with a WordNet id per line, for imagenet100 and imagenet200."""
     skip_corrupt: bool = False
     """Leave out images that cannot be decoded, and list them."""
@@ -87,7 +88,7 @@ class BackboneConfig:
     """Network: a backbone of `fcljax list`, or auto for the checkpoint's, and vit_micro without one."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
     """Pretrained weights: a .safetensors, .npz, .pth or .bin file, or hf:OWNER/NAME."""
-    stem: Stem | None = option(None, unset="cifar under 64 pixels, else imagenet")
+    stem: StemChoice = option("auto", unset="cifar under 64 pixels, else imagenet")
     """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling, or 3 x 3."""
     heads: int | None = option(None, unset="width / 64")
     """Attention heads of a checkpoint that does not state them."""
@@ -143,12 +144,12 @@ class PartitionConfig(SplitConfig):
     """Examples of a sampled client's last class over those of its first class."""
     long_tail: Literal["applied", "reported"] = option("applied", only=("partition", "sampled"))
     """Whether sampled clients have uneven classes, or only report that they have."""
-    task_pool: TaskPool | None = option(None, only=("partition", "private"), unset="the same tasks for all")
+    task_pool: TaskPool = option("same", only=("partition", "private"), unset="the same tasks for all")
     """Tasks that private streams draw from: neighbours in the class order (order), CIFAR-100's superclasses,
     or neighbours within one data set of a mixture (sources)."""
     task_pool_classes: int = option(5, least=1, only=("task_pool", "order", "superclasses", "sources"))
     """Classes of a task in the pool of private streams."""
-    task_pool_limit: int | None = option(None, least=1, only=("task_pool", "sources"), unset="all that fit")
+    task_pool_limit: int = option(0, least=0, only=("task_pool", "sources"), unset="all that fit")
     """Largest number of tasks of one source in the pool of private streams."""
     train_share: float = option(1.0, positive=True, most=1.0)
     """Share of each class's training examples that is used."""
@@ -182,7 +183,7 @@ class TrainConfig:
     """Weight decay of the clients: its product with the parameters is added to the gradient."""
     prox_weight: float = 0.0
     """Weight of the FedProx term, which keeps clients near the global model."""
-    norm_bound: float | None = option(None, positive=True, unset="no bound")
+    norm_bound: float = option(0.0, unset="no bound")
     """L2 norm to which the trained parameters of a client may change."""
 
 
@@ -198,9 +199,9 @@ class AggregationOptions:
     """Number of malicious clients that krum and multi_krum assume."""
     clip_radius: float = option(10.0, positive=True, only=("aggregator", "centred_clipping"))
     """L2 norm to which centred_clipping clips the clients' changes."""
-    clip_norm: float | None = option(None, positive=True, unset="no clipping")
+    clip_norm: float = option(0.0, unset="no clipping")
     """L2 norm to which the change of every client is clipped."""
-    noise_multiplier: float | None = option(None, positive=True, unset="no noise")
+    noise_multiplier: float = option(0.0, unset="no noise")
     """Standard deviation of the noise over clip_norm, for central differential privacy."""
     server_optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"
     """Optimiser of the server, which steps along the clients' mean change."""
@@ -225,7 +226,7 @@ class FaultOptions:
     """Number of malicious clients: those with the lowest ids."""
     attack: Literal["sign_flip", "scale", "label_flip", "nan"] = "sign_flip"
     """What malicious clients do."""
-    faults: str | None = option(None, unset="none")
+    faults: str = option("", unset="none")
     """Random faults per client and round with their probabilities, such as drop=0.1,noise=0.2: sign_flip,
     scale, label_flip, nan, inf, noise, stale, late or drop."""
 
@@ -234,9 +235,9 @@ class FaultOptions:
 class EngineConfig:
     """How clients share the machine, and what is kept of a run."""
 
-    lanes: int | None = option(None, unset="chosen for the device")
+    lanes: int = option(0, least=0, unset="chosen for the device")
     """Number of clients that train at the same time."""
-    lane_mode: Literal["loop", "vmap", "unroll"] | None = option(None, unset="chosen for the device")
+    lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
     """How the clients that train at the same time are computed."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
@@ -255,7 +256,7 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     """The method: a name of `fcljax list`, or FILE.py, FILE.py:NAME or MODULE:NAME from outside."""
     fidelity: Fidelity = "intended"
     """Reading of the paper where paper and release differ; improved was chosen on held-out images."""
-    dp_delta: float | None = option(None, positive=True, most=1.0, unset="not reported")
+    dp_delta: float = option(0.0, most=1.0, unset="not reported")
     """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
     dependency `privacy`."""
     source: ClassVar[Any] = None

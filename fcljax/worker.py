@@ -5,10 +5,10 @@ import sys
 
 from fcljax.cli import quiet_threads, reported
 from fcljax.commands.running import join
-from fcljax.runs.hosts import work
+from fcljax.runs.hosts import run_child
 
 if __name__ == "__main__":
     quiet_threads()
-    code = work(lambda log: reported(lambda: join(sys.argv[2:], log)), int(sys.argv[1]))
+    code = run_child(lambda log: reported(lambda: join(sys.argv[2:], log)), int(sys.argv[1]))
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)  # at once: jax would wait for processes that may be gone

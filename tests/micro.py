@@ -42,7 +42,7 @@ SURROGATE = jnp.asarray(np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3))
 FROZEN = frozen_parameters(TINY, SURROGATE)
 LABEL = np.arange(60) % SIZES.classes
 IMAGE = np.random.default_rng(0).normal(size=(60, 8, 8, 3))
-DATA = toys.Rows(jnp.asarray(IMAGE, jnp.float32), jnp.asarray(LABEL, jnp.int32))
+DATA = toys.Examples(jnp.asarray(IMAGE, jnp.float32), jnp.asarray(LABEL, jnp.int32))
 KEY = toys.KEY
 PAIR = Lanes(2, "vmap")
 # of the two papers' server steps, for methods that are put together in a test
@@ -65,13 +65,13 @@ PILORA = PiloraOptions(
 )
 
 
-def deal(task, counts) -> ClientPartition:
+def partition_of(task, counts) -> ClientPartition:
     """Clients with so many rows of the task; the task's first row belongs to nobody."""
     mine = np.flatnonzero(task.current[LABEL])[1 : 1 + sum(counts)]
-    return toys.make_roster(np.split(mine, np.cumsum(counts)[:-1]), LABEL, SIZES.classes)
+    return toys.make_partition(np.split(mine, np.cumsum(counts)[:-1]), LABEL, SIZES.classes)
 
 
-DEALS = [deal(task, (9, 0, 4, 7)) for task in STREAM]
+PARTITIONS = [partition_of(task, (9, 0, 4, 7)) for task in STREAM]
 
 
 def read(data, index, keys, augment):
@@ -91,8 +91,10 @@ def method_of(name, sizes=SIZES, network=NETWORK, **values):
 # ---- through the engine ------------------------------------------------------------------------------------
 
 
-def engine_of(method, lanes=PAIR, deals=DEALS, frozen=FROZEN, data=DATA, task=STREAM[0], fetch=read):
-    shapes = capacities(method, list(deals), lanes.count, 128)
+def engine_of(
+    method, lanes=PAIR, partitions=PARTITIONS, frozen=FROZEN, data=DATA, task=STREAM[0], fetch=read
+):
+    shapes = capacities(method, list(partitions), lanes.count, 128)
     return make_engine(method, fetch, lanes, shapes, Example(frozen, data, task))
 
 
@@ -112,12 +114,14 @@ def compiled(function):
     return jax.jit(function)
 
 
-def play(engine, server, states, deals=DEALS, ids=None, data=DATA, frozen=FROZEN, stream=STREAM, rounds=2):
+def play(
+    engine, server, states, partitions=PARTITIONS, ids=None, data=DATA, frozen=FROZEN, stream=STREAM, rounds=2
+):
     """(server, states, report) after every round of all tasks, with what comes before and after a task's
     rounds. ids: who takes part; None: everyone."""
     begin_task = compiled(engine.method.begin_task)
     states, history, reports, past = jax.tree.map(jnp.copy, states), [], {}, ()
-    for task, partition in zip(stream, deals, strict=True):
+    for task, partition in zip(stream, partitions, strict=True):
         everyone = np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
         server = begin_task(round_context_of(task, frozen=frozen), server, KEY)

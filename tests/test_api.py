@@ -293,5 +293,7 @@ def test_an_entry_s_name_stands_in_the_tables(tmp_path, capsys):
     file, out = str(tmp_path / "a_very_long_file_name_of_a_method.py"), str(tmp_path / "run")
     assert cli.main(["run", file, *small_runs.COMMON, "--rounds", "1", "--clients", "2", "--out", out]) == 0
     assert "Mine" in capsys.readouterr().out
-    assert fcljax.Result.of(out).metrics["method"] == "Mine"
-    assert fcljax.Result.of(out).metrics["config"]["method"] == file
+    metrics = fcljax.Result.of(out, file).metrics
+    assert (metrics["method"], metrics["config"]["method"]) == ("Mine", file)
+    with pytest.raises(InputError, match="is a program, and a file of settings runs none"):
+        fcljax.Result.of(out)

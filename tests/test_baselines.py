@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from micro import (
     DATA,
-    DEALS,
     FROZEN,
     LABEL,
     NETWORK,
+    PARTITIONS,
     SIZES,
     STREAM,
     TASKS,
@@ -257,7 +257,7 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
         )
         old = context.task.old[batch.label[size:]]
         return local, {
-            "recalled": Weighted(jnp.sum(past).astype(jnp.float32), jnp.ones(())),
+            "replayed": Weighted(jnp.sum(past).astype(jnp.float32), jnp.ones(())),
             "right": Weighted(jnp.sum(right & batch.mask).astype(jnp.float32), jnp.sum(batch.mask) * 1.0),
             "own_are_new": Weighted(
                 jnp.sum(own & context.task.current[batch.label[:size]]) * 1.0, jnp.sum(own) * 1.0
@@ -269,12 +269,12 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
     program = main.program._replace(phases=(train._replace(step=step),))
     engine = engine_of(method._replace(rounds=(main._replace(program=program), end)), Lanes())
     states, play = federation("icarl").states, []
-    for task, partition in zip(STREAM, DEALS, strict=True):
+    for task, partition in zip(STREAM, PARTITIONS, strict=True):
         inputs = RoundInputs(FROZEN, DATA, partition, np.array([0, 2, 3]), task, 0, KEY)
         server, states, report = run_round(engine, server, jax.tree.map(jnp.copy, states), inputs)
         server, states, _ = run_round(engine, server, states, inputs._replace(when="task_end"))
         play.append(report.metrics)
-    assert play[0]["recalled"] == 0 and play[1]["recalled"] == size
+    assert play[0]["replayed"] == 0 and play[1]["replayed"] == size
     assert [metrics["right"] for metrics in play] == [1, 1] == [m["own_are_new"] for m in play]
     assert play[1]["past_are_old"] == 1
 
@@ -284,7 +284,7 @@ def test_exemplars_are_a_clients_own():
     memory, _ = history("icarl")[3][1]  # and LwF's teacher
     rows = np.asarray(memory.exemplars.index)
     for client in (0, 2, 3):
-        own = np.concatenate([deal.of_client(client) for deal in DEALS])
+        own = np.concatenate([partition.of_client(client) for partition in PARTITIONS])
         assert set(rows[client].tolist()) <= set(own.tolist())
         assert len(set(rows[client].tolist())) == 6
     assert rows[1].tolist() == [-1] * 6
@@ -319,7 +319,7 @@ def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
 
 def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
     sums = history("fedncm")[3][0].params.classifier.sums
-    held = np.concatenate([deal.indices for deal in DEALS])
+    held = np.concatenate([partition.indices for partition in PARTITIONS])
     np.testing.assert_array_equal(sums.examples, np.bincount(LABEL[held], minlength=5))
     np.testing.assert_allclose(sums.feature / np.asarray(sums.examples)[:, None], means_of(held), atol=1e-4)
 
@@ -330,7 +330,7 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     sums = last.classifier.sums
     np.testing.assert_array_equal(sums.feature[:3], first.classifier.sums.feature[:3])
     mean = np.asarray(sums.feature / jnp.maximum(sums.examples, 1)[:, None])
-    held = np.concatenate([deal.indices for deal in DEALS])
+    held = np.concatenate([partition.indices for partition in PARTITIONS])
     model = lambda params: Params(params.adapter, params.classifier.inner)
     np.testing.assert_allclose(mean[:3], means_of(held, model(first))[:3], atol=1e-4)
     np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)

@@ -16,13 +16,13 @@ from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
 from fcljax.types import Program, Round
 
-SHAPES = Example(*jax.eval_shape(lambda: (toys.FROZEN, toys.rows())), toys.tasks()[0])
+SHAPES = Example(*jax.eval_shape(lambda: (toys.FROZEN, toys.examples())), toys.tasks()[0])
 TABLE = [np.zeros(3), np.ones(3)]
 
 
 def refused(method) -> str:
     """What `make_engine` says of the method; from shapes alone, so nothing can have been computed."""
-    partition = toys.partitions(toys.rows())[0]
+    partition = toys.partitions(toys.examples())[0]
     rooms = capacities(method, [partition], 1, 8)
     with pytest.raises(InputError) as error:
         make_engine(method, toys.fetch, Lanes(), rooms, SHAPES)
@@ -243,7 +243,7 @@ def test_an_error_of_the_methods_own_is_not_hidden():
     def step(context, local, batch, key):
         raise ZeroDivisionError("mine")
 
-    partition = toys.partitions(toys.rows())[0]
+    partition = toys.partitions(toys.examples())[0]
     method = trained(step)
     with pytest.raises(ZeroDivisionError, match="mine"):
         make_engine(method, toys.fetch, Lanes(), capacities(method, [partition], 1, 8), SHAPES)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fcljax.errors import InputError
 from fcljax.models.weights import checkpoints
-from fcljax.models.weights.checkpoints import imports, read
+from fcljax.models.weights.checkpoints import imports, read_checkpoint
 from fcljax.models.weights.pretrained import load_backbone
 
 TENSORS = {
@@ -35,7 +35,7 @@ TENSORS = {
 
 def refuses(path, message):
     with pytest.raises(InputError, match=message) as caught:
-        read(path)
+        read_checkpoint(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -63,7 +63,7 @@ class Bomb:
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_tensors_come_back_as_they_were_with_the_file_s_digest(tmp_path, suffix):
     path = files.save(tmp_path / f"some{suffix}", TENSORS)
-    found = read(path)
+    found = read_checkpoint(path)
     equal(found.tensors, TENSORS)
     assert (found.digest, found.source) == (hashlib.sha256(path.read_bytes()).hexdigest(), f"some{suffix}")
     assert found.metadata == found.config == found.preprocessor == {}
@@ -92,13 +92,13 @@ def test_every_type_of_a_safetensors_file_is_read(tmp_path, kind):
         "x": np.array([[0, 1, 1]]).astype(getattr(ml_dtypes, kind, kind)),
         "scalar": np.zeros((), kind if kind != "bfloat16" else "f4"),
     }
-    found = read(files.save(tmp_path / "a.safetensors", tensors, {"who": "we"}))
+    found = read_checkpoint(files.save(tmp_path / "a.safetensors", tensors, {"who": "we"}))
     equal(found.tensors, tensors)
     assert found.metadata == {"who": "we"}
 
 
 def test_float32_tensors_of_a_safetensors_file_are_views_of_it(tmp_path):
-    found = read(files.save(tmp_path / "a.safetensors", TENSORS)).tensors["a"]
+    found = read_checkpoint(files.save(tmp_path / "a.safetensors", TENSORS)).tensors["a"]
     assert not found.flags.owndata and not found.flags.writeable
 
 
@@ -106,7 +106,7 @@ def test_json_beside_a_model_is_read_and_beside_other_names_it_is_not(tmp_path):
     for name in ("config", "preprocessor_config"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"of": name}))
     model, other = (
-        read(files.save(tmp_path / f"{name}.safetensors", TENSORS)) for name in ("model", "other")
+        read_checkpoint(files.save(tmp_path / f"{name}.safetensors", TENSORS)) for name in ("model", "other")
     )
     assert (model.config, model.preprocessor) == ({"of": "config"}, {"of": "preprocessor_config"})
     assert other.config == other.preprocessor == {}
@@ -152,7 +152,7 @@ def test_a_changed_byte_gives_tensors_or_one_line(tmp_path_factory, suffix, at, 
     content[at % len(content)] = byte
     path.write_bytes(content)
     try:
-        read(path)
+        read_checkpoint(path)
     except InputError as error:
         assert "\n" not in str(error)
 
@@ -264,7 +264,7 @@ def test_without_torch_a_file_of_old_torch_is_refused_with_the_way_out(tmp_path,
 
 def test_names_alone_are_no_tensors(tmp_path):
     torch_zip(tmp_path / "a.pth", HARMLESS)
-    assert read(tmp_path / "a.pth").tensors == {}
+    assert read_checkpoint(tmp_path / "a.pth").tensors == {}
 
 
 def test_a_zip_without_a_pickle_is_no_torch_file(tmp_path):
@@ -446,7 +446,7 @@ def test_a_network_comes_from_the_hub_with_its_heads_and_constants(hub):
 )
 def test_revision_and_file_can_be_named(hub, spec):
     hub.files["model.safetensors"] = blob(TENSORS)
-    found = read(spec)
+    found = read_checkpoint(spec)
     equal(found.tensors, TENSORS)
     assert found.source == (spec if spec.endswith("safetensors") else f"{spec}:model.safetensors")
     assert all(f"/resolve/{'v1' if '@' in spec else 'main'}/" in request for request in hub.requests)
@@ -458,17 +458,17 @@ def test_a_file_in_a_folder_has_its_own_config(hub):
         "config.json": b'{"of": "all"}',
         "b16/config.json": b'{"of": "b16"}',
     }
-    assert read("hf:someone/vit-tiny:b16/weights.safetensors").config == {"of": "b16"}
+    assert read_checkpoint("hf:someone/vit-tiny:b16/weights.safetensors").config == {"of": "b16"}
 
 
 def test_the_second_time_nothing_is_downloaded_and_without_the_hub_the_cache_serves(hub, monkeypatch):
     hub.files["model.safetensors"] = blob(TENSORS)
-    read("hf:someone/vit-tiny")
+    read_checkpoint("hf:someone/vit-tiny")
     hub.requests.clear()
-    read("hf:someone/vit-tiny")
+    read_checkpoint("hf:someone/vit-tiny")
     assert not [request for request in hub.requests if request.startswith("GET")]
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    equal(read("hf:someone/vit-tiny").tensors, TENSORS)
+    equal(read_checkpoint("hf:someone/vit-tiny").tensors, TENSORS)
     refuses(
         "hf:someone/vit-tiny:other.safetensors",
         "cannot reach the hub for 'other.safetensors' .*and the cache does not have it$",
@@ -509,17 +509,17 @@ def test_content_that_differs_from_the_hub_s_checksum_is_refused_and_removed(hub
     refuses("hf:someone/vit-tiny", "differs from the hub's checksum [0-9a-f]{64}; it was removed, try again$")
     assert cached(tmp_path) == []
     hub.served.clear()
-    equal(read("hf:someone/vit-tiny").tensors, TENSORS)
+    equal(read_checkpoint("hf:someone/vit-tiny").tensors, TENSORS)
 
 
 def test_a_cached_file_that_has_rotted_is_refused_and_removed(hub, tmp_path):
     hub.files["model.safetensors"] = blob(TENSORS)
-    read("hf:someone/vit-tiny")
+    read_checkpoint("hf:someone/vit-tiny")
     (rotten,) = (tmp_path / "cache").glob("*/blobs/" + "?" * 64)
     rotten.write_bytes(rotten.read_bytes()[:-1] + b"\x07")
     refuses("hf:someone/vit-tiny", "differs from the hub's checksum")
     assert not rotten.exists() and "model.safetensors" not in cached(tmp_path)
-    equal(read("hf:someone/vit-tiny").tensors, TENSORS)
+    equal(read_checkpoint("hf:someone/vit-tiny").tensors, TENSORS)
 
 
 @pytest.mark.parametrize("way", ["short", "dropped"])
@@ -533,7 +533,7 @@ def test_a_download_that_is_cut_off_is_refused_and_removed(hub, tmp_path, way):
     assert cached(tmp_path) == []
     hub.served.clear()
     hub.cut.clear()
-    equal(read("hf:someone/vit-tiny").tensors, TENSORS)
+    equal(read_checkpoint("hf:someone/vit-tiny").tensors, TENSORS)
 
 
 def test_a_config_that_is_cut_off_is_refused_and_the_weights_stay(hub, tmp_path):

@@ -380,7 +380,7 @@ def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
             assert works(name, aggregator=rule) == (beside or not entry.merges), (name, rule)
         assert works(name, server_optimiser="adam") == (not entry.merges), name
     assert works("pilora", aggregator="median", wo_reweight=True)
-    assert works("fedweit", aggregator="median", unsent=0.0)
+    assert works("fedweit", aggregator="median", client_sparsity=0.0)
     assert works("vfcl", aggregator="median", merge="average")
     assert not works("pilora", server_optimiser="adam", wo_reweight=True)
 

@@ -70,8 +70,8 @@ OPTIONS = {
     "glfc": REHEARSED,
     "lga": REHEARSED,
     "centralized-prompt": POOL | {"clients": 4},
-    "vfcl": {"lr": 0.01, "full_lr": 0.01, "sigma": 0.1, "rounds": 2, "exemplars": 2, "test_samples": 2},
-    "fedweit": {"rounds": 2, "received": 2, "full_lr": RATE},
+    "vfcl": {"lr": 0.01, "full_lr": 0.01, "init_std": 0.1, "rounds": 2, "exemplars": 2, "mc_test_samples": 2},
+    "fedweit": {"rounds": 2, "kb_samples": 2, "full_lr": RATE},
     "fedrecon": {"adapter": "full", "full_lr": RATE},
     "l2p": {"l2p_size": 4, "l2p_length": 2, "l2p_top_k": 2},
     "dualprompt": {
@@ -169,7 +169,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the
     definition of LoRA."""
     rows = np.flatnonzero(STREAM[0].current[LABEL])[1:15]
-    alone = toys.make_roster([rows, rows[:0], rows[:0], rows[:0]], LABEL, SIZES.classes)
+    alone = toys.make_partition([rows, rows[:0], rows[:0], rows[:0]], LABEL, SIZES.classes)
     made = federation(method)
     engine = engine_of(made.method, Lanes(1, "loop"), [alone])
     received, _ = receive(engine, 0, made.server, made.states, alone, [0], STREAM[0])

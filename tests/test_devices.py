@@ -41,10 +41,10 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
     """80 clients of 1 to 60 rows on 8 devices of 2 lanes. What each device has received says which clients it
     has played: every client once, and all devices together do at least 0.9 of what 8 could in the time of the
     busiest."""
-    data, rng, clients, devices = toys.rows(count=400), np.random.default_rng(0), 80, mesh.size
+    data, rng, clients, devices = toys.examples(count=400), np.random.default_rng(0), 80, mesh.size
     counts = np.clip(rng.gamma(1.0, 12.0, clients), 1, 60).astype(int)
     owned = [rng.choice(np.arange(1, 400), count, replace=False) for count in counts]
-    partition = toys.make_roster(owned, np.asarray(data.label))
+    partition = toys.make_partition(owned, np.asarray(data.label))
     engine = toys.build(TOYS["two_pass"](), [partition], Lanes(2 * devices, "vmap"), mesh=mesh)
     player, task = engine.players[0], toys.tasks()[0]
     program = player.round.program
@@ -71,16 +71,16 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
 
 def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     """The devices find it together, though one of them has it."""
-    data, deals = toys.rows(), toys.partitions(toys.rows())
+    data, partitions = toys.examples(), toys.partitions(toys.examples())
     bad = np.array(data.image)
-    bad[deals[0].indices[deals[0].offset[1]], 0, 0, 1] = np.nan  # client 3 has most, and the first device
+    bad[partitions[0].indices[partitions[0].offset[1]], 0, 0, 1] = np.nan  # client 3, of the first device
     poisoned, found = data._replace(image=jnp.asarray(bad)), []
     for own in (None, mesh):
         lanes = Lanes(1 if own is None else own.size, "loop")
-        engine = toys.build(TOYS["gathering"](), deals, lanes, mesh=own)
+        engine = toys.build(TOYS["gathering"](), partitions, lanes, mesh=own)
         server, states = toys.begin_run(engine.method)
         ids, first = np.array([0, 1, 3, 6]), toys.stack(states)
-        inputs = RoundInputs(FROZEN, poisoned, deals[0], ids, toys.tasks()[0], 0, KEY)
+        inputs = RoundInputs(FROZEN, poisoned, partitions[0], ids, toys.tasks()[0], 0, KEY)
         found.append(run_round(engine, server, first, inputs))
     (server, states, report), (shared, others, told) = found
     toys.close(shared, server)

@@ -32,20 +32,20 @@ from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
 @pytest.fixture(scope="module")
 def data():
-    return toys.rows()
+    return toys.examples()
 
 
 @pytest.fixture(scope="module")
-def deals(data):
+def partitions(data):
     return toys.partitions(data)
 
 
 @pytest.fixture(scope="module")
-def plain(data, deals):
+def plain(data, partitions):
     """What plain loops give for each toy: (server, states, reports)."""
     places = {name: toys.places_of(engine_of(name, "vmap3")) for name in TOYS}
     return {
-        name: toys.drive_plain(toy(), data, deals, places[name], PARTICIPATION.get(name, 1.0))
+        name: toys.drive_plain(toy(), data, partitions, places[name], PARTICIPATION.get(name, 1.0))
         for name, toy in TOYS.items()
     }
 
@@ -70,14 +70,14 @@ def assert_as_plain(result, expected):
         [*itertools.product(TOYS, toys.WAYS)],
         [
             *((name, "vmap3") for name in TOYS),
-            *(("recalling", way) for way in toys.WAYS),
+            *(("replaying", way) for way in toys.WAYS),
             ("personal", "unroll2"),
         ],
     ),
 )
-def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain):
+def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, plain):
     engine = engine_of(name, way)
-    assert_as_plain(toys.drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0)), plain[name])
+    assert_as_plain(toys.drive_engine(engine, data, partitions, PARTICIPATION.get(name, 1.0)), plain[name])
     assert set(engine.traces.values()) == {1}
     assert ("after_round 1 phase 0" in engine.traces) == (name == "personal")
 
@@ -86,13 +86,13 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, deals, plain
     ("name", "way"),
     small_runs.some(
         [*itertools.product(TOYS, ("loop1", "loop3", "unroll2"))],
-        [("recalling", "loop3"), ("two_pass", "loop1")],
+        [("replaying", "loop3"), ("two_pass", "loop1")],
     ),
 )
-def test_batches_as_short_as_their_rows_change_no_number(name, way, data, deals, plain):
+def test_batches_as_short_as_their_rows_change_no_number(name, way, data, partitions, plain):
     participation = PARTICIPATION.get(name, 1.0)
-    engine = toys.build(TOYS[name](), deals, *toys.WAYS[way], participation, short=True)
-    assert_as_plain(toys.drive_engine(engine, data, deals, participation), plain[name])
+    engine = toys.build(TOYS[name](), partitions, *toys.WAYS[way], participation, short=True)
+    assert_as_plain(toys.drive_engine(engine, data, partitions, participation), plain[name])
     assert set(engine.traces.values()) == {1}
 
 
@@ -118,7 +118,7 @@ def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, 
     send = lambda context, local, state: (Upload(mean=local["weight"], weight=context.client.examples), state)
     method = toys.toy(begin, (Phase(View(1, 4, augment=False), width),), send)
     mine = np.flatnonzero(tasks()[0].current[np.asarray(data.label)])
-    partition = toys.make_roster([mine[:5], mine[5:16]], np.asarray(data.label))
+    partition = toys.make_partition([mine[:5], mine[5:16]], np.asarray(data.label))
     engine = toys.build(method, [partition], lanes, short=short)
     *_, report = run_round(
         engine, jnp.zeros(3), (), RoundInputs(FROZEN, data, partition, np.arange(2), tasks()[0], 0, KEY)
@@ -129,10 +129,10 @@ def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, 
 @pytest.mark.parametrize("way", small_runs.some(toys.WAYS, ("vmap3", "loop3")))
 def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
     """Half of them are at one task while the others are at the other."""
-    method, deals = toys.own_task(), toys.streams(data)
-    engine = toys.build(method, deals, *toys.WAYS[way])
-    result = toys.drive_engine(engine, data, deals)
-    assert_as_plain(result, toys.drive_plain(method, data, deals, toys.places_of(engine)))
+    method, partitions = toys.own_task(), toys.streams(data)
+    engine = toys.build(method, partitions, *toys.WAYS[way])
+    result = toys.drive_engine(engine, data, partitions)
+    assert_as_plain(result, toys.drive_plain(method, data, partitions, toys.places_of(engine)))
     assert set(engine.traces.values()) == {1}
 
 
@@ -144,8 +144,8 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
     adds 0.1: w = 0.1 * 3 * (0, 1, 0) + 0.1."""
     image = np.zeros((3, 1, 1, 3), np.float32)
     image[1, 0, 0, 0] = image[2, 0, 0, 1] = 1
-    data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 3], jnp.int32))
-    partition = toys.make_roster([np.array([1, 2])] * 2, np.asarray(data.label))
+    data = toys.Examples(jnp.asarray(image), jnp.asarray([0, 1, 3], jnp.int32))
+    partition = toys.make_partition([np.array([1, 2])] * 2, np.asarray(data.label))
     partition = partition._replace(task=jax.tree.map(lambda *leaves: np.stack(leaves), *tasks()))
     engine = toys.build(toys.own_task(View(1, 4, augment=False)), [partition], lanes)
     server, _, report = run_round(
@@ -155,10 +155,10 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
     assert report.metrics == {"loss": pytest.approx((1**2 / 2 + 3**2 / 2) / 2)}
 
 
-def test_one_client_per_chunk_gives_the_same_numbers(data, deals, plain):
+def test_one_client_per_chunk_gives_the_same_numbers(data, partitions, plain):
     """The other engines here have chunks of 2, 4 and all clients."""
-    engine = toys.build(TOYS["gathering"](), deals, Lanes(3, "vmap"), slots=1)
-    assert_as_plain(toys.drive_engine(engine, data, deals), plain["gathering"])
+    engine = toys.build(TOYS["gathering"](), partitions, Lanes(3, "vmap"), slots=1)
+    assert_as_plain(toys.drive_engine(engine, data, partitions), plain["gathering"])
 
 
 def test_the_toys_learn_and_their_clients_differ(plain):
@@ -169,7 +169,7 @@ def test_the_toys_learn_and_their_clients_differ(plain):
             jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])),
             True,
         )
-        if name in ("remembering", "personal", "recalling"):
+        if name in ("remembering", "personal", "replaying"):
             assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, -1])) == CLIENTS
 
 
@@ -182,8 +182,8 @@ def hand():
     scale their weights."""
     image = np.zeros((4, 1, 1, 3), np.float32)
     image[1, 0, 0], image[2, 0, 0], image[3, 0, 0] = (1, 0, 0), (0, 2, 0), (0, 0, 1)
-    data = toys.Rows(jnp.asarray(image), jnp.asarray([0, 1, 2, 1], jnp.int32))
-    partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    data = toys.Examples(jnp.asarray(image), jnp.asarray([0, 1, 2, 1], jnp.int32))
+    partition = toys.make_partition([np.array([1]), np.array([2, 3])], np.asarray(data.label))
     engine = toys.build(toys.sharing(View(1, 4, augment=False)), [partition], Lanes(2, "vmap"))
 
     def play(shares=(1.0, 1.0), data=data, rate=0.1, ids=(0, 1)):
@@ -241,7 +241,7 @@ def test_if_all_weights_are_0_the_server_stays(hand):
 # ---- absent and broken clients -----------------------------------------------------------------------------
 
 
-def poisoned(data: toys.Rows, partition, clients, value) -> toys.Rows:
+def poisoned(data: toys.Examples, partition, clients, value) -> toys.Examples:
     """The data with one number of one row of each of these clients replaced."""
     image = np.array(data.image)
     for client in clients:
@@ -266,12 +266,12 @@ def play_once(engine, data, partition, ids):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
-def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, deals):
+def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, partitions):
     engine = engine_of(name, "vmap3")
     (server, states, report), _, before = play_once(
-        engine, poisoned(data, deals[0], [3], value), deals[0], [0, 1, 3, 6]
+        engine, poisoned(data, partitions[0], [3], value), partitions[0], [0, 1, 3, 6]
     )
-    (without, others, _), _, _ = play_once(engine, data, deals[0], [0, 1, 6])
+    (without, others, _), _, _ = play_once(engine, data, partitions[0], [0, 1, 6])
     close(server, without, atol=1e-6)
     close(states, others, atol=1e-6)
     same(jax.tree.map(lambda x: x[3], states), jax.tree.map(lambda x: x[3], before))
@@ -291,7 +291,7 @@ def counting(engine, opened: list):
 
 @pytest.mark.parametrize(("bad", "plays"), [([], 0), ([3], 1), ([0, 1, 3, 6], 1)])
 @pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
-def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays, data, deals):
+def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays, data, partitions):
     """Guarded or not, the bits are the same; chunks of two clients."""
     found, begun, engine = [], [], engine_of(name, "unroll2")
     for guarded in (True, False):
@@ -304,8 +304,8 @@ def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays
                 stack(states),
                 RoundInputs(
                     FROZEN,
-                    poisoned(data, deals[0], bad, np.nan),
-                    deals[0],
+                    poisoned(data, partitions[0], bad, np.nan),
+                    partitions[0],
                     np.array([0, 1, 3, 6]),
                     tasks()[0],
                     0,
@@ -329,7 +329,7 @@ def test_sums_of_finite_uploads_may_overflow():
     send = lambda context, local, state: (Upload(mean=local, weight=context.client.examples), state + 1)
     first = lambda key, server: jnp.zeros((), jnp.int32)
     method = toys.toy(begin, (Phase(View(1, 4, augment=False), step),), send, init_client=first)
-    rows = toys.rows()
+    rows = toys.examples()
     engine, partition = toys.build(method, toys.partitions(rows), Lanes(1, "loop")), toys.partitions(rows)[0]
     (server, states, report), before, _ = play_once(engine, rows, partition, [0, 3])
     same(server, before)
@@ -337,55 +337,55 @@ def test_sums_of_finite_uploads_may_overflow():
 
 
 @pytest.mark.parametrize("name", ["gathering", "remembering"])
-def test_if_all_uploads_are_non_finite_server_and_clients_stay(name, data, deals):
+def test_if_all_uploads_are_non_finite_server_and_clients_stay(name, data, partitions):
     engine = engine_of(name, "vmap3")
     (server, states, report), server_before, before = play_once(
-        engine, poisoned(data, deals[0], [0, 1, 6], np.nan), deals[0], [0, 1, 6]
+        engine, poisoned(data, partitions[0], [0, 1, 6], np.nan), partitions[0], [0, 1, 6]
     )
     same((server, states), (server_before, before))
     assert (report.participants, report.rejected) == (3, 3)
 
 
-def test_the_aggregate_shows_a_broken_client_as_absent(data, deals):
+def test_the_aggregate_shows_a_broken_client_as_absent(data, partitions):
     engine = engine_of("remembering", "vmap3")
     server, states = begin_run(engine.method)
-    bad = poisoned(data, deals[0], [3], np.nan)
-    received, _ = receive(engine, FROZEN, server, stack(states), bad, deals[0], [0, 3, 6], tasks()[0])
+    bad = poisoned(data, partitions[0], [3], np.nan)
+    received, _ = receive(engine, FROZEN, server, stack(states), bad, partitions[0], [0, 3, 6], tasks()[0])
     assert received.id.tolist() == [0, CLIENTS, 6, CLIENTS]
     assert received.valid.tolist() == [True, False, True, False]
     assert received.weight.tolist() == [9, 0, 8, 0]
     assert not received.gather[1].any()
 
 
-def test_a_client_without_rows_is_absent_and_keeps_its_state(data, deals):
-    assert deals[0].count[2] == 0
+def test_a_client_without_rows_is_absent_and_keeps_its_state(data, partitions):
+    assert partitions[0].count[2] == 0
     engine = engine_of("remembering", "vmap3")
-    (server, states, report), _, before = play_once(engine, data, deals[0], [0, 2, 6])
-    (without, others, _), _, _ = play_once(engine, data, deals[0], [0, 6])
+    (server, states, report), _, before = play_once(engine, data, partitions[0], [0, 2, 6])
+    (without, others, _), _, _ = play_once(engine, data, partitions[0], [0, 6])
     same((server, states), (without, others))
     same(jax.tree.map(lambda x: x[2], states), jax.tree.map(lambda x: x[2], before))
     assert report.participants == 2 and states["times"].tolist() == [1, 0, 0, 0, 0, 0, 1]
 
 
-def test_a_round_without_any_rows_changes_nothing(data, deals):
+def test_a_round_without_any_rows_changes_nothing(data, partitions):
     (server, states, report), server_before, before = play_once(
-        engine_of("remembering", "vmap3"), data, deals[0], [2]
+        engine_of("remembering", "vmap3"), data, partitions[0], [2]
     )
     same((server, states), (server_before, before))
     assert report.participants == 0
 
 
-def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, deals):
-    (_, states, _), _, before = play_once(engine_of("personal", "vmap3"), data, deals[0], [0, 6])
+def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, partitions):
+    (_, states, _), _, before = play_once(engine_of("personal", "vmap3"), data, partitions[0], [0, 6])
     changed = np.any(np.asarray(states) != np.asarray(before), axis=-1)
-    assert changed.tolist() == (deals[0].count > 0).tolist()
+    assert changed.tolist() == (partitions[0].count > 0).tolist()
 
 
 # ---- rules, predictions, keys ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def robust(deals):
+def robust(partitions):
     chex.clear_trace_counter()
     twice = chex.assert_max_traces(n=2)  # for its shapes, and to compile it
 
@@ -393,25 +393,27 @@ def robust(deals):
         return coordinate_median(aggregate.gather, aggregate.weight, aggregate.valid), {}
 
     method = toys.remembering(server=twice(server))
-    return toys.build(method._replace(broadcast=twice(method.broadcast)), deals, Lanes(3, "vmap"), 3)
+    return toys.build(method._replace(broadcast=twice(method.broadcast)), partitions, Lanes(3, "vmap"), 3)
 
 
-def test_a_robust_rule_sees_all_uploads(robust, data, deals):
+def test_a_robust_rule_sees_all_uploads(robust, data, partitions):
     """Over chunks of three clients the server gets the median of all seven."""
 
     def server(round_context, server, aggregate, key):
         return jnp.nanmedian(jnp.where(aggregate.valid[:, None], aggregate.gather, jnp.nan), axis=0), {}
 
     method = toys.remembering(server=server)
-    expected = toys.drive_plain(method, data, deals, toys.places_of(robust))
-    assert_as_plain(toys.drive_engine(robust, data, deals), expected)
+    expected = toys.drive_plain(method, data, partitions, toys.places_of(robust))
+    assert_as_plain(toys.drive_engine(robust, data, partitions), expected)
 
 
-def test_the_median_is_that_of_the_finite_uploads(robust, data, deals):
-    bad = poisoned(data, deals[0], [3, 4], np.nan)
+def test_the_median_is_that_of_the_finite_uploads(robust, data, partitions):
+    bad = poisoned(data, partitions[0], [3, 4], np.nan)
     server, states = begin_run(robust.method)
-    received, _ = receive(robust, FROZEN, server, stack(states), bad, deals[0], range(CLIENTS), tasks()[0])
-    (new, _, _), _, _ = play_once(robust, bad, deals[0], range(CLIENTS))
+    received, _ = receive(
+        robust, FROZEN, server, stack(states), bad, partitions[0], range(CLIENTS), tasks()[0]
+    )
+    (new, _, _), _, _ = play_once(robust, bad, partitions[0], range(CLIENTS))
     assert int(received.valid.sum()) == 4
     close(new, np.median(np.asarray(received.gather)[np.asarray(received.valid)], axis=0))
 
@@ -431,8 +433,8 @@ def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():
     same(first(3), first(CLIENTS))
 
 
-def test_rows_of_an_epoch_are_shuffled_anew_and_stay_with_their_client(data, deals):
-    mine = deals[0].indices[deals[0].offset[3] : deals[0].offset[4]]
+def test_rows_of_an_epoch_are_shuffled_anew_and_stay_with_their_client(data, partitions):
+    mine = partitions[0].indices[partitions[0].offset[3] : partitions[0].offset[4]]
     orders = [toys.epoch_order(toys.fold(KEY, 0, 0), 0, epoch, mine).tolist() for epoch in range(3)]
     assert all(sorted(order) == sorted(mine.tolist()) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]

@@ -1,5 +1,5 @@
 """Exemplars by herding: the choice is the plain greedy one, the memory keeps to its budget, and what a client
-recalls are rows that it held in earlier tasks."""
+replays are examples that it had in earlier tasks."""
 
 import functools
 
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro import (
-    DEALS,
     FORMULA,
     KEY,
     NETWORK,
+    PARTITIONS,
     SCALE,
     SIZES,
     TASKS,
@@ -202,9 +202,9 @@ def test_features_are_gathered_batch_by_batch_and_padding_is_not():
     assert kept(state) == {c: of(c) for c in (0, 1, 2)}
 
 
-def test_a_client_recalls_rows_of_its_old_classes_and_no_others():
+def test_a_client_replays_examples_of_its_old_classes_and_no_others():
     memory = Exemplars(jnp.array([0, 3, 1, 4, 0]), jnp.array([7, 8, 9, 10, -1]), jnp.zeros(5))
-    recall = main_of(formula_method()).program.phases[0].replay
+    replay = main_of(formula_method()).program.phases[0].replay
     server = compiled(formula_method().init)(KEY, SCALE)
     program = main_of(formula_method()).program
     state = (Herded(memory, jnp.ones(5, bool)),)
@@ -212,10 +212,10 @@ def test_a_client_recalls_rows_of_its_old_classes_and_no_others():
     for round_ in range(8):
         context = context_of(formula_method(), server, SECOND, info_of(5, 2, 0, round_), SCALE)
         local = compiled(program.start)(context, state, KEY)
-        found |= set(compiled(recall)(context, local, jax.random.fold_in(KEY, round_)).tolist())
+        found |= set(compiled(replay)(context, local, jax.random.fold_in(KEY, round_)).tolist())
     assert found == {0, 2}
     context = context_of(formula_method(), server, FIRST, info_of(5, 2), SCALE)
-    assert compiled(recall)(context, local, KEY).tolist() == [-1] * 4
+    assert compiled(replay)(context, local, KEY).tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize(("rows", "joined"), [(1, 8), (4, 8), (8, 4), (9, 4), (32, 1), (100, 1)])
@@ -238,7 +238,10 @@ def test_clients_of_a_run_remember_rows_that_they_held():
     for place, (_, (memory,), _) in enumerate(history):
         for client in range(SIZES.clients):
             row = np.asarray(memory.exemplars.index[client])
-            own = [np.split(deal.indices, deal.offset[1:-1])[client] for deal in DEALS[: place + 1]]
+            own = [
+                np.split(partition.indices, partition.offset[1:-1])[client]
+                for partition in PARTITIONS[: place + 1]
+            ]
             own = np.concatenate(own)
             assert set(row[row >= 0].tolist()) <= set(own.tolist())
             count = np.minimum(np.bincount(ROW_LABEL[own], minlength=5), 2)

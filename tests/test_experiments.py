@@ -28,10 +28,12 @@ from fcljax.types import Frozen, Sizes
 
 FOLDER = small_runs.ROOT / "experiments"
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if papers.MARK in path.read_text())
-PAPERS = {path.stem: papers.parse(str(path), config.load_yaml(path)) for path in FILES}
+PAPERS = {path.stem: papers.parse_paper(str(path), config.load_yaml(path)) for path in FILES}
 TABLES = [(system, table) for system, paper in PAPERS.items() for table in paper.tables]
 COLUMNS = {
-    f"{column.system} {column.key}": column for name in TABLES for column in papers.find(FOLDER, *name)
+    f"{column.system} {column.key}": column
+    for name in TABLES
+    for column in papers.find_columns(FOLDER, *name)
 }
 CLASSES = {
     "imagenet_r_hepco": 200,
@@ -105,11 +107,11 @@ def test_every_metric_is_a_summarys():
 
 
 def test_what_is_not_a_rows_own_is_dropped_and_nothing_else():
-    (column,) = papers.find(FOLDER, "vfcl", "table1")
+    (column,) = papers.find_columns(FOLDER, "vfcl", "table1")
     row = next(row for row in column.rows if row.method == "glfc")
     cfg = reproduce.settings_of(column, row)
     assert (cfg.lr, cfg.full_lr, cfg.optimiser) == (0.01, 0.01, "sgd") and not hasattr(cfg, "prior_weight")
-    first, *_ = papers.find(FOLDER, "hepco", "table1")
+    first, *_ = papers.find_columns(FOLDER, "hepco", "table1")
     cfg = reproduce.settings_of(first, first.rows[1])
     assert (cfg.partition, cfg.clients, cfg.rounds, cfg.epochs) == ("iid", 1, 1, 20)
     wrong = column._replace(settings=dict(column.settings) | {"prior_wait": 1})
@@ -168,7 +170,7 @@ def test_the_upload_is_what_a_client_sends(column):
 
 
 def test_the_columns_of_table_three_turn_the_parts_on_that_their_names_say():
-    for column in papers.find(FOLDER, "fppl", "table3"):
+    for column in papers.find_columns(FOLDER, "fppl", "table3"):
         cfg = own(column)
         on = {"u": not cfg.wo_unified, "f": not cfg.wo_fusion, "d": not cfg.wo_debias}
         assert "".join(part for part, is_on in on.items() if is_on) == column.name.replace("none", "")
@@ -237,7 +239,7 @@ def test_the_settings_of_vfcl_are_the_papers(column):
     assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", 0.0)
     fedweit = column.key in ("table5", "table6")
     assert (cfg.clients, cfg.rounds) == ((5, 20) if fedweit else (10, 10))
-    assert (cfg.task_pool is not None) == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
+    assert (cfg.task_pool != "same") == fedweit and (cfg.category_ratio == 0.5) == (not fedweit)
     assert cfg.backbone == ("densenet121" if column.key in ("table10", "table11") else "resnet18")
 
 

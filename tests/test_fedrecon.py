@@ -9,11 +9,11 @@ import optax
 import pytest
 from micro import (
     DATA,
-    DEALS,
     FORMULA,
     IMAGE,
     KEY,
     LABEL,
+    PARTITIONS,
     SCALE,
     SIZES,
     STREAM,
@@ -68,7 +68,7 @@ def embedded(rows, scale=1.0):
 
 def means_of(task, scale=1.0):
     """The prototypes of a task's classes in plain numpy: of all rows that anybody holds."""
-    rows = DEALS[task].indices
+    rows = PARTITIONS[task].indices
     own = np.flatnonzero(STREAM[task].current)
     return own, np.stack([embedded(rows[LABEL[rows] == c], scale).mean(0) for c in own])
 

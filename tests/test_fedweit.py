@@ -66,7 +66,7 @@ from fcljax.types import Aggregate, Features, Frozen, Network
 RATE = 0.05
 GRADIENT = Training(1, 4, RATE, optax.identity())
 OF_FIRST, BATCHES = [rows_of([0, 1, 2])], [rows_of([3, 4, 4]), rows_of([4], seed=2)]
-USUAL = dict(mask_start=0.5, adaptive_start=0.0, retroactive=True, received=2)
+USUAL = dict(mask_start=0.5, adaptive_start=0.0, retroactive=True, kb_samples=2)
 TWO = Arrays(jax.tree.structure([0, 0]), ((2, 3), (3,)))  # N = 9, M = 6
 
 
@@ -123,7 +123,9 @@ def test_a_network_is_the_masked_base_plus_its_own_numbers_plus_what_it_attends_
     np.testing.assert_allclose(theta, by_hand, rtol=1e-6)
 
 
-SHAPE = Shape(received=2, mask=0.5, adaptive=0.0, retroactive=True, prune=0.4, unsent=0.0)
+SHAPE = Shape(
+    kb_samples=2, mask=0.5, adaptive=0.0, retroactive=True, prune_threshold=0.4, client_sparsity=0.0
+)
 
 
 def made(shape=SHAPE, network=FORMULA):
@@ -144,9 +146,9 @@ def filled_in(model):
     return params._replace(classifier=own, adapter=params.adapter._replace(received=received))
 
 
-def theta_of(params, index, prune=0.0):
+def theta_of(params, index, prune_threshold=0.0):
     own = params.classifier
-    a = np.where(np.abs(own.adaptive[index]) > prune, own.adaptive[index], 0)
+    a = np.where(np.abs(own.adaptive[index]) > prune_threshold, own.adaptive[index], 0)
     given = (own.attention[index] * params.adapter.received.values[index]).sum(0)
     return params.adapter.base / (1 + np.exp(-own.mask[index])) + a + given
 
@@ -247,7 +249,7 @@ def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_doe
         none = jax.tree.map(jnp.zeros_like, (own.mask, own.adaptive, own.attention))
         return direction._replace(classifier=Own(own.head, *none))
 
-    off = dict(mask_start=1 - 1e-7, unsent=0.0, sparse_weight=0.0, keep_weight=0.0)
+    off = dict(mask_start=1 - 1e-7, client_sparsity=0.0, sparse_weight=0.0, keep_weight=0.0)
     ours = weit(run_of(optax.stateless(base_alone)), **off)
     server, plain = fresh(ours), fedavg.plain(fedavg.NoOptions(), run_of())
     usual = fresh(plain)._replace(
@@ -401,12 +403,12 @@ def test_the_server_merges_what_was_sent_and_keeps_the_rest():
 
 def test_rules_that_cannot_merge_parts_of_bases_are_refused_unless_all_is_sent():
     with pytest.raises(
-        InputError, match="aggregator: 'median' cannot merge .* nearest: 'uniform', or --unsent 0"
+        InputError, match="aggregator: 'median' cannot merge .* nearest: 'uniform', or --client-sparsity 0"
     ):
         weit(run_of(aggregator="median"))
     with pytest.raises(InputError, match="aggregator: 'mean, clip_norm' cannot merge"):
         weit(run_of(clip_norm=1.0))
-    assert weit(run_of(aggregator="median"), unsent=0.0).aggregation == "median"
+    assert weit(run_of(aggregator="median"), client_sparsity=0.0).aggregation == "median"
 
 
 # ---- the knowledge base ------------------------------------------------------------------------------------
@@ -474,7 +476,7 @@ def closing(method, server, states):
 @functools.cache
 def after_first():
     """A method whose clients 0 and 2 have finished the first task: its server, their states and reports."""
-    method = weit(prune=PRUNE, sparse_weight=0.0)
+    method = weit(prune_threshold=PRUNE, sparse_weight=0.0)
     server = fresh(method)
     rows = {0: OF_FIRST, 2: [rows_of([2, 1], seed=5)]}
     states = {i: client_round(method, server, TASKS[0], mine, id_=i, round_=1)[1] for i, mine in rows.items()}
@@ -513,7 +515,7 @@ def test_in_the_first_task_there_is_nothing_to_attend_to():
 
 
 def test_what_is_handed_out_is_counted_once_a_task():
-    method = weit(received=3)
+    method = weit(kb_samples=3)
     server = fresh(method)
     assert method.handover(round_context_of(TASKS[1], frozen=SCALE), server).shape == (3, WIDTH)
     assert method.broadcast(round_context_of(TASKS[1], frozen=SCALE), server).cached.adapter.values.shape == (

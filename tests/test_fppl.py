@@ -848,7 +848,7 @@ def short_run():
     centre = 4 * np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [-1, -1, 0, 0]])
     image = centre[label] + np.random.default_rng(0).normal(0, 0.1, (60, WIDTH))
     data = (jnp.asarray(image, jnp.float32), jnp.asarray(label, jnp.int32))
-    partitions = [deal(task, label, owner) for task in UNEVEN_TASKS]
+    partitions = [partition_of(task, label, owner) for task in UNEVEN_TASKS]
     fetch = lambda data, rows, keys, augment: (data[0][rows], data[1][rows], None)
     engine = engine_of(method, Lanes(), partitions, NOTHING, data, UNEVEN_TASKS[0], fetch)
     server, states = begin(method, NOTHING, 1, UNEVEN.clients)
@@ -869,7 +869,7 @@ def short_run():
     return engine, servers, reports, label, owner, logits
 
 
-def deal(task, label, owner):
+def partition_of(task, label, owner):
     mine = [np.flatnonzero((owner == k) & task.current[label]) for k in range(3)]
     present = np.stack([np.bincount(label[rows], minlength=5) for rows in mine]).astype(np.int32)
     return ClientPartition(np.concatenate(mine), np.cumsum([0, *map(len, mine)]), present)

@@ -175,7 +175,7 @@ def test_the_loss_is_that_of_labels_and_of_an_old_model_s_answers(name):
 
 
 def work_of(known, entropy, rows=4.0):
-    return G.Work(known, jnp.float32(entropy * rows), jnp.float32(rows), None, None, None)
+    return G.LocalState(known, jnp.float32(entropy * rows), jnp.float32(rows), None, None, None)
 
 
 def test_the_entropy_of_a_uniform_guess_among_ten_is_their_logarithm():
@@ -212,14 +212,14 @@ def glfc_program():
 
 
 @pytest.mark.parametrize("level", [0.0, 5.0])
-def test_exemplars_are_recalled_from_what_holds_once_the_client_knows(level):
+def test_exemplars_are_replayed_from_what_holds_once_the_client_knows(level):
     """Places in the two memories laid end to end: the first four, or behind them."""
     method, program = glfc_program()
     known = known_of([0], now=[0], later=[5, 10])
-    (recall,) = [phase.replay for phase in program.phases if phase.replay]
+    (replay,) = [phase.replay for phase in program.phases if phase.replay]
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 2))
     local = at_work(work_of(known, level))
-    found = {int(i) for key in jax.random.split(KEY, 8) for i in recall(context, local, key)}
+    found = {int(i) for key in jax.random.split(KEY, 8) for i in replay(context, local, key)}
     rows = np.asarray(program.replay_buffer((known,)))
     assert {int(rows[i]) for i in found if i >= 0} == ({5, 10} if level else {0})
 
@@ -307,7 +307,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     context = ClientContext(FROZEN, None, None, FIRST, info_of(5, 10))
     zero = jnp.zeros(())
     sums = G.FeatureSums(jnp.zeros((3, 4)), jnp.zeros((3, 4)), jnp.zeros(3), jnp.zeros(3))
-    work = G.Work(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
+    work = G.LocalState(known_of([]), zero, zero, sums, jnp.zeros((3, 8, 8, 3)), jnp.full(3, jnp.inf))
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
     batches = [Batch(image[s], label[s], mask[s], row[s]) for s in parts]

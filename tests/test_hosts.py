@@ -120,7 +120,7 @@ def test_what_differs_between_processes_is_named(monkeypatch):
 
 @pytest.mark.parametrize("options", [HostOptions(), HostOptions("auto"), HostOptions("[::1]:99", 2, 1)])
 def test_options_that_say_who_plays_pass(options):
-    hosts.check(options)
+    hosts.check_hosts(options)
 
 
 # ---- the long ones -----------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def per_chunk(state_floats, rows=1, lanes=1, phases=1, **program):
 
 def test_a_chunk_has_as_many_clients_as_its_memory_holds():
     """The chunk holds the state, an upload of 3 floats, the numbers of 3 epochs of rows, what waits between
-    two phases, and the images of 3 floats that may be recalled."""
+    two phases, and the images of 3 floats that may be replayed."""
     many, own = 2**20, 4 * 2**20
     assert per_chunk(0) == per_chunk(100) == build.MOST_PER_CHUNK
     assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)

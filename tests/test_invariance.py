@@ -23,11 +23,11 @@ def one(tree, index):
 
 @pytest.fixture(scope="module")
 def data():
-    return toys.rows()
+    return toys.examples()
 
 
 @pytest.fixture(scope="module")
-def deals(data):
+def partitions(data):
     return toys.partitions(data)
 
 
@@ -44,42 +44,42 @@ def uploads(engine, data, partition, ids):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_clients_upload_does_not_depend_on_lanes(way, data, deals):
-    expected = uploads(engine_of("remembering", "loop1"), data, deals[0], PRESENT)
-    close(uploads(engine_of("remembering", way), data, deals[0], PRESENT), expected, atol=1e-6)
+def test_a_clients_upload_does_not_depend_on_lanes(way, data, partitions):
+    expected = uploads(engine_of("remembering", "loop1"), data, partitions[0], PRESENT)
+    close(uploads(engine_of("remembering", way), data, partitions[0], PRESENT), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, deals):
+def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, partitions):
     engine = engine_of("remembering", way)
-    together, states = uploads(engine, data, deals[0], PRESENT)
+    together, states = uploads(engine, data, partitions[0], PRESENT)
     for rank, client in enumerate(PRESENT):
-        alone, its_states = uploads(engine, data, deals[0], [client])
+        alone, its_states = uploads(engine, data, partitions[0], [client])
         same(alone[0], together[rank])
         same(one(its_states, client), one(states, client))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_clients_upload_does_not_depend_on_the_rows_of_the_others(way, data, deals):
+def test_a_clients_upload_does_not_depend_on_the_rows_of_the_others(way, data, partitions):
     """Client 3 keeps its rows; two others swap theirs, 9 and 8 of them."""
-    engine, partition = engine_of("remembering", way), deals[0]
+    engine, partition = engine_of("remembering", way), partitions[0]
     owned = owned_rows(partition)
     owned[0], owned[6] = owned[6], owned[0]
-    other = toys.make_roster(owned, np.asarray(data.label))
+    other = toys.make_partition(owned, np.asarray(data.label))
     before, _ = uploads(engine, data, partition, PRESENT)
     after, _ = uploads(engine, data, other, PRESENT)
     same(before[2], after[2])
     assert not np.array_equal(before[0], after[0])
 
 
-def test_a_clients_upload_does_not_depend_on_how_clients_are_chunked(data, deals):
+def test_a_clients_upload_does_not_depend_on_how_clients_are_chunked(data, partitions):
     method, lanes = toys.remembering(), Lanes(3, "vmap")
-    expected = uploads(engine_of("remembering", "vmap3"), data, deals[0], PRESENT)
-    chunked = toys.build(method, deals, lanes, 2, toys.PARTICIPATION["remembering"])
-    same(uploads(chunked, data, deals[0], PRESENT), expected)
+    expected = uploads(engine_of("remembering", "vmap3"), data, partitions[0], PRESENT)
+    chunked = toys.build(method, partitions, lanes, 2, toys.PARTICIPATION["remembering"])
+    same(uploads(chunked, data, partitions[0], PRESENT), expected)
 
 
-def test_spare_room_in_the_tables_is_inert(data, deals):
+def test_spare_room_in_the_tables_is_inert(data, partitions):
     """Twice the ticks, more rows, more slots and more participants than any round fills."""
     method, tight = toys.remembering(), engine_of("remembering", "vmap3").players[0].capacity
     roomy = tight._replace(
@@ -89,8 +89,8 @@ def test_spare_room_in_the_tables_is_inert(data, deals):
         participants=tight.participants + 4,
     )
     engine = make_engine(method, toys.fetch, Lanes(3, "vmap"), (roomy,), toys.EXAMPLE)
-    weights, states = uploads(engine, data, deals[0], PRESENT)
-    expected, its_states = uploads(engine_of("remembering", "vmap3"), data, deals[0], PRESENT)
+    weights, states = uploads(engine, data, partitions[0], PRESENT)
+    expected, its_states = uploads(engine_of("remembering", "vmap3"), data, partitions[0], PRESENT)
     same((weights[: len(expected)], states), (expected, its_states))
     assert not weights[len(expected) :].any()
 
@@ -102,33 +102,37 @@ def mesh():
 
 @pytest.mark.parametrize(
     "name",
-    small_runs.some(["two_pass", "remembering", "personal", "clipping", "recalling"], ["recalling"]),
+    small_runs.some(["two_pass", "remembering", "personal", "clipping", "replaying"], ["replaying"]),
 )
-def test_eight_devices_give_the_numbers_of_one(name, data, deals, mesh):
+def test_eight_devices_give_the_numbers_of_one(name, data, partitions, mesh):
     """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced
     again."""
     participation = toys.PARTICIPATION.get(name, 1.0)
-    spread = toys.build(toys.TOYS[name](), deals, Lanes(8, "vmap"), 3, participation, mesh=mesh)
-    server, states, reports = toys.drive_engine(spread, data, deals, participation)
+    spread = toys.build(toys.TOYS[name](), partitions, Lanes(8, "vmap"), 3, participation, mesh=mesh)
+    server, states, reports = toys.drive_engine(spread, data, partitions, participation)
     expected, its_states, its_reports = toys.drive_engine(
-        engine_of(name, "loop1"), data, deals, participation
+        engine_of(name, "loop1"), data, partitions, participation
     )
     close((server, states), (expected, its_states), atol=1e-6)
     for report, its_report in zip(reports, its_reports, strict=True):
         assert report.metrics == pytest.approx(its_report.metrics, rel=1e-5)
     if name == "remembering":  # every client plays alone on its device, as it does on the only lane of one
         same(
-            uploads(spread, data, deals[0], PRESENT),
-            uploads(engine_of(name, "loop1"), data, deals[0], PRESENT),
+            uploads(spread, data, partitions[0], PRESENT),
+            uploads(engine_of(name, "loop1"), data, partitions[0], PRESENT),
         )
     assert set(spread.traces.values()) == {1}
 
 
 def test_eight_devices_give_the_numbers_of_one_to_clients_with_tasks_of_their_own(data, mesh):
-    method, deals = toys.own_task(), toys.streams(data)
-    spread = toys.build(method, deals, Lanes(8, "vmap"), 3, mesh=mesh)
-    single = toys.build(method, deals, Lanes(1, "loop"))
-    close(toys.drive_engine(spread, data, deals)[:2], toys.drive_engine(single, data, deals)[:2], atol=1e-6)
+    method, partitions = toys.own_task(), toys.streams(data)
+    spread = toys.build(method, partitions, Lanes(8, "vmap"), 3, mesh=mesh)
+    single = toys.build(method, partitions, Lanes(1, "loop"))
+    close(
+        toys.drive_engine(spread, data, partitions)[:2],
+        toys.drive_engine(single, data, partitions)[:2],
+        atol=1e-6,
+    )
     assert set(spread.traces.values()) == {1}
 
 
@@ -136,16 +140,16 @@ def test_eight_devices_give_the_numbers_of_one_to_clients_with_tasks_of_their_ow
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_that_no_participant_holds_may_be_nan(way, data, deals):
+def test_rows_that_no_participant_holds_may_be_nan(way, data, partitions):
     """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and
     1 rows."""
     engine, held = engine_of("remembering", way), np.zeros(len(data.label), bool)
-    assert not np.isin([0], np.concatenate([deal.indices for deal in deals])).any()
+    assert not np.isin([0], np.concatenate([partition.indices for partition in partitions])).any()
     for client in PRESENT:
-        held[deals[0].indices[deals[0].offset[client] : deals[0].offset[client + 1]]] = True
+        held[partitions[0].indices[partitions[0].offset[client] : partitions[0].offset[client + 1]]] = True
     image = jnp.where(held[:, None, None, None], data.image, jnp.nan)
-    poisoned = toys.Rows(image, jnp.where(held, data.label, 10**6))
-    same(uploads(engine, poisoned, deals[0], PRESENT), uploads(engine, data, deals[0], PRESENT))
+    poisoned = toys.Examples(image, jnp.where(held, data.label, 10**6))
+    same(uploads(engine, poisoned, partitions[0], PRESENT), uploads(engine, data, partitions[0], PRESENT))
 
 
 # ---- the order and the number of clients -------------------------------------------------------------------
@@ -156,18 +160,18 @@ def owned_rows(partition: ClientPartition) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def twice(data, deals):
-    """The first task's roster where client 2, who holds no rows in it, holds those of client 3."""
-    owned = owned_rows(deals[0])
+def twice(data, partitions):
+    """The first task's partition where client 2, who holds no rows in it, holds those of client 3."""
+    owned = owned_rows(partitions[0])
     owned[2] = owned[3]
-    return toys.make_roster(owned, np.asarray(data.label))
+    return toys.make_partition(owned, np.asarray(data.label))
 
 
 @pytest.fixture(scope="module")
-def shared(twice, deals):
-    """An engine without randomness but the order of rows, and a round of it: (roster, shares, ids) ->
+def shared(twice, partitions):
+    """An engine without randomness but the order of rows, and a round of it: (partition, shares, ids) ->
     (server, states, report)."""
-    engine = toys.build(toys.sharing(View(2, 4, augment=False)), [deals[0], twice], Lanes(3, "vmap"))
+    engine = toys.build(toys.sharing(View(2, 4, augment=False)), [partitions[0], twice], Lanes(3, "vmap"))
 
     def play(data, partition, shares, ids=range(CLIENTS)):
         server, states = (
@@ -182,22 +186,22 @@ def shared(twice, deals):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_permuting_clients_does_not_change_the_aggregate(seed, shared, data, deals):
+def test_permuting_clients_does_not_change_the_aggregate(seed, shared, data, partitions):
     order = np.random.default_rng(seed).permutation(CLIENTS)
     shares = np.arange(1.0, 1 + CLIENTS)
-    owned = owned_rows(deals[0])
-    renamed = toys.make_roster([owned[i] for i in order], np.asarray(data.label))
+    owned = owned_rows(partitions[0])
+    renamed = toys.make_partition([owned[i] for i in order], np.asarray(data.label))
     (server, states, _), (expected, its_states, _) = (
         shared(data, renamed, shares[order]),
-        shared(data, deals[0], shares),
+        shared(data, partitions[0], shares),
     )
     close(server["weight"], expected["weight"], atol=1e-6)
     assert states.tolist() == its_states[order].tolist()
 
 
-def test_a_client_listed_twice_with_half_its_weight_equals_that_client_once(shared, twice, data, deals):
+def test_a_client_listed_twice_with_half_its_weight_equals_that_client_once(shared, twice, data, partitions):
     (once, _, _), (both, states, _) = (
-        shared(data, deals[0], np.ones(7)),
+        shared(data, partitions[0], np.ones(7)),
         shared(data, twice, [1, 1, 0.5, 0.5, 1, 1, 1]),
     )
     close(both["weight"], once["weight"], atol=1e-6)

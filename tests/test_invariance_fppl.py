@@ -11,18 +11,18 @@ import pytest
 import toys
 from micro import (
     DATA,
-    DEALS,
     FROZEN,
     KEY,
     LABEL,
+    PARTITIONS,
     SIZES,
     STREAM,
     TINY,
     begin,
     compiled,
-    deal,
     engine_of,
     method_of,
+    partition_of,
     play,
     receive,
     round_context_of,
@@ -37,7 +37,7 @@ from fcljax.types import Batch
 
 EPOCHS, BATCH, RATE = 2, 4, 1e-3
 OPTIONS = dict(epochs=EPOCHS, batch_size=BATCH, lr=RATE, prompt_length=3, prompt_blocks=2, server_epochs=2)
-ALONE = deal(STREAM[1], (22, 0, 0, 0))
+ALONE = partition_of(STREAM[1], (22, 0, 0, 0))
 
 
 def one(tree, index):
@@ -69,11 +69,11 @@ class Federation:
         # once for the shapes when the engine is made, and once to compile
         twice = chex.assert_max_traces(n=2)
         main = main._replace(program=counted, server=twice(main.server))
-        deals = [*DEALS, ALONE]
+        partitions = [*PARTITIONS, ALONE]
         self.engine = engine_of(
-            self.method._replace(rounds=(main,), broadcast=twice(self.broadcast)), deals=deals
+            self.method._replace(rounds=(main,), broadcast=twice(self.broadcast)), partitions=partitions
         )
-        self.one_lane = engine_of(self.method, Lanes(1, "loop"), deals)
+        self.one_lane = engine_of(self.method, Lanes(1, "loop"), partitions)
         self.start, self.states = begin(self.method)
 
     def broadcast(self, *args):
@@ -89,9 +89,9 @@ class Federation:
     def receive(self, engine, server, partition, ids, task):
         return receive(engine, 0, server, self.states, partition, ids, task)[0]
 
-    def run(self, deals=DEALS, rounds=2, data=DATA):
+    def run(self, partitions=PARTITIONS, rounds=2, data=DATA):
         """Servers after every round of every task."""
-        history = play(self.engine, self.start, self.states, deals, data=data, rounds=rounds)
+        history = play(self.engine, self.start, self.states, partitions, data=data, rounds=rounds)
         return [server for server, _, _ in history]
 
 
@@ -150,15 +150,15 @@ def test_everything_is_traced_in_the_first_round_only(federation, servers):
 
 
 def test_uploads_do_not_depend_on_who_else_takes_part(federation, servers):
-    together = federation.receive(federation.engine, servers[1], DEALS[1], [0, 2, 3], STREAM[1])
+    together = federation.receive(federation.engine, servers[1], PARTITIONS[1], [0, 2, 3], STREAM[1])
     for rank, client in enumerate([0, 2, 3]):
-        alone = federation.receive(federation.engine, servers[1], DEALS[1], [client], STREAM[1])
+        alone = federation.receive(federation.engine, servers[1], PARTITIONS[1], [client], STREAM[1])
         same(one(alone.gather, 0), one(together.gather, rank))
 
 
 def test_uploads_do_not_depend_on_lanes(federation, servers):
     two, single = (
-        federation.receive(engine, servers[1], DEALS[1], [0, 2, 3], STREAM[1])
+        federation.receive(engine, servers[1], PARTITIONS[1], [0, 2, 3], STREAM[1])
         for engine in (federation.engine, federation.one_lane)
     )
     close(two.gather, single.gather, atol=1e-4)
@@ -167,7 +167,7 @@ def test_uploads_do_not_depend_on_lanes(federation, servers):
 
 
 def test_rows_that_nobody_holds_may_be_nan(federation, servers):
-    held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in DEALS]))
+    held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in PARTITIONS]))
     assert not held[0]  # the row that padding reads
     image = jnp.where(held[:, None, None, None], DATA.image, jnp.nan)
     same(federation.run(data=DATA._replace(image=image)), servers)
@@ -176,8 +176,8 @@ def test_rows_that_nobody_holds_may_be_nan(federation, servers):
 def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, servers):
     order = [3, 2, 0, 1]
     renamed = [
-        toys.make_roster([owned_rows(partition)[i] for i in order], LABEL, SIZES.classes)
-        for partition in DEALS
+        toys.make_partition([owned_rows(partition)[i] for i in order], LABEL, SIZES.classes)
+        for partition in PARTITIONS
     ]
     server, expected = federation.run(renamed, rounds=1)[0], servers[0]
     close(server.params.adapter, expected.params.adapter, atol=1e-5)

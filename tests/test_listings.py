@@ -128,7 +128,7 @@ def test_hepco_pools_the_split_of_pilot(tmp_path):
 
 
 def test_cub_has_9430_training_images():
-    train, test = raw.random_split(raw.Table(list(range(11_788)), [0] * 11_788))
+    train, test = raw.random_split(raw.LabelledItems(list(range(11_788)), [0] * 11_788))
     assert (len(train.items), len(test.items)) == (9430, 2358)
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.adapters.lora import init_pairs, l1, lora_injection, merge_pair, orthogonality, pair_of, summed
+from fcljax.adapters.lora import init_pairs, lora_injection, merge_pair, pair_of, summed
+from fcljax.methods.pilora import l1, orthogonality
 from fcljax.models.vit import Lora, ViTConfig, apply_vit, parameter_shapes
 
 TASKS, BLOCKS, RANK, WIDTH = 3, 2, 2, 5

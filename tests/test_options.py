@@ -125,6 +125,18 @@ def test_none_is_an_option_s_default_only_where_help_says_what_it_means(options)
         assert field.default is not None or field.metadata["unset"], f"{options.__name__}.{field.name}"
 
 
+def test_few_shared_options_are_none():
+    assert sum(field.default is None for field in fields_of(config.RunConfig)) <= 12 - 2
+
+
+def test_null_in_a_file_of_an_earlier_version_is_the_default_that_stands_for_none():
+    """Their files have null where 0 or a word stands now."""
+    old = dict.fromkeys(("clip_norm", "norm_bound", "lanes", "lane_mode", "stem", "faults", "task_pool"))
+    assert config.from_mapping("linear", old, "test") == config.from_mapping("linear", {}, "test")
+    with pytest.raises(InputError, match="^lr: None is not a number"):
+        config.from_mapping("linear", {"lr": None}, "test")
+
+
 @pytest.mark.parametrize("options", sorted(GROUPS, key=lambda options: options.__name__))
 def test_no_number_of_any_option_may_be_negative_infinite_or_nan(options):
     """A rule of the whole package: whoever needs another range says so beside the field."""
@@ -297,15 +309,15 @@ SOURCES = {
         student_lr=2e-3,
         student_temperature=20.0,
         generator_lr=2e-3,
-        meta="fomaml",
+        meta_update="fomaml",
         lr=5e-5,
         full_lr=5e-5,
     ),
     "vfcl": dict(
         prior_weight=1.0,
         global_share=0.5,
-        samples=1,
-        sigma=0.02,
+        mc_samples=1,
+        init_std=0.02,
         kl_scale="per_sample",
         exemplars=20,
         full_lr=0.01,
@@ -334,10 +346,10 @@ SOURCES = {
         sparse_weight=1e-3,
         mask_weight=0.0,
         keep_weight=100.0,
-        prune=1e-3,
-        unsent=0.3,
-        received=5,
-        remembered=1,
+        prune_threshold=1e-3,
+        client_sparsity=0.3,
+        kb_samples=5,
+        kb_tasks=1,
         retroactive=True,
         aggregator="uniform",
         full_lr=1e-3 / 3,

@@ -18,14 +18,14 @@ from micro import begin as first_state
 from micro import context_of, engine_of, info_of, method_of, resolved, rows_of
 from micro import round_context_of as round_context
 
-from fcljax.adapters.lora import l1, orthogonality, pair_of
+from fcljax.adapters.lora import pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import extra_storage, scalars, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
-from fcljax.methods.pilora import PRESETS, learning_rate_factor
-from fcljax.models.prototypes import dce_loss, distances, pl_loss
+from fcljax.methods.pilora import PRESETS, l1, learning_rate_factor, orthogonality, pl_loss
+from fcljax.models.prototypes import dce_loss, distances
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
@@ -615,8 +615,8 @@ OWNER[(OWNER == 1) & (LABEL < 3)] = 0
 OWNER[6] = 1  # client 1 has a single image of the first task; client 2 has none of the second
 CENTRE = 2 * np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [-1, -1, 0, 0]])
 IMAGE = (CENTRE[LABEL] + np.random.default_rng(0).normal(0, 0.1, (60, WIDTH))).astype(np.float32)
-DEALS = [
-    toys.make_roster([np.flatnonzero((k == OWNER) & t.current[LABEL]) for k in range(3)], LABEL, 5)
+PARTITIONS = [
+    toys.make_partition([np.flatnonzero((k == OWNER) & t.current[LABEL]) for k in range(3)], LABEL, 5)
     for t in UNEVEN_TASKS
 ]
 
@@ -626,22 +626,29 @@ def fetch(data, rows, keys, augment):
 
 
 def play(
-    method, deals=DEALS, rounds=1, image=IMAGE, frozen=FROZEN, tasks=UNEVEN_TASKS, when="round", server=None
+    method,
+    partitions=PARTITIONS,
+    rounds=1,
+    image=IMAGE,
+    frozen=FROZEN,
+    tasks=UNEVEN_TASKS,
+    when="round",
+    server=None,
 ):
     """Servers after every task, reports, and the engine."""
     data = jnp.asarray(image), jnp.asarray(LABEL, jnp.int32)
-    engine = engine_of(method, Lanes(), deals, frozen, data, tasks[0], fetch)
+    engine = engine_of(method, Lanes(), partitions, frozen, data, tasks[0], fetch)
     first, states = first_state(method, frozen, 1, UNEVEN.clients)
     server = first if server is None else server
     servers, reports = [server], []
-    for task, deal in zip(tasks, deals, strict=True):
+    for task, partition in zip(tasks, partitions, strict=True):
         for round_ in range(rounds):
-            ids = np.flatnonzero(deal.count)
+            ids = np.flatnonzero(partition.count)
             server, states, report = run_round(
                 engine,
                 server,
                 states,
-                RoundInputs(frozen, data, deal, ids, task, round_, jax.random.key(3), when=when),
+                RoundInputs(frozen, data, partition, ids, task, round_, jax.random.key(3), when=when),
             )
             reports.append(report)
         servers.append(server)
@@ -705,7 +712,9 @@ def test_a_round_on_a_transformer_changes_exactly_what_is_tuned(fields):
     method = build(network=vit_network(TINY), epochs=1, batch_size=8, lr=0.01, **fields)
     image = np.random.default_rng(0).normal(size=(60, 8, 8, 3)).astype(np.float32)
     frozen = Frozen(init_vit(jax.random.key(1), TINY))
-    (start, end), reports, _ = play(method, DEALS[:1], image=image, frozen=frozen, tasks=UNEVEN_TASKS[:1])
+    (start, end), reports, _ = play(
+        method, PARTITIONS[:1], image=image, frozen=frozen, tasks=UNEVEN_TASKS[:1]
+    )
     assert np.isfinite(reports[0].metrics["loss"]) and not reports[0].rejected
     differ = lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b)))
     moved = jax.tree.leaves(jax.tree.map(differ, start.params, end.params))
@@ -717,7 +726,7 @@ def test_one_client_that_holds_all_rows_is_centralised_training():
     epochs, size, rate, lora_rate, task = 2, 8, 0.03, 1e-3, UNEVEN_TASKS[1]
     method = build(lora_lr=lora_rate, epochs=epochs, batch_size=size, lr=rate)
     rows = np.flatnonzero(task.current[LABEL])
-    alone = toys.make_roster([rows, rows[:0], rows[:0]], LABEL, 5)
+    alone = toys.make_partition([rows, rows[:0], rows[:0]], LABEL, 5)
     server, key, data = trained_server(method), jax.random.key(3), (jnp.asarray(IMAGE), jnp.asarray(LABEL))
     (_, after), _, _ = play(method, [alone], tasks=[task], server=server)
     before, pairs = prototypes_of(server), lora_of(server)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import toys
-from micro import DEALS, IMAGE, KEY, LABEL, SIZES, TASKS, resolved
+from micro import IMAGE, KEY, LABEL, PARTITIONS, SIZES, TASKS, resolved
 from toys import close, same
 
 from fcljax import config
@@ -77,7 +77,7 @@ FROZEN = jax.tree.map(
     ),
     is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x) and x != (),
 )
-DATA = toys.Rows(jnp.asarray(IMAGE[:, ::4, ::4], jnp.float32), jnp.asarray(LABEL, jnp.int32))
+DATA = toys.Examples(jnp.asarray(IMAGE[:, ::4, ::4], jnp.float32), jnp.asarray(LABEL, jnp.int32))
 
 begin = functools.partial(micro.begin, frozen=FROZEN)
 engine_of = functools.partial(micro.engine_of, frozen=FROZEN, data=DATA)
@@ -182,7 +182,7 @@ def one_client(**values):
     """What client 0 of the first task uploads in one epoch of one batch, and the server before it."""
     method = method_of("pmae", epochs=1, batch_size=16, lr=1e-2, **{**VALUES, **values})
     server, states = begin(method)
-    found, _ = receive(engine_of(method), 0, server, states, DEALS[0], [0], TASKS[0])
+    found, _ = receive(engine_of(method), 0, server, states, PARTITIONS[0], [0], TASKS[0])
     return server, found
 
 
@@ -307,7 +307,7 @@ def test_a_row_goes_to_its_class():
 def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a_class_that_it_lacks():
     _, found = one_client()
     sent = jax.tree.map(lambda x: np.asarray(x[0]), found.gather[pmae.RESTORE])
-    rows = DEALS[0].indices[: DEALS[0].count[0]]
+    rows = PARTITIONS[0].indices[: PARTITIONS[0].count[0]]
     counts = np.bincount(DATA.label[rows], minlength=5)[:3]
     assert sent.present.sum(axis=1).tolist() == np.minimum(counts, 2).tolist()
     assert not sent.latent[~sent.present].any() and not sent.order[~sent.present].any()
@@ -322,16 +322,16 @@ def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a
 
 def test_a_client_that_lacks_a_class_sends_no_image_of_it():
     """Client 2 has four rows of three classes; take one of them away."""
-    rows = DEALS[0].indices
-    first = rows[DEALS[0].offset[2] :][: DEALS[0].count[2]]
+    rows = PARTITIONS[0].indices
+    first = rows[PARTITIONS[0].offset[2] :][: PARTITIONS[0].count[2]]
     lacking = first[np.asarray(DATA.label[first]) != 1]
-    from toys import make_roster
+    from toys import make_partition
 
-    partition = make_roster([lacking, [], [], []], np.asarray(DATA.label), SIZES.classes)
+    partition = make_partition([lacking, [], [], []], np.asarray(DATA.label), SIZES.classes)
     method = method_of("pmae", **VALUES)
     server, states = begin(method)
     found, _ = receive(
-        engine_of(method, deals=[*DEALS, partition]), 0, server, states, partition, [0], TASKS[0]
+        engine_of(method, partitions=[*PARTITIONS, partition]), 0, server, states, partition, [0], TASKS[0]
     )
     sent = found.gather[pmae.RESTORE]
     assert (
@@ -363,7 +363,7 @@ def test_who_does_not_take_part_keeps_its_place_in_the_pool():
     assert both.restore.present.shape == later.restore.present.shape
     from fcljax.federated.engine import RoundInputs, run_round
 
-    inputs = RoundInputs(FROZEN, DATA, DEALS[0], np.array([0]), TASKS[0], 1, jax.random.key(3))
+    inputs = RoundInputs(FROZEN, DATA, PARTITIONS[0], np.array([0]), TASKS[0], 1, jax.random.key(3))
     after, _, _ = run_round(engine, both_server(engine, server, states), states, inputs)
     pool = after.rules[0].restore
     same(pool.latent[2], both.restore.latent[2])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.models.prototypes import class_means, dce_loss, distance_logits, distances, pl_loss
+from fcljax.methods.pilora import pl_loss
+from fcljax.models.prototypes import class_means, dce_loss, distance_logits, distances
 
 FEATURE = jnp.array([[1.0, 2, 2, 0]])
 PROTOTYPES = jnp.array([[1.0, 2, 2, 0], [0, 0, 0, 0], [1, 2, 2, 4]])

@@ -73,7 +73,7 @@ def test_federated_averaging_of_a_module_takes_six_lines():
 
 
 def test_the_comments_beside_the_aggregation_rules_are_right():
-    names = namespace(block_with("conflate"))
+    names = namespace(block_with("conflate_sums"))
     merged = names["weighted_mean"](names["models"], names["examples"], names["valid"])
     median = names["coordinate_median"](names["models"], names["examples"], names["valid"])
     assert (merged["kernel"].tolist(), merged["bias"].tolist()) == ([2, 3], [1])

@@ -58,7 +58,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
-    return reproduce.plan(papers.find(folder, system, table), scale, seeds, row)
+    return reproduce.plan(papers.find_columns(folder, system, table), scale, seeds, row)
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_rows_are_runs_with_the_files_first_seeds(folder):
     assert [run.cfg.lr for run in made.runs] == [1e-3] * 3 + [1e-2] * 3
     assert made.runs[3].given["lr"] == 0.01 and "lr" not in made.runs[0].given
     assert [len(part.runs) for part in made.parts] == [3, 3]
-    (column,) = papers.find(folder, "x", "table1")
+    (column,) = papers.find_columns(folder, "x", "table1")
     assert reproduce.seeds_of(column, "mini", None) == [7]
     assert reproduce.seeds_of(column, "paper", None) == [7, 8, 9]
     assert reproduce.seeds_of(column, "mini", 5) == [7, 8, 9, 10, 11]
@@ -212,7 +212,7 @@ def can_be_built(run):
 
 
 def test_mini_keeps_the_design_and_what_a_row_sets():
-    (column,) = papers.find(FOLDER, "hepco", "table3")
+    (column,) = papers.find_columns(FOLDER, "hepco", "table3")
     full = reproduce.settings_of(column, column.rows[1])
     small = mini(full, "hepco")
     same = ("partition", "imbalance", "category_ratio", "wo_previous", "class_order", "fidelity", "pool_size")
@@ -366,7 +366,7 @@ def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, f
     before = path.read_text()
     arguments = ["reproduce", "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
     assert cli.main(arguments) == 0
-    (column,) = papers.find(folder, "x", "table1")
+    (column,) = papers.find_columns(folder, "x", "table1")
     assert ("stays as it was" in capsys.readouterr().out) == (status is None)
     if status is None:
         assert path.read_text() == before

@@ -21,7 +21,7 @@ LANES = {
 
 @pytest.fixture(scope="module")
 def data():
-    return toys.rows()
+    return toys.examples()
 
 
 def idle(context, local, batch, key):
@@ -199,7 +199,7 @@ def declaring():
 def declare(data):
     """Two rounds of one engine, (server, states, report) of both: of what is given, and then of clients that
     say 4 and 1 with weights 2 and 1."""
-    partition = toys.make_roster([np.array([1]), np.array([2])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1]), np.array([2])], np.asarray(data.label))
     engine = toys.build(declaring(), [partition], Lanes(2, "vmap"))
     start = toys.begin_run(engine.method)[0]
 
@@ -251,7 +251,7 @@ def test_every_upload_is_changed_as_it_arrives_and_before_it_is_merged(lanes, da
     method = toys.clipping(1.0)
     client = method.rounds[0].program._replace(finish=finish)
     method = method._replace(rounds=(method.rounds[0]._replace(program=client),))
-    partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1]), np.array([2, 3])], np.asarray(data.label))
     engine = toys.build(method, [partition], lanes)
     received, _ = toys.receive(engine, FROZEN, jnp.zeros(3), (), data, partition, [0, 1], tasks()[0])
     np.testing.assert_allclose(received.gather, [[0.6, 0.8, 0], [0.3, 0, 0.4]], rtol=1e-6)
@@ -268,7 +268,7 @@ def test_an_upload_that_is_spoilt_as_it_arrives_is_left_out(data):
             "receive": lambda context, up: up._replace(mean=up.mean * context.client.id / context.client.id)
         }
     )
-    partition = toys.make_roster([np.array([1]), np.array([2])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1]), np.array([2])], np.asarray(data.label))
     engine = toys.build(method, [partition], Lanes(2, "vmap"))
     received, _ = toys.receive(engine, FROZEN, jnp.zeros(3), (), data, partition, [0, 1], tasks()[0])
     assert received.valid.tolist() == [False, True] and int(received.rejected) == 1
@@ -282,7 +282,7 @@ def test_narrow_uploads_of_3000_clients_are_summed_in_full(slots, data):
     def step(context, local, batch, key):
         return local, {"one": Weighted(jnp.bfloat16(1), jnp.float32(1))}
 
-    partition = toys.make_roster([np.array([1])] * 3000, np.asarray(data.label))
+    partition = toys.make_partition([np.array([1])] * 3000, np.asarray(data.label))
     method = toys.toy(
         lambda context, state, key: (),
         (Phase(ONCE, step),),
@@ -321,7 +321,7 @@ def test_metrics_of_one_name_add_up_over_passes_and_are_told_apart_over_rounds(d
         lambda context, local, state: (Upload(mean=context.payload), state),
         rounds=(Round(refresh, None, "everyone", "after_round"),),
     )
-    partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1]), np.array([2, 3])], np.asarray(data.label))
     engine = toys.build(method, [partition], Lanes(2, "vmap"))
     _, _, report = play(engine, jnp.zeros(3), (), data, partition, [0, 1])
     assert report.metrics == {"level": 15, "after_round_1_level": 5}
@@ -349,7 +349,7 @@ def test_python_numbers_in_states_do_not_have_anything_traced_twice(data):
         init_client=lambda key, server: 0.0,
         predict=lambda round_context, server, batch: toys.logits(jnp.ones(3), batch),
     )
-    partition = toys.make_roster([np.array([1]), np.array([2, 3])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1]), np.array([2, 3])], np.asarray(data.label))
     for lanes in LANES.values():
         engine = toys.build(method, [partition], lanes)
         server = jax.jit(method.init)(KEY, FROZEN)

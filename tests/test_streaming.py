@@ -18,11 +18,11 @@ from fcljax.mesh import by_device, mesh_of
 
 @pytest.fixture(scope="module")
 def data():
-    return toys.rows()
+    return toys.examples()
 
 
 @pytest.fixture(scope="module")
-def deals(data):
+def partitions(data):
     return toys.partitions(data)
 
 
@@ -30,19 +30,19 @@ def on_host(data, rows, overlap=True):
     return Host(jax.tree.map(np.asarray, data), rows, overlap)
 
 
-def drive(engine, name, data, deals):
-    server, states, reports = drive_engine(engine, data, deals, PARTICIPATION.get(name, 1.0))
+def drive(engine, name, data, partitions):
+    server, states, reports = drive_engine(engine, data, partitions, PARTICIPATION.get(name, 1.0))
     return server, states, [report.metrics for report in reports]
 
 
 @pytest.mark.parametrize(
     "way", ["vmap3", *(pytest.param(way, marks=pytest.mark.long) for way in ("loop1", "unroll2"))]
 )
-@pytest.mark.parametrize("name", small_runs.some(TOYS, ("recalling", "personal", "clipping")))
-def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, deals):
+@pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying", "personal", "clipping")))
+def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, partitions):
     engine = engine_of(name, way)
-    resident = drive(engine, name, data, deals)
-    same(drive(engine, name, on_host(data, 30), deals), resident)
+    resident = drive(engine, name, data, partitions)
+    same(drive(engine, name, on_host(data, 30), partitions), resident)
     assert set(engine.traces.values()) <= {1, 2}  # one trace for resident data and one for all windows
 
 
@@ -50,15 +50,16 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, d
     ("rows", "overlap"),
     small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True), (13, False)]),
 )
-def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, deals):
+def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, partitions):
     """From one step's rows, which is the least, to all of them at once."""
-    engine = toys.build(TOYS["two_pass"](), deals, *toys.WAYS["vmap3"])
+    engine = toys.build(TOYS["two_pass"](), partitions, *toys.WAYS["vmap3"])
     same(
-        drive(engine, "two_pass", on_host(data, rows, overlap), deals), drive(engine, "two_pass", data, deals)
+        drive(engine, "two_pass", on_host(data, rows, overlap), partitions),
+        drive(engine, "two_pass", data, partitions),
     )
 
 
-def test_only_the_rows_that_a_window_needs_are_read(data, deals):
+def test_only_the_rows_that_a_window_needs_are_read(data, partitions):
     read = []
 
     class Watched:
@@ -74,27 +75,29 @@ def test_only_the_rows_that_a_window_needs_are_read(data, deals):
     engine = engine_of("two_pass", "vmap3")
     server = jax.jit(engine.method.init)(KEY, FROZEN)
     states = init_clients(engine.method, server, toys.CLIENTS, KEY)
-    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
+    host = Host(toys.Examples(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     ids = np.array([1, 3])
-    run_round(engine, server, states, RoundInputs(FROZEN, host, deals[1], ids, toys.tasks()[1], 0, KEY))
-    theirs = np.concatenate([deals[1].indices[deals[1].offset[i] : deals[1].offset[i + 1]] for i in ids])
+    run_round(engine, server, states, RoundInputs(FROZEN, host, partitions[1], ids, toys.tasks()[1], 0, KEY))
+    theirs = np.concatenate(
+        [partitions[1].indices[partitions[1].offset[i] : partitions[1].offset[i + 1]] for i in ids]
+    )
     assert max(map(len, read)) <= 24
     assert set(np.concatenate(read).tolist()) == {0, *theirs.tolist()}  # row 0 stands for padding
 
 
-@pytest.mark.parametrize("name", small_runs.some(["two_pass", "recalling"], ["recalling"]))
-def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, deals):
+@pytest.mark.parametrize("name", small_runs.some(["two_pass", "replaying"], ["replaying"]))
+def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, partitions):
     """Each device's rows alone: of a window of 24 rows a device holds no more than those of its lane."""
     engine = toys.build(
         TOYS[name](),
-        deals,
+        partitions,
         toys.Lanes(2, "vmap"),
         3,
         PARTICIPATION.get(name, 1.0),
         mesh=mesh_of(jax.devices()[:2]),
     )
-    resident = drive(engine, name, data, deals)
-    same(drive(engine, name, on_host(data, 24), deals), resident)
+    resident = drive(engine, name, data, partitions)
+    same(drive(engine, name, on_host(data, 24), partitions), resident)
     assert set(engine.traces.values()) <= {1, 2}
 
 

@@ -71,17 +71,17 @@ def test_pools_are_of_neighbours_of_superclasses_or_of_one_source_each():
     names = [name for group in SUPERCLASSES.values() for name in group]
     assert len(names) == len(set(names)) == 100 and len(SUPERCLASSES) == 20
     nothing = np.zeros(100, int)
-    pool = pool_of("superclasses", names[::-1], nothing, 5, None)
+    pool = pool_of("superclasses", names[::-1], nothing, 5, 0)
     assert len(pool) == 20 and all(np.ptp(task) == 4 for task in pool)
     whales = {names[::-1][i] for i in pool[0]}
     assert whales == set(SUPERCLASSES["aquatic mammals"])
-    assert [list(task) for task in pool_of("order", ["x"] * 5, nothing[:5], 2, None)] == [[0, 1], [2, 3]]
+    assert [list(task) for task in pool_of("order", ["x"] * 5, nothing[:5], 2, 0)] == [[0, 1], [2, 3]]
     sources = np.array([0, 1, 0, 1, 0, 0])
-    pool = pool_of("sources", ["x"] * 6, sources, 2, None)
+    pool = pool_of("sources", ["x"] * 6, sources, 2, 0)
     assert [list(task) for task in pool] == [[0, 2], [4, 5], [1, 3]]
     assert len(pool_of("sources", ["x"] * 6, sources, 2, 1)) == 2
     with pytest.raises(InputError, match="task_pool: 'superclasses' gives no task"):
-        pool_of("superclasses", ["0", "1"], nothing[:2], 5, None)
+        pool_of("superclasses", ["0", "1"], nothing[:2], 5, 0)
 
 
 def test_tasks_of_any_classes_say_what_was_seen_before():
@@ -164,7 +164,7 @@ def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
         (["--task-pool", "order"], "task_pool: only private reads it, and partition is 'iid'"),
         (
             ["--partition", "private", "--task-pool-classes", "2"],
-            "task_pool_classes: only order, superclasses and sources read it, and task_pool is None",
+            "task_pool_classes: only order, superclasses and sources read it, and task_pool is 'same'",
         ),
         (
             ["--partition", "private", "--task-pool", "order", "--category-ratio", "0.5"],

@@ -214,7 +214,7 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
     image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
     params = Params((), HEADS[0])
     nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
-    valid = C.Teachers(teachers, jnp.array([True, False, True]))
+    valid = C.Ensemble(teachers, jnp.array([True, False, True]))
     around = seen_by_rules(own, round_context, nobody)
     found = C.teachers_loss(options, around, params, valid, image, params)
     seen = [from_unit(NETWORK, image[i] / 255) for i in (0, 2)]
@@ -362,8 +362,11 @@ def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(l
 def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
     generator, fast, total = {"w": jnp.array([1.0])}, {"w": jnp.array([0.9])}, {"w": jnp.array([5.0])}
     best = T.Best((fast, jnp.zeros(1)), (), total, jnp.zeros(()), jnp.zeros((1, 2, 2, 3)))
-    same(T._meta_gradient(options_of("target", meta="fomaml"), generator, best), total)
-    close(T._meta_gradient(options_of("target", meta="reptile"), generator, best), {"w": jnp.array([6.7])})
+    same(T._meta_gradient(options_of("target", meta_update="fomaml"), generator, best), total)
+    close(
+        T._meta_gradient(options_of("target", meta_update="reptile"), generator, best),
+        {"w": jnp.array([6.7])},
+    )
 
 
 def synthesised(seed=0, **values):
@@ -402,14 +405,19 @@ def test_more_steps_are_better_recognised():
 @pytest.mark.long
 @pytest.mark.parametrize(
     "changed",
-    [{"adversarial_weight": 0.0}, {"student_steps": 1}, {"student_temperature": 2.0}, {"meta": "reptile"}],
+    [
+        {"adversarial_weight": 0.0},
+        {"student_steps": 1},
+        {"student_temperature": 2.0},
+        {"meta_update": "reptile"},
+    ],
 )
 def test_every_part_of_the_synthesis_counts(changed):
     """After the warm-up the student decides; with a warm-up that never ends (the release) it does not."""
     strong = {"adversarial_weight": 50.0, "student_lr": 1.0, "noise_lr": 0.5}
     total = lambda found: float(found[1].total)
     assert abs(total(synthesised(**strong)) - total(synthesised(**strong | changed))) > 1e-4
-    if "meta" not in changed:
+    if "meta_update" not in changed:
         late = strong | {"synthesis_warmup": 3}
         assert total(synthesised(**late)) == total(synthesised(**late | changed))
 

@@ -48,7 +48,7 @@ verified: {}
 
 
 def read(text=TEXT):
-    return papers.parse("x.yaml", yaml.safe_load(text))
+    return papers.parse_paper("x.yaml", yaml.safe_load(text))
 
 
 def column(path="a_table1_x.yaml", **settings):
@@ -285,7 +285,7 @@ def test_markdown_has_every_number_and_escapes_names():
 
 def test_the_rows_as_json():
     row = result([(70.0, 0.5), None], [[69.0, 70.0, 74.0], []], "fppl")
-    (plain,) = tables.plain([row])
+    (plain,) = tables.as_json([row])
     assert plain["metrics"]["A_avg"]["paper"] == {"mean": 70.0, "deviation": 0.5}
     assert plain["metrics"]["A_avg"]["met"] and plain["metrics"]["A_avg"]["values"] == (69.0, 70.0, 74.0)
     assert plain["metrics"]["A_last"]["paper"] is plain["metrics"]["A_last"]["met"] is None

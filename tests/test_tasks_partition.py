@@ -246,15 +246,15 @@ def test_clients_own_alpha_labels_whose_rows_are_split_equally(clients, classes,
 
 
 def test_which_labels_a_client_owns_is_left_to_chance():
-    deals = [quantity(CIFAR_TASK, 3, 2, np.random.RandomState(seed)) for seed in range(60)]
-    owned = np.stack([count_matrix(CIFAR_TASK, parts, 10) > 0 for parts in deals])
+    partitions = [quantity(CIFAR_TASK, 3, 2, np.random.RandomState(seed)) for seed in range(60)]
+    owned = np.stack([count_matrix(CIFAR_TASK, parts, 10) > 0 for parts in partitions])
     assert owned.any(0).all()
     assert (owned.any(1).sum(1) == 6).all()  # 3 clients with 2 labels each: 4 of 10 stay unused
 
 
 def test_which_rows_of_its_label_an_owner_holds_is_left_to_chance():
-    deals = [quantity(np.zeros(20, int), 2, 1, np.random.RandomState(seed)) for seed in range(20)]
-    assert set.union(*(set(first) for first, _ in deals)) == set(range(20))
+    partitions = [quantity(np.zeros(20, int), 2, 1, np.random.RandomState(seed)) for seed in range(20)]
+    assert set.union(*(set(first) for first, _ in partitions)) == set(range(20))
 
 
 def test_alphas_that_cannot_be_are_refused_with_the_nearest_that_can():

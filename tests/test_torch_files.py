@@ -16,7 +16,7 @@ import vit_files as files
 from fcljax.errors import InputError
 from fcljax.models.vit import apply_vit
 from fcljax.models.weights import checkpoints
-from fcljax.models.weights.checkpoints import read
+from fcljax.models.weights.checkpoints import read_checkpoint
 from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 
@@ -156,7 +156,7 @@ def test_tensors_that_share_memory_or_lie_turned_are_read_as_they_look(tmp_path)
     content[name] = content[name].t().contiguous().t()
     content["norm.weight"] = torch.arange(24.0)[::2]
     expected = {name: x.numpy().copy() for name, x in content.items()}
-    found = read(save(tmp_path / "a.pth", content)).tensors
+    found = read_checkpoint(save(tmp_path / "a.pth", content)).tensors
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(found[name], x)

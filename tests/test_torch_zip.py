@@ -16,7 +16,7 @@ from torch_files import View, save_zip
 
 from fcljax.errors import InputError
 from fcljax.models.weights import checkpoints, torch_zip
-from fcljax.models.weights.checkpoints import read
+from fcljax.models.weights.checkpoints import read_checkpoint
 from fcljax.models.weights.pretrained import WeightOptions, load_backbone
 
 ENCODER, DECODER = files.encoder(), files.decoder()
@@ -63,7 +63,7 @@ def test_tensors_are_read_as_they_look_whatever_their_type_and_however_they_lie(
         "half": half,
         "double": np.linspace(0, 1, 3),
     }
-    found = read(save_zip(tmp_path / "a.pth", content)).tensors
+    found = read_checkpoint(save_zip(tmp_path / "a.pth", content)).tensors
     np.testing.assert_array_equal(found["turned"], data.reshape(6, 4).T)
     np.testing.assert_array_equal(found["every second"], data[1:23:2])
     np.testing.assert_array_equal(found["repeated"], np.stack([data[3:8]] * 2))

@@ -9,7 +9,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.results import trackers
-from fcljax.results.trackers import Entry, Tracker, following, parse, scalars
+from fcljax.results.trackers import Entry, Tracker, following, parse_trackers, scalars
 
 SETTINGS = {"method": "linear", "rounds": 2, "seed": 7}
 LINE = {"task": 1, "round": 0, "loss": 0.5, "accuracy": [0.25, None], "refused": 0, "best": True, "note": "x"}
@@ -56,11 +56,22 @@ def test_a_run_that_goes_on_keeps_its_trackers_and_their_ids(tmp_path, monkeypat
     told = []
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", Entry("json", recorder(told)))
     follow(tmp_path, ["mlflow"])
-    follow(tmp_path, [], done=3)
+    follow(tmp_path, ["mlflow"], done=3)
     assert [each for each in told if each[0] == "start"] == [("start", 0, ""), ("start", 3, "abc")]
     (tmp_path / trackers.NOTES).write_text("[]")
     follow(tmp_path, [])
     assert len([each for each in told if each[0] == "start"]) == 2
+
+
+def test_a_file_starts_no_tracker(tmp_path, monkeypatch):
+    """A run directory may come from anybody."""
+    told = []
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("json", recorder(told)))
+    (tmp_path / trackers.NOTES).write_text('{"wandb": "somebody\'s"}')
+    said = follow(tmp_path, [])
+    assert told == [] and said == [
+        "note: wandb has followed the run before; to have it follow on: --track wandb"
+    ]
 
 
 @pytest.mark.parametrize("broken", ["start", "log", "finish"])
@@ -91,12 +102,12 @@ def test_only_numbers_are_logged():
 
 
 def test_trackers_are_chosen_by_name_and_must_be_installed(monkeypatch, capsys):
-    assert parse(None) == () == parse(" ,")
+    assert parse_trackers(None) == () == parse_trackers(" ,")
     with pytest.raises(InputError, match="^track: unknown value 'wandbb'.*'wandb'"):
-        parse("wandbb")
+        parse_trackers("wandbb")
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("no_such_module", None))
     with pytest.raises(InputError, match=r"^track: 'wandb' is not installed; pip install 'fcljax\[wandb\]'"):
-        parse("wandb")
+        parse_trackers("wandb")
     assert cli.main(["run", "linear", "--track", "tensorbord"]) == 2
     assert "'tensorboard'" in capsys.readouterr().err
     assert cli.main(["check", "linear", "--track", "wandb"]) == 2
@@ -122,7 +133,7 @@ def test_a_real_tracker_follows_a_run(name, tmp_path, monkeypatch, capsys):
     ids = json.loads((tmp_path / "run" / trackers.NOTES).read_text())
     accuracy = json.loads((tmp_path / "run" / "summary.json").read_text())["A_last"]
     again = []
-    with following([], tmp_path / "run", SETTINGS, 3, again.append) as run:
+    with following([name], tmp_path / "run", SETTINGS, 3, again.append) as run:
         run.heard(LINE)  # of a round that it has made before
     assert again == [] and json.loads((tmp_path / "run" / trackers.NOTES).read_text()) == ids
     if name == "tensorboard":

@@ -29,9 +29,9 @@ from micro import (
     by_hand,
     client_round,
     compiled,
-    deal,
     end_of_task,
     engine_of,
+    partition_of,
     play,
     rows_of,
     server_round,
@@ -112,9 +112,9 @@ def test_fedprox_of_ones_own_is_the_package_s():
     assert float(jnp.abs(heads[0].kernel - heads[2].kernel).max()) > 1e-3
 
 
-def ridge_by_numpy(deals, width, ridge):
+def ridge_by_numpy(partitions, width, ridge):
     """The classifier of all examples of all clients and tasks together."""
-    rows = np.concatenate([partition.indices for partition in deals])
+    rows = np.concatenate([partition.indices for partition in partitions])
     features, _ = NETWORK.apply(FROZEN.network, jnp.asarray(IMAGE[rows], jnp.float32), None, False)
     draw = np.asarray(jax.random.normal(jax.random.key(0), (NETWORK.width, width)), np.float64)
     h = np.maximum(np.asarray(features.cls, np.float64) @ draw, 0)
@@ -125,15 +125,15 @@ def ridge_by_numpy(deals, width, ridge):
 @pytest.mark.parametrize("counts", [(9, 0, 4, 7), (20, 0, 0, 0), (1, 3, 8, 2)])
 def test_federated_ranpac_is_ridge_regression_on_all_examples_whoever_holds_them(counts):
     method = method_of_file("fedranpac", run_of(NETWORK), width=12, ridge=0.5)
-    deals = [deal(task, counts) for task in STREAM]
-    engine = engine_of(method, deals=deals)
+    partitions = [partition_of(task, counts) for task in STREAM]
+    engine = engine_of(method, partitions=partitions)
     server, states = begin(method)
-    after, _, report = play(engine, server, states, deals=deals, rounds=1)[-1]
-    expected = ridge_by_numpy(deals, 12, 0.5)
+    after, _, report = play(engine, server, states, partitions=partitions, rounds=1)[-1]
+    expected = ridge_by_numpy(partitions, 12, 0.5)
     np.testing.assert_allclose(after.params.classifier, expected, rtol=2e-3, atol=2e-4)
     assert np.abs(expected).max() > 0.05
     # the second task's examples are in it
-    assert np.abs(expected - ridge_by_numpy(deals[:1], 12, 0.5)).max() > 0.05
+    assert np.abs(expected - ridge_by_numpy(partitions[:1], 12, 0.5)).max() > 0.05
 
 
 def test_federated_ranpac_runs_from_its_file_and_does_not_depend_on_the_partition(tmp_path):
@@ -444,6 +444,29 @@ def test_a_rule_that_reads_what_no_server_rule_sends_is_told(name):
 def test_a_report_that_reads_what_no_server_rule_sends_is_told():
     rule = ServerRule("r", lambda round, params, state: None, reports=(Report("mine", step=step),))
     told("report 'mine'", step, rule, asks="reads 'mean', which no server rule sends")
+
+
+def test_a_report_that_begins_or_ends_with_what_is_not_there_is_told():
+    def init(context):
+        return reads(context)
+
+    def finalize(end, total):
+        return end.memories["mine"]
+
+    for function, asks in (
+        (init, "reads 'mean', which no server rule sends"),
+        (finalize, "reads 'mine', which no server rule sends and no client rule is named"),
+    ):
+        report = Report("mine", **{function.__name__: function})
+        rule = ServerRule("r", lambda round, params, state: None, reports=(report,))
+        told("report 'mine'", function, rule, asks=asks)
+
+
+def test_a_server_rule_without_an_update_is_refused_when_it_is_written():
+    rule = ServerRule("mine", lambda round, params, state: None)
+    object.__setattr__(rule, "update", None)  # tests check the types of fields; users' programs do not
+    with pytest.raises(InputError, match="^update: server rule 'mine' has none; it needs update"):
+        rule.__post_init__()
 
 
 def test_a_server_rule_that_reads_what_it_does_not_ask_for_is_told():

@@ -34,7 +34,7 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
-from fcljax.methods.vfcl.conflation import conflate
+from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, two_priors, vfcl
 from fcljax.parts.classifiers import linear
@@ -78,14 +78,14 @@ def test_without_priors_and_without_spread_it_is_deterministic_training():
     run = run_of()
     plain = learner(FORMULA, run.adapter, linear(WIDTH, SIZES.classes))
     usual = federate(run, plain, loss=cross_entropy_loss("seen"), personal=("classifier", "stats"))
-    narrow = method_of(sigma=1e-6, **OFF)
+    narrow = method_of(init_std=1e-6, **OFF)
     expected = train(usual, fresh(usual), TASKS[1], BATCHES)[1].trainable
     found = train(narrow, fresh(narrow), TASKS[1], BATCHES)[1].trainable
     close(means(found), expected)
 
 
 def test_a_wide_posterior_draws_other_parameters_in_every_step_and_evaluates_at_its_mean():
-    method = method_of(sigma=0.5, **OFF)
+    method = method_of(init_std=0.5, **OFF)
     server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
     one, other = (
         train(method, server, TASKS[1], BATCHES, key=jax.random.key(i))[1].trainable for i in (0, 1)
@@ -105,7 +105,7 @@ def test_the_loss_of_several_draws_is_their_mean():
     """Its gradient has less spread: over 20 keys a quarter of the variance with 4 draws."""
 
     def step(samples, seed):
-        method = method_of(sigma=0.3, samples=samples, **OFF)
+        method = method_of(init_std=0.3, mc_samples=samples, **OFF)
         server = fresh(method)
         return np.asarray(
             train(method, server, TASKS[1], BATCHES[:1], key=jax.random.key(seed))[
@@ -138,7 +138,7 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
     """Before the first step q is the global posterior, so that only the classifier's term is left; it is
     counted over the classes that the client has seen."""
     batch = rows_of([0, 1, 2])
-    method, without = method_of(sigma=0.4, kl_scale=scale), method_of(sigma=0.4, **OFF)
+    method, without = method_of(init_std=0.4, kl_scale=scale), method_of(init_std=0.4, **OFF)
     server = fresh(method)
     state = method.init_client(KEY, server)
     found = loss_of(method, server, state, TASKS[0], batch) - loss_of(
@@ -164,8 +164,8 @@ def shifted(posterior, by):
 def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task_before(task, share):
     """A client that stands 0.2 from the global posterior and 0.3 from its own; without one, the first counts
     alone. The heads of its classes stand where they stood."""
-    options, sigma, rows = VFCLOptions(sigma=0.1, global_share=0.25, prior_weight=2.0), 0.1, 3
-    method = method_of(sigma=0.1)
+    options, sigma, rows = VFCLOptions(init_std=0.1, global_share=0.25, prior_weight=2.0), 0.1, 3
+    method = method_of(init_std=0.1)
     server = fresh(method)
     context = context_of(method, server, TASKS[0], info_of(SIZES.classes, rows), SCALE)
     own = server.params._replace(adapter=shifted(server.params.adapter, 0.2))
@@ -189,7 +189,7 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
 
 
 def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
-    method = method_of(sigma=0.1)
+    method = method_of(init_std=0.1)
     server = fresh(method)
     state = method.init_client(KEY, server)
     _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
@@ -213,7 +213,7 @@ def two_clients(method, server):
 
 
 def test_conflation_of_one_client_is_the_client_and_of_several_their_product_whatever_their_rows():
-    method = method_of(sigma=0.1)
+    method = method_of(init_std=0.1)
     server = fresh(method)
     parts, uploads = two_clients(method, server)
     assert uploads[0].mean.classifier == () and uploads[0].weight == uploads[1].weight == 1
@@ -221,7 +221,8 @@ def test_conflation_of_one_client_is_the_client_and_of_several_their_product_wha
     close(alone.params.adapter, parts[0].adapter)
     both, _ = server_round(method, server, TASKS[0], received(uploads))
     stack = lambda pick: jax.tree.map(lambda *x: jnp.stack(x), *[pick(part.adapter) for part in parts])
-    mean, sigma = conflate(stack(lambda p: p.mean), stack(lambda p: p.sigma), jnp.array([True, True]))
+    terms = precision_terms(stack(lambda p: p.mean), stack(lambda p: p.sigma))
+    mean, sigma = conflate_sums(*jax.tree.map(lambda leaf: leaf.sum(0), terms))
     close(both.params.adapter.mean, mean)
     close(both.params.adapter.sigma, sigma)
     swapped, _ = server_round(method, server, TASKS[0], received(uploads[::-1]))
@@ -231,7 +232,7 @@ def test_conflation_of_one_client_is_the_client_and_of_several_their_product_wha
 def test_tempered_conflation_has_the_same_means_and_does_not_narrow_what_is_alike():
     made = {}
     for merge in ("conflation", "tempered"):
-        method = method_of(sigma=0.1, merge=merge)
+        method = method_of(init_std=0.1, merge=merge)
         server = fresh(method)
         _, uploads = two_clients(method, server)
         made[merge] = server_round(method, server, TASKS[0], received(uploads))[0].params.adapter
@@ -241,7 +242,7 @@ def test_tempered_conflation_has_the_same_means_and_does_not_narrow_what_is_alik
 
 
 def test_averaging_takes_means_and_rhos_by_the_clients_rows():
-    method = method_of(sigma=0.1, merge="average")
+    method = method_of(init_std=0.1, merge="average")
     server = fresh(method)
     parts, uploads = two_clients(method, server)
     after, _ = server_round(method, server, TASKS[0], received(uploads))
@@ -262,17 +263,17 @@ def test_another_rule_than_the_mean_is_refused_in_the_place_of_conflation():
 def test_drawn_predictions_are_the_mean_of_those_of_parameters_from_the_clients_posterior():
     """With a narrow posterior the same as by its means; with a wide one less sure than each draw alone."""
     for sigma, same in ((1e-6, True), (1.0, False)):
-        method = method_of(sigma=sigma, test_samples=4)
+        method = method_of(init_std=sigma, mc_test_samples=4)
         server, round_context = fresh(method), round_context_of(TASKS[1], frozen=SCALE)
         state = method.init_client(KEY, server)
         drawn = jax.nn.softmax(method.predict_drawn(round_context, server, state, BATCHES[0]))
         plain = jax.nn.softmax(method.predict_client(round_context, server, state, BATCHES[0]))
         np.testing.assert_allclose(drawn.sum(axis=1), 1.0, rtol=1e-5)
         assert np.allclose(drawn, plain, atol=1e-4) == same
-    assert method_of(test_samples=0).predict_drawn is None
+    assert method_of(mc_test_samples=0).predict_drawn is None
 
 
-def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_has_not_none():
+def test_a_client_that_has_learned_replays_examples_of_earlier_tasks_and_one_that_has_not_none():
     method = method_of(exemplars=2)
     program, server = main_of(method).program, fresh(method)
     assert main_of(method_of()).program.replay_buffer is None
@@ -288,7 +289,7 @@ def test_a_client_that_has_learned_recalls_rows_of_earlier_tasks_and_one_that_ha
 def test_a_run_on_private_streams_evaluates_every_client_as_itself_and_goes_on_after_a_stop(tmp_path):
     """[task learned][client][task], with the task untold and told; a summary of a resumed run is the same."""
     options = [*COMMON, "--rounds", "2", "--clients", "3", "--partition", "private", "--task-pool", "order"]
-    options += ["--task-pool-classes", "2", "--tasks", "3", "--test-samples", "2", "--exemplars", "3"]
+    options += ["--task-pool-classes", "2", "--tasks", "3", "--mc-test-samples", "2", "--exemplars", "3"]
     out = tmp_path / "run"
     assert cli.main(["run", "vfcl", *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())

@@ -50,13 +50,13 @@ CLASSES, TASKS, CLIENTS = 4, 2, 7
 RATE = 0.1
 TRAIN = View(epochs=2, batch_size=4)
 LOOK = View(epochs=1, batch_size=3, shuffle=False, augment=False)
-RECALLS, MEMORY = 3, 5  # rows that join a batch, and rows that a client remembers
+REPLAYED, MEMORY = 3, 5  # rows that join a batch, and rows that a client remembers
 
 
 # ---- data --------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class Examples(NamedTuple):
     """The training store: x as images [N, 1, 1, 3], and classes, which are also the regression targets."""
 
     image: Any
@@ -69,31 +69,33 @@ def tasks() -> list[Task]:
     return [Task(np.int32(t), ids[2 * t : 2 * t + 2], ids // 2 == t, ids // 2 <= t) for t in range(TASKS)]
 
 
-def rows(seed: int = 0, count: int = 120) -> Rows:
+def examples(seed: int = 0, count: int = 120) -> Examples:
     """Row 0 belongs to nobody."""
     rng = np.random.default_rng(seed)
     image = rng.normal(size=(count, 1, 1, 3)).astype(np.float32)
-    return Rows(jnp.asarray(image), jnp.asarray(np.arange(count) % CLASSES, jnp.int32))
+    return Examples(jnp.asarray(image), jnp.asarray(np.arange(count) % CLASSES, jnp.int32))
 
 
-def make_roster(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASSES) -> ClientPartition:
+def make_partition(owned: list[np.ndarray], label: np.ndarray, classes: int = CLASSES) -> ClientPartition:
     """Client i holds the rows owned[i]."""
     offset = np.concatenate([[0], np.cumsum([len(mine) for mine in owned])]).astype(np.int64)
     held = np.stack([np.bincount(label[mine], minlength=classes) for mine in owned]).astype(np.int32)
     return ClientPartition(np.concatenate(owned).astype(np.int32), offset, held)
 
 
-def partitions(data: Rows, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4))) -> list[ClientPartition]:
-    """Per task a roster with clients of these sizes (partial batches, one row, none), whose rows lie in the
-    store in no order."""
+def partitions(
+    data: Examples, sizes=((9, 4, 0, 13, 1, 6, 8), (3, 0, 11, 5, 2, 12, 4))
+) -> list[ClientPartition]:
+    """Per task a partition with clients of these sizes (partial batches, one example, none), whose examples
+    lie in the store in no order."""
     label, result = np.asarray(data.label), []
     for task, counts in zip(tasks(), sizes, strict=True):
         pool = np.random.default_rng(int(task.index)).permutation(np.flatnonzero(task.current[label])[1:])
-        result.append(make_roster(np.split(pool[: sum(counts)], np.cumsum(counts)[:-1]), label))
+        result.append(make_partition(np.split(pool[: sum(counts)], np.cumsum(counts)[:-1]), label))
     return result
 
 
-def streams(data: Rows) -> list[ClientPartition]:
+def streams(data: Examples) -> list[ClientPartition]:
     """The rosters of two tasks in which clients of odd id are a task ahead of, or behind, the others, each
     with rows of its own task's classes."""
     odd, (first, second) = np.arange(CLIENTS) % 2, partitions(data)
@@ -103,11 +105,11 @@ def streams(data: Rows) -> list[ClientPartition]:
         of_client = [(first, second)[task] for task in mine]
         owned = [each.of_client(i) for i, each in enumerate(of_client)]
         own = Task(*(np.stack([leaf[task] for task in mine]) for leaf in zip(*tasks(), strict=True)))
-        result.append(make_roster(owned, np.asarray(data.label))._replace(task=own))
+        result.append(make_partition(owned, np.asarray(data.label))._replace(task=own))
     return result
 
 
-def fetch(data: Rows, index, keys, augment: bool):
+def fetch(data: Examples, index, keys, augment: bool):
     """The training view adds noise that is keyed by row of the batch."""
     image = data.image[index]
     if augment:
@@ -386,7 +388,7 @@ def own_task(view: View = TRAIN) -> Method:
     return toy(phases=(Phase(view, step),), finish=finish)
 
 
-def recalling() -> Method:
+def replaying() -> Method:
     """Clients remember the ids of the MEMORY highest rows that they have held, and some of these join every
     batch, or none: a place is drawn from one too many (iCaRL). They send what joined their last batch."""
 
@@ -394,14 +396,14 @@ def recalling() -> Method:
         return {
             "weight": context.payload,
             "rows": state,
-            "joined": jax.tree.map(jnp.zeros_like, joined_rows()),
+            "joined": jax.tree.map(jnp.zeros_like, joined_examples()),
         }
 
-    def recall(context, local, key):
-        return jax.random.randint(key, (RECALLS,), -1, MEMORY)
+    def choose(context, local, key):
+        return jax.random.randint(key, (REPLAYED,), -1, MEMORY)
 
     def step(context, local, batch, key):
-        joined = tuple(leaf[-RECALLS:] for leaf in batch[:4])
+        joined = tuple(leaf[-REPLAYED:] for leaf in batch[:4])
         return train(context, {**local, "joined": joined}, batch, key)
 
     def remember(context, local, batch, key):
@@ -416,21 +418,21 @@ def recalling() -> Method:
 
     return toy(
         start,
-        (Phase(TRAIN._replace(replay=RECALLS), step, recall), Phase(LOOK, remember)),
+        (Phase(TRAIN._replace(replay=REPLAYED), step, choose), Phase(LOOK, remember)),
         finish,
         program={"replay_buffer": lambda state: state},
         init_client=lambda key, server: jnp.full(MEMORY, -1),
     )
 
 
-def joined_rows():
+def joined_examples():
     """Image, label, mask and row of what joins a batch, all of it padding."""
-    n = RECALLS
+    n = REPLAYED
     return jnp.zeros((n, 1, 1, 3)), jnp.zeros(n, jnp.int32), jnp.zeros(n, bool), jnp.full(n, -1)
 
 
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, recalling)
+    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, replaying)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 
@@ -648,12 +650,12 @@ def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:
 
 KEY = jax.random.key(5)
 FROZEN = {"rate": jnp.float32(RATE)}
-EXAMPLE = Example(FROZEN, rows(), tasks()[0])
+EXAMPLE = Example(FROZEN, examples(), tasks()[0])
 
 
 def build(
     method: Method,
-    deals: list[ClientPartition],
+    partitions: list[ClientPartition],
     lanes: Lanes,
     slots=128,
     participation=1.0,
@@ -662,7 +664,7 @@ def build(
     **options,
 ) -> Engine:
     """An engine with room for these rosters. short: no batch is padded."""
-    shapes = capacities(method, deals, lanes.count, slots, participation)
+    shapes = capacities(method, partitions, lanes.count, slots, participation)
     widths = lambda most: tuple(range(1, most + 1)) if short else (most,)
     shapes = tuple(each._replace(widths=tuple(widths(w[-1]) for w in each.widths)) for each in shapes)
     return make_engine(method, fetch, lanes, shapes, EXAMPLE, **options)
@@ -679,7 +681,7 @@ WAYS: dict[str, tuple[Lanes, int]] = {  # lanes, and clients per chunk
 @functools.cache
 def engine_of(name: str, way: str) -> Engine:
     """One engine per toy and way for all tests: compiling is what takes time."""
-    return build(TOYS[name](), partitions(rows()), *WAYS[way], PARTICIPATION.get(name, 1.0))
+    return build(TOYS[name](), partitions(examples()), *WAYS[way], PARTICIPATION.get(name, 1.0))
 
 
 def begin_run(method: Method):
@@ -693,12 +695,17 @@ def stack(states: list) -> Any:
 
 
 def drive(
-    play: Callable, server, states, deals: list[ClientPartition], rounds: int = 2, participation: float = 1.0
+    play: Callable,
+    server,
+    states,
+    partitions: list[ClientPartition],
+    rounds: int = 2,
+    participation: float = 1.0,
 ):
-    """`rounds` rounds of every roster's task: play(server, states, roster, ids, task, round, last=) ->
+    """`rounds` rounds of every partition's task: play(server, states, partition, ids, task, round, last=) ->
     (server, states, report)."""
     reports = []
-    for task, partition in zip(tasks(), deals, strict=False):
+    for task, partition in zip(tasks(), partitions, strict=False):
         for round_ in range(rounds):
             ids = participants(0, int(task.index), round_, np.flatnonzero(partition.count), participation)
             last = round_ == rounds - 1
@@ -707,7 +714,7 @@ def drive(
     return server, states, reports
 
 
-def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds: int = 2):
+def drive_engine(engine: Engine, data, partitions, participation: float = 1.0, rounds: int = 2):
     """The engine over two tasks: (server, stacked states, reports)."""
     server, _ = begin_run(engine.method)
     states = init_clients(engine.method, server, CLIENTS, fold(KEY, 1))
@@ -715,7 +722,7 @@ def drive_engine(engine: Engine, data, deals, participation: float = 1.0, rounds
     def play(server, states, *rest, last):
         return run_round(engine, server, states, RoundInputs(FROZEN, data, *rest, fold(KEY, 2), last=last))
 
-    return drive(play, server, states, deals, rounds, participation)
+    return drive(play, server, states, partitions, rounds, participation)
 
 
 def places_of(engine: Engine) -> tuple[int, ...]:
@@ -726,7 +733,7 @@ def places_of(engine: Engine) -> tuple[int, ...]:
 def drive_plain(
     method: Method,
     data,
-    deals,
+    partitions,
     places: tuple[int, ...],
     participation: float = 1.0,
     rounds: int = 2,
@@ -737,7 +744,7 @@ def drive_plain(
     play = lambda server, states, *rest, last: plain_round(
         method, fetch, FROZEN, server, states, data, *rest, fold(KEY, 2), places, last=last
     )
-    server, states, reports = drive(play, *begin_run(method), deals, rounds, participation)
+    server, states, reports = drive(play, *begin_run(method), partitions, rounds, participation)
     return server, stack(states), reports
 
 

@@ -15,10 +15,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax import config
-from fcljax.adapters.lora import orthogonality
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, prompt_injection
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.store import Split
+from fcljax.methods.pilora import orthogonality
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method

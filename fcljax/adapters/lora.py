@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.models.vit import Injection, Lora, check_blocks
 from fcljax.options import option
@@ -83,36 +83,11 @@ def lora_injection(pair: Lora) -> Injection:
     return Injection(lora={block: pair_of(pair, block) for block in range(pair.a_q.shape[0])})
 
 
-def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
-    """l_ort (PILoRA eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs.
-
-    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not cache
-    the B for it.
-    """
-    past = jnp.arange(pairs.a_q.shape[0]) < task
-    return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
-
-
-def l1(current: Lora) -> Float[Array, ""]:
-    """Sum of |A_t| over q and v (the release's penalty; B is not in it)."""
-    return jnp.sum(jnp.abs(current.a_q)) + jnp.sum(jnp.abs(current.a_v))
-
-
 def _until(
     old: Float[Array, "tasks *rest"], new: Float[Array, "*rest"], task: ArrayLike
 ) -> Float[Array, "tasks *rest"]:
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * new.ndim)
     return jnp.where(index == task, new, jnp.where(index < task, jax.lax.stop_gradient(old), 0.0))
-
-
-def _overlap(
-    old: Float[Array, "tasks blocks rank width"],
-    new: Float[Array, "blocks rank width"],
-    past: Bool[Array, " tasks"],
-):
-    # in full precision, since the loss drives these products to 0
-    product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
-    return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))
 
 
 # ---- the adapter -------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
     state = node.first_state(exp, me.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
-    work = node.work(exp, me.id, _request(me.call), broadcast, state)
+    work = node.client_work(exp, me.id, _request(me.call), broadcast, state)
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()

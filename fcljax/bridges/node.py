@@ -20,9 +20,9 @@ from fcljax.config import EngineConfig, RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import load_part
 from fcljax.errors import InputError
-from fcljax.federated.engine import Exchange, Work, client_states, work_alone
+from fcljax.federated.engine import ClientResult, Exchange, client_states, work_alone
 from fcljax.federated.keys import RunKey
-from fcljax.methods import find_method
+from fcljax.methods import check_no_code, find_method
 from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.features import with_queries
@@ -51,6 +51,8 @@ def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
     named = given.pop("method", method)
     if not named or (method and named != method):
         raise InputError(f"method: {named!r} given; name one method, such as 'fppl'")
+    if not method:
+        check_no_code(named, "method", "give it to client_app and server_app")
     settings = config.resolve(config.from_mapping(named, given, "settings"))
     check_deployable(settings)
     return settings
@@ -72,7 +74,7 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.task_pool is not None:
+    if settings.task_pool != "same":
         raise InputError(
             f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
@@ -209,7 +211,9 @@ class Request(NamedTuple):
     key: Array
 
 
-def work(exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree) -> Work:
+def client_work(
+    exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree
+) -> ClientResult:
     """A client's part of an exchange.
 
     Raises:

@@ -144,7 +144,7 @@ def federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
+def read_plain(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
     """The images as they are: there is nothing to augment. In place of query features, the content of
     padding."""
     del keys, augment
@@ -204,7 +204,7 @@ def _engine(
     room = capacities(method, partitions, lanes.count, slots=128)
     if short:
         room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
-    return make_engine(method, read, lanes, room, Example(frozen, data, TASKS[0]))
+    return make_engine(method, read_plain, lanes, room, Example(frozen, data, TASKS[0]))
 
 
 def _with_short(widths: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 """The parser of all commands, made of dataclasses of options: it reads what was typed, prints the help and
-completes in the shell. Text becomes a value in `config.convert`, as in YAML files."""
+completes in the shell. Text becomes a value in `config.typed_value`, as in YAML files."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.errors import InputError, Value, nearest
-from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced
+from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced, shown_default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def parse(
     if rest:
         raise InputError(f"option: unexpected argument {rest[0]!r}; options start with --")
     values = {
-        name: value if isinstance(value, bool) else config.convert(name, fields[name].type, value)
+        name: value if isinstance(value, bool) else config.typed_value(name, fields[name].type, value)
         for name, value in vars(given).items()
         if name != "words"
     }
@@ -179,10 +179,9 @@ def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: obje
         text += f" [default: {'on' if default else 'off'}]"
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=_escaped(text))
         return
-    shown = (field.metadata.get("unset") or "none") if default is None else default
     choices = choices_of(field)
     metavar = "{" + ",".join(choices) + "}" if choices else METAVARS[_kind(field)]
-    text += f" [default: {shown}]"
+    text += f" [default: {shown_default(field, default)}]"
     action = group.add_argument(flag(name), dest=name, metavar=metavar, help=_escaped(text))
     files = _kind(field) in (str, Path) and name not in _NAMED and not choices
     action.completer = _completer(_NAMED.get(name, lambda: choices), files)  # pyrefly: ignore[missing-attribute]

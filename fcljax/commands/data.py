@@ -9,7 +9,7 @@ from fcljax import config
 from fcljax.commands.arguments import Words, datasets, parse, parsed, print_rows
 from fcljax.errors import InputError, Value, choose
 from fcljax.options import option, replaced
-from fcljax.terminal import add_row, plain
+from fcljax.terminal import add_row, plain_text
 
 
 def data(arguments: list[str]) -> int:
@@ -52,7 +52,7 @@ def _data_list(arguments: list[str]) -> int:
 
     from fcljax.data.files.sources import data_folder, known_datasets
 
-    title = plain(f"data sets in {data_folder(options.data_dir)}")
+    title = plain_text(f"data sets in {data_folder(options.data_dir)}")
     table = Table("name", "what it is", "state", title=title)
     for row in known_datasets(options.data_dir):
         add_row(table, *row)

@@ -54,7 +54,7 @@ def reproduce(arguments: list[str]) -> int:
 
     if options.resume and options.out:
         raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
-    columns = papers.find(options.experiments, *names)
+    columns = papers.find_columns(options.experiments, *names)
     plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
     if options.dry_run:
@@ -64,11 +64,8 @@ def reproduce(arguments: list[str]) -> int:
         return 0
     out = Path(options.resume or options.out or new_folder("reproduce", *names, options.scale))
     ways = sweeps.Ways([None] * options.jobs, options=passed_on(options))
-    try:
+    with signals.advised(lambda: sweeps.advice(out, _command(arguments, out))):
         outcomes = sweeps.sweep(plan.runs, out, options.resume is not None, ways, Console(stderr=True))
-    except KeyboardInterrupt as stop:
-        advice = f"go on with: {_command(arguments, out)}" if (out / sweeps.PLAN).exists() else ""
-        raise signals.Stopped(signals.number_of(stop), advice) from None
     return _show(plan, outcomes, out, console)
 
 

@@ -33,7 +33,7 @@ class Paths(ProgramOptions):
     """Number of seeds from --seed on, or a list such as 1,2,3: a run for each, in one folder."""
     stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = option(None, unset="none")
     """Signal by which the machine announces that it will stop the run; the round is finished."""
-    track: str | None = option(None, unset="none, or those of the run that is resumed")
+    track: str | None = option(None, unset="none")
     """Trackers that follow the run, such as tensorboard,wandb,mlflow."""
 
 
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
     given, paths, host_options = _read(arguments)
     from fcljax.runs import hosts
 
-    hosts.check(host_options)
+    hosts.check_hosts(host_options)
     resolved = settings(arguments[0], given, paths)
     if host_options.coordinator is None:
         return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
@@ -102,23 +102,23 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
 
     first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
     console = Console(quiet=not first)
-    seeds, track = _seeds(resolved, paths), trackers.parse(paths.track)
+    seeds, track = _seeds(resolved, paths), trackers.parse_trackers(paths.track)
     keep_compiled(paths.compile_cache)
-    try:
-        with signals.warned_by(paths.stop_signal) as stop:
-            if seeds:
-                from fcljax.studies.seeds import run_seeds
+    with (
+        signals.advised(lambda: _advice(resolved.method, out)),
+        signals.warned_by(paths.stop_signal) as stop,
+    ):
+        if seeds:
+            from fcljax.studies.seeds import run_seeds
 
-                run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
-                figure = Path(out) / "accuracy.png"
-                tables, _ = compare([out], figure)
-            else:
-                summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
-                tables = [results_table([summary])] if first else []
-                figure = Path(out) / "figures" / "accuracy.png"
-                failed = learned_nothing(summary)
-    except KeyboardInterrupt as error:
-        raise signals.Stopped(signals.number_of(error), _advice(resolved.method, out)) from None
+            run_seeds(resolved, seeds, out, resume, loop.Observer(stop=stop, track=track))
+            figure = Path(out) / "accuracy.png"
+            tables, _ = compare([out], figure)
+        else:
+            summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
+            tables = [results_table([summary])] if first else []
+            figure = Path(out) / "figures" / "accuracy.png"
+            failed = learned_nothing(summary)
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")

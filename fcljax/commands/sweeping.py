@@ -35,6 +35,8 @@ class SweepOptions(ProgramOptions):
     """GPUs of this machine, such as 0,1,2,3; each run has one of them for itself."""
     dry_run: bool = False
     """Only list the runs."""
+    allow_code: bool = False
+    """Whether methods that FILE names may be programs, FILE.py or MODULE:NAME, which are then run."""
 
 
 def sweep(arguments: list[str]) -> int:
@@ -48,19 +50,17 @@ def sweep(arguments: list[str]) -> int:
     from fcljax.studies import grid, sweeps
 
     file = files[0]
-    runs = grid.plan(file)
+    runs = grid.plan(file, options.allow_code)
     ways = ways_of(options, file, runs)
     console = Console()
     if options.dry_run:
         console.print(sweeps.plan_table(runs))
         return 0
     out = Path(options.resume or options.out or new_folder("sweep", slug(file)))
-    try:
+    code = " --allow-code" if options.allow_code else ""
+    command = f"fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}{code}"
+    with signals.advised(lambda: sweeps.advice(out, command)):
         outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
-    except KeyboardInterrupt as stop:
-        begun = (out / sweeps.PLAN).exists()
-        advice = f"go on with: fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}"
-        raise signals.Stopped(signals.number_of(stop), advice if begun else "") from None
     found, figure = sweeps.tables(outcomes, out)
     for table in found:
         console.print(table)

@@ -32,7 +32,7 @@ def watch(arguments: list[str]) -> int:
     from fcljax.runs import signals
 
     try:
-        watch_runs(folders[0], Console(), options.every, options.once)
+        watch_runs(folders[0], Console(), options.every, options.once, signals.pause)
     except KeyboardInterrupt as stop:
         return 128 + signals.number_of(stop)
     return 0

@@ -57,12 +57,9 @@ def pretrain_decoder(arguments: list[str]) -> int:
     about = "A masked autoencoder's decoder for a frozen encoder."
     options, cache = _parsed(PretrainDecoderConfig(), arguments, "pretrain-decoder", about)
     keep_compiled(cache)
-    try:
+    begun = Path(options.out).with_suffix(".checkpoints")
+    with signals.advised(lambda: "go on with the same command and --resume" if begun.exists() else ""):
         print_rows(list(train(options).items()))
-    except KeyboardInterrupt as error:
-        begun = Path(options.out).with_suffix(".checkpoints").exists()
-        advice = "go on with the same command and --resume" if begun else ""
-        raise signals.Stopped(signals.number_of(error), advice) from None
     return 0
 
 

@@ -14,7 +14,7 @@ from fcljax.types import PyTree
 
 Carry = TypeVar("Carry")
 Item = TypeVar("Item")
-Window = TypeVar("Window")
+Loaded = TypeVar("Loaded")
 
 
 class Host(NamedTuple):
@@ -54,10 +54,10 @@ def whole(data: PyTree | Host) -> PyTree:
 
 
 def over_windows(
-    step: Callable[[Carry, Item, Window], Carry],
+    step: Callable[[Carry, Item, Loaded], Carry],
     carry: Carry,
     items: Sequence[Item],
-    load: Callable[[Item], Window],
+    load: Callable[[Item], Loaded],
     overlap: bool = True,
 ) -> Carry:
     """carry = step(carry, item, load(item)) over all items; a thread loads the next meanwhile.

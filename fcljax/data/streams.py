@@ -41,7 +41,7 @@ SUPERCLASSES = {
 
 
 def pool_of(
-    kind: TaskPool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int | None
+    kind: TaskPool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
 ) -> list[Int64[np.ndarray, " _"]]:
     """The classes of each task of a pool.
 
@@ -51,7 +51,7 @@ def pool_of(
       names: of the classes, in the class order.
       sources: the data set that each of them belongs to.
       size: classes of a task; those left over are unused. Superclasses have five.
-      most: tasks of one data set; None: as many as there are.
+      most: tasks of one data set; 0: as many as there are.
 
     Raises:
       InputError: if no task can be made.
@@ -65,7 +65,7 @@ def pool_of(
         pool = []
         for each in np.unique(source):
             classes = np.flatnonzero(source == each)
-            ends = range(size, len(classes) + 1, size)[:most]
+            ends = range(size, len(classes) + 1, size)[: most or None]
             pool += [classes[end - size : end] for end in ends]
     if not pool:
         raise InputError(

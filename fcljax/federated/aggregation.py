@@ -111,7 +111,7 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
         pre=_on_arrival(options),
         reduce=_across_clients(options),
         post=_at_server(options),
-        noise=options.noise_multiplier is not None,
+        noise=options.noise_multiplier > 0,
     )
 
 
@@ -125,14 +125,14 @@ def _check_options(options: AggregationOptions) -> None:
 
 def _check_noise(options: AggregationOptions) -> None:
     noise, rule = options.noise_multiplier, options.aggregator
-    if noise is not None and options.clip_norm is None:
+    if noise and not options.clip_norm:
         raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; give --clip-norm too")
-    if noise is not None and rule not in ("mean", "uniform"):
+    if noise and rule not in ("mean", "uniform"):
         raise InputError(f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {rule!r}")
 
 
 def _name(options: AggregationOptions) -> str:
-    on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field) is not None]
+    on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field)]
     server = [f"server {options.server_optimiser}"] if options.server_optimiser != "none" else []
     return ", ".join([options.aggregator, *on, *server])
 
@@ -142,12 +142,12 @@ def _name(options: AggregationOptions) -> str:
 
 def _on_arrival(options: AggregationOptions) -> OnArrival | None:
     bound = options.clip_norm
-    equal = options.aggregator == "uniform" or options.noise_multiplier is not None
-    if bound is None and not equal:
+    equal = options.aggregator == "uniform" or options.noise_multiplier > 0
+    if not bound and not equal:
         return None
 
     def pre(mean: PyTree, reference: PyTree, weight: Num[Array, ""] | float) -> tuple[PyTree, Array]:
-        clipped = mean if bound is None else clip_change(mean, reference, bound)
+        clipped = mean if not bound else clip_change(mean, reference, bound)
         return clipped, _equal_weight(weight) if equal else jnp.asarray(weight)
 
     return pre
@@ -202,13 +202,13 @@ def _across_clients(options: AggregationOptions) -> AcrossClients | None:
 
 def _at_server(options: AggregationOptions) -> AtServer | None:
     optimiser, noise, bound = _optimiser(options), options.noise_multiplier, options.clip_norm
-    if optimiser is None and noise is None:
+    if optimiser is None and not noise:
         return None
 
     def post(
         mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray
     ) -> tuple[PyTree, PyTree]:
-        if noise is not None and bound is not None:
+        if noise:
             mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
         if optimiser is None:
             return mean, state

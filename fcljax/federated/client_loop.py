@@ -114,7 +114,7 @@ class Call(NamedTuple):
     guarded: Bool[Array | np.bool_, ""]  # whether every upload is checked as it arrives
 
 
-class Past(NamedTuple):
+class ReplayData(NamedTuple):
     """The replay buffers of a chunk's clients. Without `Program.replay_buffer` both arrays are empty."""
 
     data: PyTree  # data that hold the examples
@@ -122,7 +122,7 @@ class Past(NamedTuple):
     place: Int[Array | np.ndarray, "S M"]  # their indices in `data`
 
 
-class Window(NamedTuple):
+class TickWindow(NamedTuple):
     """Consecutive ticks of a phase, and where their examples lie in the data on the device."""
 
     data: PyTree  # what `Fetch` reads
@@ -320,7 +320,13 @@ def open_chunk(
 
 
 def run_ticks(
-    program: Program, index: int, settings: LoopSettings, call: Call, carry: Carry, window: Window, past: Past
+    program: Program,
+    index: int,
+    settings: LoopSettings,
+    call: Call,
+    carry: Carry,
+    window: TickWindow,
+    past: ReplayData,
 ) -> Carry:
     """The ticks of a window in phase `index`: at each, every lane takes one step of the client that its table
     names, with as many examples as the smallest of the widths that holds its batch."""
@@ -474,7 +480,7 @@ def _batch_indices(
 
 
 def _replayed(
-    fetch: Fetch, choose: ChooseReplay, context: ClientContext, past: Past, slot, local, keys
+    fetch: Fetch, choose: ChooseReplay, context: ClientContext, past: ReplayData, slot, local, keys
 ) -> Batch:
     """The examples that the client chooses to replay in this step, under the clean view. Choices outside of
     its replay buffer are padding; `keys`: of the step, and of draws that belong to examples."""

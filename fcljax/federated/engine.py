@@ -25,9 +25,9 @@ from fcljax.federated.client_loop import (
     Fetch,
     Lanes,
     LoopSettings,
-    Past,
+    ReplayData,
     Shapes,
-    Window,
+    TickWindow,
     chunk_accumulator,
     close_chunk,
     empty_accumulator,
@@ -44,7 +44,7 @@ from fcljax.federated.client_loop import (
     states_of_chunk,
 )
 from fcljax.federated.keys import RoundKey
-from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, Table, plan_round
+from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, LaneTable, plan_round
 from fcljax.federated.server_replay import (
     Replayed,
     Replayer,
@@ -54,7 +54,7 @@ from fcljax.federated.server_replay import (
     replay,
 )
 from fcljax.federated.sums import sum_value
-from fcljax.mesh import WHOLE, add_over_devices, by_device, on_each, put, size, split
+from fcljax.mesh import WHOLE, add_over_devices, by_device, device_count, on_each, put, split
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
@@ -253,7 +253,7 @@ def _player(
 ) -> Player:
     program = each.program
     # a device's part of the carry has an axis of its own
-    mine = lanes._replace(count=lanes.count // size(mesh))
+    mine = lanes._replace(count=lanes.count // device_count(mesh))
     begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
 
     def empty():
@@ -276,7 +276,7 @@ def _player(
     def ticks(i, call, carry, window, past, parted):
         images = split() if parted else WHOLE
         # pyrefly: ignore[bad-argument-type]  # a tree of specifications
-        spec = Window(images, split(1), split(1), WHOLE, WHOLE)
+        spec = TickWindow(images, split(1), split(1), WHOLE, WHOLE)
         specs = (_by_lane(call), split(), spec, WHOLE)
         run = on_each(functools.partial(ticks_of, i), mesh, specs, split())
         return run(call, carry, window, past)
@@ -512,9 +512,9 @@ def _run_chunk(
     if isinstance(data, Host):
         indices, may_replay = jax.device_get((indices, may_replay))
         return _over_host(player, lanes, call, carry, data, indices, may_replay)
-    past = Past(data, may_replay, may_replay)
+    past = ReplayData(data, may_replay, may_replay)
     for run, mine, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
-        carry = run(call, carry, Window(data, mine, mine, np.int32(0), ticks), past, False)
+        carry = run(call, carry, TickWindow(data, mine, mine, np.int32(0), ticks), past, False)
     return carry
 
 
@@ -523,7 +523,7 @@ def _over_host(
 ) -> Carry:
     """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
     replay is on the device as long as the chunk is run."""
-    chunk, mesh, devices = call.chunk, player.mesh, size(player.mesh)
+    chunk, mesh, devices = call.chunk, player.mesh, device_count(player.mesh)
     past = _replayable(data, may_replay, mesh)
     sizes = [
         _window_ticks(data, phase, lanes, table, devices)
@@ -545,21 +545,21 @@ def _over_host(
         index, first = window
         ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
         images, part, place = loaded
-        window = Window(images, part, place, np.int32(first), ticks)
+        window = TickWindow(images, part, place, np.int32(first), ticks)
         return player.run_ticks[index](call, carry, window, past, True)
 
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> Past:
+def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> ReplayData:
     """The examples that a chunk's clients may replay, on every device; one example where there are none,
     because arrays need one."""
     place = np.arange(may_replay.size, dtype=np.int32).reshape(may_replay.shape)
     wanted = np.maximum(may_replay, 0).reshape(-1) if may_replay.size else np.zeros(1, np.int32)
-    return Past(data.take(wanted, mesh), put(may_replay, mesh), put(place, mesh))
+    return ReplayData(data.take(wanted, mesh), put(may_replay, mesh), put(place, mesh))
 
 
-def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: Table, devices: int) -> int:
+def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
     """Ticks whose examples fit into the devices' windows: at least one, at most all that the table has."""
     return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
 
@@ -580,7 +580,7 @@ def sending(method: Method) -> Method:
     return method._replace(rounds=tuple(alone(each) for each in method.rounds))
 
 
-class Work(NamedTuple):
+class ClientResult(NamedTuple):
     """What a client made of a round."""
 
     upload: Upload  # what it sends; all zeros if that is not valid
@@ -589,7 +589,7 @@ class Work(NamedTuple):
     valid: Array  # whether the upload is finite and of a weight that is not negative
 
 
-def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> Work:
+def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> ClientResult:
     """What one client does in one of the method's rounds, as it would be run among others.
 
     Args:
@@ -606,7 +606,7 @@ def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) 
     received = carry.accumulator
     mean, sum_, gather = squeeze(received.gather)
     upload = Upload(mean, sum_, gather, received.weight[0])
-    return Work(upload, squeeze(carry.states), received.metrics, received.valid[0])
+    return ClientResult(upload, squeeze(carry.states), received.metrics, received.valid[0])
 
 
 def alone(capacity: Capacity) -> Capacity:

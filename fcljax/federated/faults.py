@@ -55,7 +55,7 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
 }
 
 
-def parse_faults(text: str | None) -> dict[str, float]:
+def parse_faults(text: str) -> dict[str, float]:
     """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE'.
 
     Raises:
@@ -63,7 +63,7 @@ def parse_faults(text: str | None) -> dict[str, float]:
         than 1 together.
     """
     shares: dict[str, float] = {}
-    for part in (text or "").split(",") if text else ():
+    for part in text.split(",") if text else ():
         name, _, value = part.strip().partition("=")
         if name not in FAULTS:
             raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")

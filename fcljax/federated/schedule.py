@@ -63,7 +63,7 @@ class Capacity(NamedTuple):
     """For each phase, the batch sizes that a step is compiled for, see `step_widths`."""
 
 
-class Table(NamedTuple):
+class LaneTable(NamedTuple):
     """What each lane does at each tick of one phase."""
 
     slot: Int[np.ndarray, "ticks lanes"]  # whose step it is
@@ -88,7 +88,7 @@ class Chunk(NamedTuple):
     indices: Int[np.ndarray, " examples"]  # of the training examples, client after client
     # whose example each is; padding belongs to slot S, which sorts last
     slot_of_example: Int[np.ndarray, " examples"]
-    tables: tuple[Table, ...]  # one for each phase
+    tables: tuple[LaneTable, ...]  # one for each phase
     ticks: tuple[Ints, ...]  # ticks of each phase that are in use
     round: Ints  # number of the round within the task
     task: Task | None  # of each slot, leaves [slots, ...]; None: all have the round's
@@ -161,9 +161,9 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
     return queues
 
 
-def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[Table, int]:
+def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:
     """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
-    table = Table(*(np.zeros((capacity, len(queues)), np.int32) for _ in Table._fields))
+    table = LaneTable(*(np.zeros((capacity, len(queues)), np.int32) for _ in LaneTable._fields))
     longest = 0
     for lane, items in enumerate(queues):
         if not items:

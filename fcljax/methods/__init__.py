@@ -162,7 +162,7 @@ METHODS: dict[str, MethodEntry] = {
             ("linear", *_PROMPTS),
             "it composes a network's own weights, or LoRA's",
         ),
-        merges="clients send parts of a base; `uniform` works too, and with --unsent 0 any rule",
+        merges="clients send parts of a base; `uniform` works too, and with --client-sparsity 0 any rule",
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
@@ -239,6 +239,18 @@ def find_method(method: str | MethodEntry) -> MethodEntry:
     if isinstance(method, MethodEntry):
         return _loaded(method)
     return _loaded(METHODS[method]) if method in METHODS else _from_outside(method)
+
+
+def check_no_code(name: str, where: str, advice: str) -> None:
+    """Check that a method that a file names is one of the package, since any other is a program.
+
+    Raises:
+      InputError: naming the file and what to do.
+    """
+    if name not in METHODS and (name.partition(":")[0].endswith(".py") or ":" in name):
+        raise InputError(
+            f"{where}: the method {name!r} is a program, and a file of settings runs none; {advice}"
+        )
 
 
 def name_of(method: str | MethodEntry) -> str:

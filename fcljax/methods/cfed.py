@@ -166,7 +166,7 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
             return jnp.concatenate([many, one[None]])
 
         before = start.trainable._replace(extra={})
-        teachers = Teachers(
+        teachers = Ensemble(
             jax.tree.map(stack, valid_parameters(round, mean), before),
             jnp.append(round.valid, task.index > 0),
         )
@@ -177,7 +177,7 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
     return ServerRule("distillation", update, no_start, reports=(OfEachClient("trainable"),))
 
 
-class Teachers(NamedTuple):
+class Ensemble(NamedTuple):
     """J models that the averaged one distils."""
 
     trainable: Params
@@ -186,7 +186,7 @@ class Teachers(NamedTuple):
 
 
 def _distil(
-    options: CFeDOptions, round: ServerRound, params: Params, teachers: Teachers, steps: Int[Array, ""]
+    options: CFeDOptions, round: ServerRound, params: Params, teachers: Ensemble, steps: Int[Array, ""]
 ) -> tuple[Params, Weighted]:
     """So many steps of Adam on the trainable parameters, and the mean loss."""
     image, count = surrogate(round.frozen), len(teachers.valid)
@@ -204,7 +204,7 @@ def teachers_loss(
     options: CFeDOptions,
     round: ServerRound,
     params: Params,
-    teachers: Teachers,
+    teachers: Ensemble,
     image: UInt8[Array, "J images *shape"],
     trainable: Params,
 ) -> Float[Array, ""]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fcljax.adapters.lora import LoraOptions, l1, orthogonality
+from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError, choose
 from fcljax.federated.distances import EQUAL_DISTANCES
 from fcljax.federated.rules import uniform_mean
@@ -201,6 +201,31 @@ def lora_losses(options: PiloraLoraOptions) -> ClientRule:
         return penalty + options.l1_weight * l1(pair) if options.l1_weight else penalty
 
     return ClientRule("lora", loss)
+
+
+def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
+    """l_ort (eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs.
+
+    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not cache
+    the B for it.
+    """
+    past = jnp.arange(pairs.a_q.shape[0]) < task
+    return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
+
+
+def l1(current: Lora) -> Float[Array, ""]:
+    """Sum of |A_t| over q and v (the release's penalty; B is not in it)."""
+    return jnp.sum(jnp.abs(current.a_q)) + jnp.sum(jnp.abs(current.a_v))
+
+
+def _overlap(
+    old: Float[Array, "tasks blocks rank width"],
+    new: Float[Array, "blocks rank width"],
+    past: Bool[Array, " tasks"],
+):
+    # in full precision, since the loss drives these products to 0
+    product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
+    return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))
 
 
 # ---- server: prototypes (eq. 11-14); LoRA pairs are averaged, A and B apart (eq. 4) ------------------------

@@ -5,7 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.models.heads import Reduction, cross_entropy, mask_logits, reduce_rows
+from fcljax.models.heads import Reduction, cross_entropy, mask_logits
 
 Distance = Literal["sqrt_scaled", "squared"]
 
@@ -53,17 +53,6 @@ def dce_loss(
     Over the allowed classes and the examples in the mask; prototypes of other classes get no gradient.
     """
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
-
-
-def pl_loss(
-    distance: Float[Array, "batch classes"],
-    label: Int[Array, " batch"],
-    mask: Bool[Array, " batch"],
-    reduction: Reduction = "mean",
-) -> Float[Array, ""]:
-    """Prototype-learning loss (PILoRA eq. 10): distances to the own prototypes, over the mask."""
-    own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
-    return reduce_rows(own, mask, jnp.sum(mask), reduction)
 
 
 def class_means(

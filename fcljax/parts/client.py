@@ -371,6 +371,30 @@ def _reading(
     return reading(_named(part), function, context.payload.sent, "which no server rule sends")
 
 
+def first_totals(reports: tuple[Report, ...], context: ClientContext) -> dict[str, PyTree]:
+    """The totals of reports before the first batch."""
+
+    def first(report: Report) -> PyTree:
+        with _reading(report, report.init, context):
+            return report.init(context)
+
+    return {report.name: first(report) for report in reports}
+
+
+def finalized(
+    reports: tuple[Report, ...], end: ClientEnd, totals: dict[str, PyTree]
+) -> dict[str, tuple[Report, PyTree]]:
+    """Name -> (report, what the client sends of it)."""
+    there = {**end.context.payload.sent, **end.memories}
+    missing = "which no server rule sends and no client rule is named"
+
+    def last(report: Report) -> PyTree:
+        with reading(_named(report), report.finalize, there, missing):
+            return report.finalize(end, totals[report.name])
+
+    return {report.name: (report, last(report)) for report in reports}
+
+
 def _totals(reports: list[Report], step: ClientStep, local: Local) -> dict[str, PyTree]:
     """The totals of reports after a batch."""
 

@@ -376,7 +376,7 @@ def _program(parts: _Parts) -> Program:
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         trainable = _received(parts, context, state)
-        totals = {report.name: report.init(context) for report in reports}
+        totals = client.first_totals(reports, context)
         memory = client.start_memory(parts.rules, "round", context, state, key)
         return Local(trainable, training.optimiser.init(trainable), memory, totals, jnp.int32(0))
 
@@ -408,7 +408,7 @@ def _finalized(
 ) -> dict[str, tuple[Report, PyTree]]:
     memories = dict(zip([rule.name for rule in parts.rules], local.memory, strict=True))
     end = ClientEnd(context, local.trainable, memories)
-    return {report.name: (report, report.finalize(end, local.totals[report.name])) for report in reports}
+    return client.finalized(reports, end, local.totals)
 
 
 def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[str, PyTree]:
@@ -564,12 +564,12 @@ def _report_round(parts: _Parts, number: int) -> Round:
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         del key
-        totals = {report.name: report.init(context) for report in reports}
+        totals = client.first_totals(reports, context)
         return Local(_received(parts, context, state), (), (), totals, jnp.int32(0))
 
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         end = ClientEnd(context, local.trainable, {})
-        found = {each.name: (each, each.finalize(end, local.totals[each.name])) for each in reports}
+        found = client.finalized(reports, end, local.totals)
         gather, summed = _merged_as("gather", found), _merged_as("sum", found)
         return Upload(sum=summed, gather=gather, weight=context.client.examples), state
 

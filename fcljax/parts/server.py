@@ -87,6 +87,8 @@ class ServerRule:
     def __post_init__(self) -> None:
         choose("when", self.when, ("round", "task_start", "task_end"))
         part = f"server rule {self.name!r}"
+        if self.update is None:
+            raise InputError(f"update: {part} has none; it needs update(round, params, state)")
         check_arguments(part, update=(self.update, 3), init=(self.init, 2), sends=(self.sends, 2))
         if self.sends and self.when != "round":
             raise InputError(f"sends: {part} acts at {self.when} and sends nothing; nearest: when='round'")

@@ -68,7 +68,7 @@ from fcljax.pretraining.training import (
     warmup_cosine,
 )
 from fcljax.results import figures
-from fcljax.runs import checkpoint
+from fcljax.runs import checkpoint, signals
 from fcljax.runs.inputs import load_network, load_split, report_notes, with_constants
 from fcljax.types import PyTree
 
@@ -432,6 +432,7 @@ def _train(
             if (step + 1) % every == 0 or last:
                 checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, {}))
             show(step + 1, recent, [validation])
+            signals.check()
     checkpoint.finish(manager)
     return state
 

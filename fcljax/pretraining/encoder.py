@@ -42,6 +42,7 @@ from fcljax.pretraining.training import (
     warmup_cosine,
 )
 from fcljax.results.metrics import nearest_class_mean
+from fcljax.runs import signals
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
@@ -213,6 +214,7 @@ def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[f
             state, metrics = _step(config, vit, state, gray, label)
             recent = [*recent[-_LAST + 1 :], metrics]
             show(step, recent[-20:])
+            signals.check()
     return state, np.mean(jax.device_get(recent), axis=0).tolist()
 
 

@@ -14,8 +14,8 @@ from fcljax.config import EngineConfig
 from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.results.metrics import over_seeds, paired_difference
-from fcljax.results.run_folder import Number, Summary, load_summary, read, run_folders
-from fcljax.terminal import add_row, plain
+from fcljax.results.run_folder import Number, Summary, load_summary, run_folders, value_at
+from fcljax.terminal import add_row, plain_text
 
 SETUP = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
 # settings that decide where and how fast a run is made, and its numbers by rounding at most; and the method,
@@ -93,7 +93,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
     title = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
-    table = Table(title=plain(title), caption=caption)
+    table = Table(title=plain_text(title), caption=caption)
     for name in ("method", *differing):
         table.add_column(name, overflow="fold")
     names = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload (MB)", "(parameters)", "time", "images/s")
@@ -112,7 +112,7 @@ def differences_table(groups: list[Group]) -> Table:
     """The first group minus each other one that has the same seeds, two at least: the mean of the differences
     between runs of one seed, and its 95 % confidence interval (Student's t)."""
     table = Table(
-        title=plain(f"{groups[0].name} minus another, seed by seed"),
+        title=plain_text(f"{groups[0].name} minus another, seed by seed"),
         caption="mean difference in points, and its 95 % confidence interval (Student's t over seeds)",
     )
     for name in ("the other", "seeds", "A_avg", "A_last"):
@@ -222,7 +222,7 @@ def _cells(runs: list[Summary], forgetting: str) -> list[str]:
     fractions = ("A_avg", "A_last", f"forgetting.{forgetting}")
     return [
         str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
-        *(over_seeds_text([percent(read(run, key)) for run in runs], 2) for key in fractions),
+        *(over_seeds_text([percent(value_at(run, key)) for run in runs], 2) for key in fractions),
         megabytes(one["communication"]["upload_bytes"]),
         f"{one['communication']['upload_scalars']:,}",
         _duration(np.mean([sum(value or 0 for value in run["time"].values()) for run in runs])),

@@ -22,7 +22,7 @@ from fcljax.results.comparison import (
     percent,
 )
 from fcljax.results.metrics import without_nan
-from fcljax.results.run_folder import FinishedRun, Number, Summary, read
+from fcljax.results.run_folder import FinishedRun, Number, Summary, value_at
 
 Named = TypeVar("Named")
 
@@ -291,11 +291,13 @@ def _costs(view: PageView) -> Section:
     rows, points = [], {}
     for group in view.groups:
         one = group.runs[0]
-        cells = [(number if key.endswith("scalars") else size)(read(one, key)) for key in columns.values()]
+        cells = [
+            (number if key.endswith("scalars") else size_cell)(value_at(one, key)) for key in columns.values()
+        ]
         rows.append([group.name, accuracy(group, "A_last"), *cells])
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
-            total = read(one, "communication_total.upload_bytes") or 0
+            total = value_at(one, "communication_total.upload_bytes") or 0
             points[group.name] = (total / 1e6, sum(last) / len(last))
     label = "Accuracy after the last task over all that clients upload; the table below has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
@@ -312,7 +314,7 @@ def _costs(view: PageView) -> Section:
 
 def _times(view: PageView) -> Section:
     means = {
-        group.name: [_mean(read(run, f"time.{key}") for run in group.runs) for key in TIMES]
+        group.name: [_mean(value_at(run, f"time.{key}") for run in group.runs) for key in TIMES]
         for group in view.groups
     }
     parts = list(TIMES.values())
@@ -372,7 +374,7 @@ def _reconstructions(view: PageView) -> Section | None:
         return None
     keys = ("images", "mse_restored", "mse_unprompted", "psnr", "psnr_unprompted", "identified", "chance")
     rows = [
-        [f"{name}, {of}", *(fixed(read(run, f"restored.{inner}{key}"), 4) for key in keys)]
+        [f"{name}, {of}", *(fixed(value_at(run, f"restored.{inner}{key}"), 4) for key in keys)]
         for name, run in having.items()
         for of, inner in (("training", ""), ("test", "test."))
     ]
@@ -403,7 +405,7 @@ def _calibration(view: PageView) -> Section:
         drawn.append(Chart(charts.reliability(run["calibration"], label), title=name))
     columns = {
         "Expected calibration error": lambda run: share(run["calibration"]["ece"]),
-        "With sampled parameters": lambda run: share(read(run, "calibration_drawn.ece")),
+        "With sampled parameters": lambda run: share(value_at(run, "calibration_drawn.ece")),
         "Without a prediction": lambda run: number(run.get("unpredicted")),
     }
     text = [
@@ -458,7 +460,7 @@ def number(value: Number | None) -> Cell:
     return Cell(NONE) if value is None else Cell(f"{value:,}", value)
 
 
-def size(value: Number | None) -> Cell:
+def size_cell(value: Number | None) -> Cell:
     """Bytes in MB."""
     return Cell(NONE) if value is None else Cell(megabytes(value), value / 1e6)
 
@@ -488,12 +490,12 @@ def seeds(values: Sequence[Number | None], digits: int) -> Cell:
 
 def mean(group: Group, key: str, digits: int) -> Cell:
     """A number of every run of a group: mean and standard deviation; a dash where a run lacks it."""
-    return seeds([read(run, key) for run in group.runs], digits)
+    return seeds([value_at(run, key) for run in group.runs], digits)
 
 
 def accuracy(group: Group, key: str) -> Cell:
     """As `mean`, of an accuracy or another fraction in per cent."""
-    return seeds([percent(read(run, key)) for run in group.runs], 2)
+    return seeds([percent(value_at(run, key)) for run in group.runs], 2)
 
 
 def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> PageTable:
@@ -529,7 +531,7 @@ def _names(groups: list[Group]) -> dict[str, Summary]:
 
 def _having(view: PageView, key: str) -> tuple[dict[str, Summary], list[str]]:
     """The runs that have a key, by name, and a line for those that lack it."""
-    having = {name: run for name, run in view.names.items() if read(run, key) not in (None, [], {})}
+    having = {name: run for name, run in view.names.items() if value_at(run, key) not in (None, [], {})}
     lacking = [name for name in view.names if name not in having]
     return having, [f"{_left_out(key)}: {_few(lacking)}."] if lacking else []
 

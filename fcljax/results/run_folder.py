@@ -73,13 +73,13 @@ def load_summary(run_dir: str | Path) -> Summary:
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     if not isinstance(summary, dict):
         raise InputError(f"run: {str(path)!r} lacks every field: it is not a JSON object")
-    missing = [key for key in SUMMARY_KEYS if read(summary, key, MISSING) is MISSING]
+    missing = [key for key in SUMMARY_KEYS if value_at(summary, key, MISSING) is MISSING]
     if missing:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
     return summary
 
 
-def read(summary: Summary, key: str, default: Any = None) -> Any:
+def value_at(summary: Summary, key: str, default: Any = None) -> Any:
     """What a summary has at "key" or "key.inner", `default` where it has no such key."""
     found: Any = summary
     for name in key.split("."):

@@ -145,7 +145,7 @@ TRACKERS = {
 }
 
 
-def parse(text: str | None) -> tuple[str, ...]:
+def parse_trackers(text: str | None) -> tuple[str, ...]:
     """The trackers that a list such as tensorboard,mlflow names.
 
     Raises:
@@ -162,7 +162,8 @@ def parse(text: str | None) -> tuple[str, ...]:
 def following(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], done: int, tell: Callable[[str], None]
 ) -> Iterator[Following]:
-    """Trackers that follow a run until the block ends: `names`, and those that have followed it before.
+    """Trackers that follow a run until the block ends. Those that have followed it before resume theirs. No
+    file starts one: a run directory may come from anybody.
 
     Args:
       names: of TRACKERS.
@@ -183,11 +184,14 @@ def following(
             active.pop(name, None)
             tell(f"warning: {name} follows the run no longer: {type(error).__name__}: {error}")
 
-    for name in dict.fromkeys([*names, *ids]):
+    for name in ids.keys() - set(names):
+        tell(f"note: {name} has followed the run before; to have it follow on: --track {name}")
+    for name in dict.fromkeys(names):
         with guarded(name):
             active[name] = TRACKERS[name].start(Beginning(out, settings, done, ids.get(name, "")))
     if active:
-        write_text(out / NOTES, json.dumps({name: tracker.id for name, tracker in active.items()}) + "\n")
+        known = ids | {name: tracker.id for name, tracker in active.items()}
+        write_text(out / NOTES, json.dumps(known) + "\n")
 
     def heard(line: dict[str, Any]) -> None:
         step = line["task"] * int(settings["rounds"]) + line["round"]

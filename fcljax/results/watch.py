@@ -17,7 +17,7 @@ from fcljax import config
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.results.run_folder import is_hidden, read_lines
-from fcljax.terminal import add_row, plain
+from fcljax.terminal import add_row, plain_text
 
 LOCK = ".lock"
 LOCKS = Path("/proc/locks")  # where Linux lists the locks that processes of this machine hold
@@ -151,7 +151,7 @@ def view(runs: Sequence[Watched], now: float) -> RenderableType:
 
 def _one(run: Watched, now: float) -> RenderableType:
     table = Table(
-        "task", "rounds", "loss", "accuracy A_t", "participants", "rejected", title=plain(_name(run))
+        "task", "rounds", "loss", "accuracy A_t", "participants", "rejected", title=plain_text(_name(run))
     )
     for task in sorted({line["task"] for line in run.lines}):
         mine = [line for line in run.lines if line["task"] == task]
@@ -164,14 +164,14 @@ def _one(run: Watched, now: float) -> RenderableType:
             _formatted(mine[-1].get("participants"), ""),
             sum(line.get("rejected") or 0 for line in mine),
         )
-    shown = [plain(f"{_progress(run)} rounds; last written {_age(run, now)}; {_state(run)}"), table]
+    shown = [plain_text(f"{_progress(run)} rounds; last written {_age(run, now)}; {_state(run)}"), table]
     for name, key, scale in (("accuracy A (%)", "A", 100), ("loss", "loss", 1)):
         values = [scale * value for value in _values(run.lines, key)]
         if len(values) > 1:
             shown.append(
-                plain(f"{name}, {min(values):.4g} to {max(values):.4g}, over the rounds that have it")
+                plain_text(f"{name}, {min(values):.4g} to {max(values):.4g}, over the rounds that have it")
             )
-            shown.append(plain(sparkline(values, WIDTH)))
+            shown.append(plain_text(sparkline(values, WIDTH)))
     return Group(*shown)
 
 
@@ -195,7 +195,7 @@ def _several(runs: Sequence[Watched], now: float) -> RenderableType:
     done = sum(map(finished, runs))
     names = list(dict.fromkeys(map(_name, (run for run in runs if run.settings))))
     title = "; ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return Group(plain(title), plain(f"{done} of {len(runs)} runs have all their rounds"), table)
+    return Group(plain_text(title), plain_text(f"{done} of {len(runs)} runs have all their rounds"), table)
 
 
 def sparkline(values: Sequence[float | int], width: int) -> str:

@@ -169,7 +169,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
-    terms += (norm_bound(settings.norm_bound),) if settings.norm_bound is not None else ()
+    terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
     run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
     method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     if method.aggregation != aggregation.name:
@@ -273,7 +273,8 @@ def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) 
 def _lanes(options: EngineConfig, devices: int, clients: int) -> Lanes:
     """The lanes that share the devices; those that were measured for the backend, unless options say so."""
     default = default_lanes(jax.default_backend(), -(-clients // devices))
-    lanes = Lanes(options.lanes or default.count * devices, options.lane_mode or default.mode)
+    mode = default.mode if options.lane_mode == "auto" else options.lane_mode
+    lanes = Lanes(options.lanes or default.count * devices, mode)
     if lanes.count % devices:
         fitting = -(-lanes.count // devices) * devices
         raise InputError(

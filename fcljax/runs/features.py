@@ -20,6 +20,7 @@ from fcljax.data.files.sources import data_folder
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, whole
 from fcljax.files import atomic, open_regular
+from fcljax.runs import signals
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import Inputs, network_of, read_clean
 from fcljax.runs.predict import make_features
@@ -102,6 +103,7 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
 
     def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
         for t, part in itertools.product(tasks, wanted):
+            signals.check()
             with section(TIMED_AS[part]):
                 exp = filled(exp, part, t)
         return exp

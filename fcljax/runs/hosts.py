@@ -34,7 +34,7 @@ _JOINED, _OUT = "fcljax-joined", "fcljax-out "  # lines of the child's log
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def check(hosts: HostOptions) -> None:
+def check_hosts(hosts: HostOptions) -> None:
     """Check that the options name this process and the others.
 
     Raises:
@@ -233,7 +233,7 @@ def report_folder(out: str, log: TextIO) -> None:
     print(_OUT + json.dumps(out), file=log, flush=True)
 
 
-def work(function: Callable[[TextIO], int], log_number: int) -> int:
+def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
     """Call `function(log)` in the child, and return its exit code, or `LOST`. The child ends when its parent
     does. What C++ libraries print goes to the log, since only our own lines are for the user."""
     log = os.fdopen(log_number, "w", buffering=1)

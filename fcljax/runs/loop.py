@@ -16,7 +16,7 @@ from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import write_json
-from fcljax.runs import checkpoint, memory, resume
+from fcljax.runs import checkpoint, memory, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
@@ -27,7 +27,6 @@ from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_state, make_play_round
-from fcljax.runs.signals import Stopped, postponed
 from fcljax.runs.summary import draw_figures, missing_figures, summarize, warnings_of
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
@@ -45,9 +44,10 @@ class Observer:
 
     # where the progress bar and warnings go
     console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
-    # asked after every round; the number of a signal ends the run there, with a checkpoint
+    # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
+    # checkpoint
     stop: Callable[[], int | None] = _never
-    # names of `trackers.TRACKERS` that follow the run, besides those that followed it before
+    # names of `trackers.TRACKERS` that follow the run
     track: Sequence[str] = ()
 
     def say(self, line: str) -> None:
@@ -102,7 +102,7 @@ def run(
       The content of summary.json.
 
     Raises:
-      Stopped: when `observer.stop` asks for it.
+      Stopped: when `observer.stop` or a signal asks for it.
       InputError: for bad settings or files, if `out` cannot be written or another process works in it, or if
         it holds another run.
     """
@@ -124,7 +124,7 @@ def _build(session: Session) -> Experiment:
 
     def checked() -> Experiment:
         exp = build(session.settings, session.supplied)
-        memory.check(exp)
+        memory.check_memory(exp)
         return exp
 
     exp = session.hosts.agree(checked)
@@ -263,15 +263,17 @@ def _play(
             if kept is not None:
                 past += (kept,)
                 records.kept += [checkpoint.save_task(out / KEPT, t, kept)] if journal.manager else []
-            stopped = hosts.from_first(observer.stop)
-            with postponed():
+            stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
+            with signals.unbroken():
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
                 _write_round(out, journal, Progress(state, records, step + 1), bool(due))
             journal.trackers.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
                 hosts.leave()
-                raise Stopped(stopped)
+                raise signals.Stopped(stopped)
+            if due or not hosts.first:
+                signals.check()
         return fill(exp, range(filled, tasks), clock), state
 
 

@@ -16,7 +16,7 @@ from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
 
-def check(exp: Experiment) -> None:
+def check_memory(exp: Experiment) -> None:
     """Check that the run can fit into the memory of the first device.
 
     Raises:

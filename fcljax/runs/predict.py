@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, over_windows, whole
-from fcljax.mesh import WHOLE, by_device, jit, on_each, put, size
+from fcljax.mesh import WHOLE, by_device, device_count, jit, on_each, put
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, RoundContext
 
@@ -114,7 +114,7 @@ def make_features(
 
     def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
         everything = np.arange(len(whole(split).label))
-        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * size(mesh))
+        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * device_count(mesh))
         index = everything if index is None else index
         found = loops.over(frozen, split, index, capacity, on_progress)
         return found if isinstance(split, Host) else jnp.asarray(found)
@@ -154,7 +154,8 @@ class _Loops(NamedTuple):
         images that each device reads, in order.
         """
         # At least two steps: XLA compiles a loop over one step's images differently, with other roundings.
-        mesh, batch_size, devices, host = self.mesh, self.batch_size, size(self.mesh), isinstance(split, Host)
+        mesh, batch_size, devices = self.mesh, self.batch_size, device_count(self.mesh)
+        host = isinstance(split, Host)
         steps = max(2, -(-capacity // (devices * batch_size)))
         steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
         width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)

@@ -32,7 +32,7 @@ def first_state(exp: Experiment) -> State:
     return State(server, clients, jax.random.key_data(exp.key))
 
 
-class Outcome(NamedTuple):
+class RoundResult(NamedTuple):
     """What a round leaves."""
 
     state: State
@@ -43,13 +43,13 @@ class Outcome(NamedTuple):
 
 
 # play_round(exp, state, past, step): `past` is what the server keeps of the earlier tasks
-PlayRound = Callable[[Experiment, State, tuple[ReplayBuffer, ...], int], Outcome]
+PlayRound = Callable[[Experiment, State, tuple[ReplayBuffer, ...], int], RoundResult]
 
 
 def make_play_round(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> PlayRound:
-    """play_round(exp, state, past, step) -> Outcome, which also adds the round to the records.
+    """play_round(exp, state, past, step) -> RoundResult, which also adds the round to the records.
 
     Args:
       exp: the experiment; a call may give it with other query features.
@@ -62,7 +62,7 @@ def make_play_round(
     evaluates = clients is None or not exp.method.personal
     evaluate = make_evaluate(exp) if evaluates else None
 
-    def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> Outcome:
+    def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> RoundResult:
         t, r = divmod(step, settings.rounds)
         last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
         state, kept, report = play(exp, state, past, t, r)
@@ -73,7 +73,7 @@ def make_play_round(
                 evaluated = evaluate(exp.test, state, t, records)
             if last:
                 records.keep(evaluated)
-        return Outcome(state, kept, records.record(t, r, report, evaluated))
+        return RoundResult(state, kept, records.record(t, r, report, evaluated))
 
     return play_round
 

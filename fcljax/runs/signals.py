@@ -1,15 +1,25 @@
-"""Signals that end a run: SIGINT and SIGTERM at once, and a signal that the user names after the current
-round."""
+"""Signals that end a program: SIGINT and SIGTERM set a flag that its loops read, and nothing is raised inside
+a handler.
+
+A loop that reads the flag ends in good order. If none does within `GRACE` seconds (a round may take hours),
+or if a second signal comes, a thread ends the process. That is safe at any moment: files are written whole or
+not at all.
+"""
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
+from fcljax.errors import one_line
+
 ENDING = (signal.SIGINT, signal.SIGTERM)
-AGAIN = 0.05  # seconds until a signal that was lost is sent again
+GRACE = 5.0  # seconds in which a loop must have read the flag
+NOTHING_LEFT = "files that were not finished are not there"
 
 
 class Stopped(KeyboardInterrupt):
@@ -25,55 +35,130 @@ def number_of(stop: KeyboardInterrupt) -> int:
     return stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
 
 
+def last_line(number: int, advice: str) -> str:
+    """What a program says that a signal has ended."""
+    name = signal.Signals(number).name
+    return f"fcljax: {one_line(f'stopped by {name}; {advice or NOTHING_LEFT}')}"
+
+
+class _Flag:
+    """The handler of SIGINT and SIGTERM, which is itself the flag: who reads it asks the operating system for
+    the handler, so that there is no second place that knows."""
+
+    def __init__(self):
+        self.number: int | None = None  # the first signal that came
+        self.came = threading.Event()
+        self.advice: list[Callable[[], str]] = []  # what a user can do then; the last counts
+        self.unbroken = 0  # blocks whose end is waited for
+
+    def __call__(self, number: int, frame: object) -> None:
+        # `came.set()` would wait for ever for a lock that the interrupted line has: that is left to `watch`
+        self.number = self.number or number
+
+    def watch(self, pipe: int) -> None:
+        """Read the signals from a pipe, in a thread: the main one may be inside of compiled code for long."""
+        first, deadline = True, float("inf")
+        while True:
+            left = None if first else max(0.0, deadline - time.monotonic())
+            if not select.select([pipe], [], [], left)[0]:
+                if not self.unbroken:
+                    return self.end(self.number)
+                deadline = time.monotonic() + GRACE
+                continue
+            numbers = os.read(pipe, 64)
+            if not numbers:
+                return os.close(pipe)
+            for number in numbers:
+                if signal.getsignal(number) is not self:
+                    continue  # another one's
+                if not first:
+                    return self.end(number)
+                self.number = self.number or number
+                self.came.set()
+                first, deadline = False, time.monotonic() + GRACE
+
+    def end(self, number: int | None) -> None:
+        """End the process, whatever it does."""
+        number = number or int(signal.SIGTERM)
+        try:
+            line = last_line(number, self.advice[-1]() if self.advice else "")
+            shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
+            os.write(sys.stderr.fileno(), f"{shown}{line}\n".encode(errors="replace"))
+        finally:
+            os._exit(128 + number)
+
+
+def _flag() -> _Flag | None:
+    return next((h for h in map(signal.getsignal, ENDING) if isinstance(h, _Flag)), None)
+
+
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGINT and SIGTERM inside the block raise Stopped. Further SIGTERMs are ignored, so that files can be
-    finished. This works in the main thread only.
-
-    A signal may come while an extension module is loaded, which turns the exception into an error of its own:
-    any error that leaves the block after a signal becomes Stopped.
-    """
-    came: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        came.append(number)
-        if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
-        raise Stopped(number)
-
-    with contextlib.ExitStack() as stack:
-        for number in ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is for what a shell starts with &
-                stack.enter_context(_handled(number, stop))
-        stack.enter_context(_sent_again(stop))
-        try:
+    """Inside the block SIGINT and SIGTERM ask the program to end: see `check`, `pause` and `asked`. This
+    works in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    flag = _Flag()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    thread = threading.Thread(target=flag.watch, args=(reading,), daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        with contextlib.ExitStack() as stack:
+            for number in ENDING:
+                # ignored, as SIGINT is for what a shell starts with &
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    stack.enter_context(_handled(number, flag))
             yield
-        except Exception as error:
-            if came:
-                raise Stopped(came[0]) from error
-            raise
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        thread.join()
+
+
+def asked() -> int | None:
+    """The signal that has asked the program to end; None: none has."""
+    flag = _flag()
+    return flag.number if flag else None
+
+
+def check() -> None:
+    """Called where a program can end in good order.
+
+    Raises:
+      Stopped: if a signal has asked for it.
+    """
+    pause(0)
+
+
+def pause(seconds: float | int) -> None:
+    """Wait. A signal ends it.
+
+    Raises:
+      Stopped: as `check`.
+    """
+    flag = _flag()
+    if flag is None:
+        time.sleep(seconds)
+    elif flag.number or flag.came.wait(seconds):
+        raise Stopped(flag.number or signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def _sent_again(stop: Callable[[int, object], None]) -> Iterator[None]:
-    """Send lost signals again. A signal may come while a destructor or a callback of the garbage collector
-    runs; Python prints the exception and continues. Inside the block such a signal is sent again a moment
-    later."""
-    hook = sys.unraisablehook
-
-    def lost(error: "sys.UnraisableHookArgs") -> None:
-        if not isinstance(error.exc_value, KeyboardInterrupt):
-            return hook(error)
-        number = number_of(error.exc_value)
-        if number == signal.SIGTERM:
-            signal.signal(number, stop)  # it is ignored since it came
-        threading.Timer(AGAIN, os.kill, (os.getpid(), number)).start()
-
-    sys.unraisablehook = lost
+def advised(advice: Callable[[], str]) -> Iterator[None]:
+    """What a user can do if a signal ends the program inside the block, for its last line."""
+    flag = _flag()
+    if flag:
+        flag.advice.append(advice)
     try:
         yield
+    except KeyboardInterrupt as stop:
+        raise Stopped(number_of(stop), getattr(stop, "advice", "") or advice()) from None
     finally:
-        sys.unraisablehook = hook
+        if flag:
+            flag.advice.remove(advice)
 
 
 @contextlib.contextmanager
@@ -89,15 +174,17 @@ def warned_by(name: str | None) -> Iterator[Callable[[], int | None]]:
 
 
 @contextlib.contextmanager
-def postponed() -> Iterator[None]:
-    """SIGINT and SIGTERM that come inside the block take effect after it."""
-    came: list[int] = []
-    with contextlib.ExitStack() as stack:
-        for number in ENDING:
-            stack.enter_context(_handled(number, lambda number, frame: came.append(number)))
+def unbroken() -> Iterator[None]:
+    """A block whose end is waited for after a first signal, however long it takes: a checkpoint, or processes
+    that end."""
+    flag = _flag()
+    if flag:
+        flag.unbroken += 1
+    try:
         yield
-    for number in came[:1]:
-        signal.raise_signal(number)
+    finally:
+        if flag:
+            flag.unbroken -= 1
 
 
 @contextlib.contextmanager

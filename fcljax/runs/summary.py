@@ -222,7 +222,7 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
 def _privacy(exp: Experiment) -> dict[str, float] | None:
     """The guarantee of central differential privacy after all rounds; None without noise or delta."""
     noise, delta = exp.settings.noise_multiplier, exp.settings.dp_delta
-    if noise is None or delta is None:
+    if not noise or not delta:
         return None
     rounds = len(exp.scenario.tasks) * exp.sizes.rounds
     spent = privacy.epsilon(noise, exp.settings.participation, rounds, delta)

@@ -83,7 +83,7 @@ def _ray(options: RayOptions) -> Iterator[Start]:
         ending = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
         signal.signal(signal.SIGTERM, ending)  # Ray's own handler exits before the runs have ended
-    remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.work)
+    remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.run_job)
 
     def start(job: Job) -> ClusterTask:
         stop = jobs.stop_file(job)

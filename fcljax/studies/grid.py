@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.errors import InputError
+from fcljax.methods import check_no_code
 from fcljax.studies import typed
 from fcljax.studies.seeds import parse_seeds
 
@@ -79,22 +80,28 @@ class Point(NamedTuple):
         return {name: value for layer in self.layers.values() for name, value in layer.items()}
 
 
-def plan(path: str | Path) -> list[Planned]:
+def plan(path: str | Path, code: bool = False) -> list[Planned]:
     """All runs of a file, in its order, seeds innermost.
+
+    Args:
+      path: the file.
+      code: whether its methods may be programs from outside of the package.
 
     Raises:
       InputError: one line that names the file, the place in it, the option and the value.
     """
-    return plan_of(config.load_yaml(path), str(path))
+    return plan_of(config.load_yaml(path), str(path), code)
 
 
-def plan_of(values: Mapping[str, Any], where: str) -> list[Planned]:
+def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[Planned]:
     """As `plan`, of a file's content; `where` is its name for messages."""
-    file = typed.read(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
+    file = typed.read_typed(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
     try:
         _check_places(file)
         seeds = _seeds(file)
         methods = _methods(file)
+        for name in () if code else {*methods, *(run.get("method", "") for run in file.runs)}:
+            check_no_code(name, "method", "if you trust it, add --allow-code")
         count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
         if count * math.prod(map(len, file.grid.values())) > MOST_RUNS:
             raise InputError(f"grid: it makes more than {MOST_RUNS:,} runs")
@@ -152,7 +159,7 @@ def _seeds(file: SweepFile) -> list[int | None]:
     if file.seeds is None:
         return [None]
     if isinstance(file.seeds, int):
-        begin: int = config.convert("base.seed", int, RunConfig.seed if first is None else first)
+        begin: int = config.typed_value("base.seed", int, RunConfig.seed if first is None else first)
         return [*parse_seeds(str(file.seeds), begin)]
     if first is not None:
         raise InputError(f"base.seed: nothing reads {first!r}: seeds lists them all")

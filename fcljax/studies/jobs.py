@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fcljax.runs.signals import number_of
+from fcljax.runs.signals import number_of, pause
 
 # variables of the environment that runs on other machines get too
 CARRIED = ("FCLJAX_", "JAX_", "XLA_", "PYTHONPATH", "PYTHONWARNINGS")
@@ -60,7 +59,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
         )
 
 
-def work(job: Job) -> int:
+def run_job(job: Job) -> int:
     """Make a run, from start to end, and return its exit code. Whatever ends this process also ends the run,
     and so does a signal whose number is in the file of `stop_file`."""
     stop = stop_file(job)
@@ -69,7 +68,7 @@ def work(job: Job) -> int:
     process = start(job)
     try:
         while process.poll() is None:
-            time.sleep(0.2)
+            pause(0.2)
             if stop.exists():
                 process.send_signal(int(stop.read_text()))
                 process.wait()
@@ -90,7 +89,7 @@ class Again:
 
     def __call__(self, job: Job) -> int:
         """Make a run."""
-        return work(job)
+        return run_job(job)
 
     def checkpoint(self, job: Job) -> object:
         """The job that is queued again."""

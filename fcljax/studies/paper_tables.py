@@ -265,7 +265,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|`*_<\[\\])", r"\\\1", text)
 
 
-def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
+def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     """The rows as table.json holds them."""
     return [
         {

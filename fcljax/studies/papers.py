@@ -16,6 +16,7 @@ import yaml
 from fcljax import config
 from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
+from fcljax.methods import check_no_code
 from fcljax.options import flag
 from fcljax.studies import typed
 
@@ -148,7 +149,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
-def find(folder: str | Path, system: str, table: str) -> list[Column]:
+def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
     """The columns of a table.
 
     Raises:
@@ -163,7 +164,7 @@ def find(folder: str | Path, system: str, table: str) -> list[Column]:
     if not papers:
         raise InputError(f"experiments: no file in {str(folder)!r} has a paper's tables, 'tables: ...'")
     path = papers[choose("system", system, papers)]
-    paper = parse(str(path), config.load_yaml(path))
+    paper = parse_paper(str(path), config.load_yaml(path))
     return columns(str(path), paper, choose("table", table, paper.tables))
 
 
@@ -175,17 +176,20 @@ def _text(path: Path) -> str:
         raise InputError(f"experiments: cannot read {str(path)!r}: {why}") from None
 
 
-def parse(path: str, values: Mapping[str, Any]) -> Paper:
+def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
     """A file of experiments/ from its content.
 
     Raises:
       InputError: one line with the file, the place in it, and what is wrong.
     """
-    paper = typed.read(Paper, values, path)
+    paper = typed.read_typed(Paper, values, path)
     if not paper.seeds:
         raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
     if list(values)[-1] != "verified":
         raise InputError(f"{path}: verified: it must be the last key, because a program writes it")
+    rows = [row.method for table in paper.tables.values() for row in table.rows]
+    for name in (paper.method, *rows):
+        check_no_code(name, path, "a paper's table names methods of the package")
     keys = [column.key for name in paper.tables for column in columns(path, paper, name)]
     for key in paper.verified:
         choose(f"{path}: verified", key, keys)
@@ -242,6 +246,6 @@ def write_verified(path: str | Path, found: Mapping[str, Verified]) -> None:
     """Write what runs at the paper's scale found into the last part of a file; the rest stays as it is."""
     path = Path(path)
     kept = _text(path).partition(VERIFIED)[0]
-    old = parse(str(path), config.load_yaml(path)).verified
+    old = parse_paper(str(path), config.load_yaml(path)).verified
     new = {key: dataclasses.asdict(each) for key, each in {**old, **found}.items()}
     write_text(path, f"{kept}\n{yaml.safe_dump({'verified': new}, sort_keys=False, width=110)}")

@@ -247,7 +247,7 @@ def write(
             "system": made.column.system,
             "table": made.column.table,
             "scale": made.scale,
-            "rows": tables.plain(found),
+            "rows": tables.as_json(found),
             "order": {
                 "alike": sum(pair.alike for pair in pairs),
                 "pairs": [

@@ -23,7 +23,7 @@ from fcljax.files import write_text
 from fcljax.results.comparison import compare
 from fcljax.results.run_folder import load_summary, write_json
 from fcljax.runs.resume import check_file
-from fcljax.runs.signals import number_of, postponed
+from fcljax.runs.signals import number_of, pause, unbroken
 from fcljax.runs.summary import learned_nothing
 from fcljax.studies import engines
 from fcljax.studies.engines import ClusterTask, Start
@@ -93,6 +93,11 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
             outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
             write_json(out / RESULT, result(runs, outcomes))
     return outcomes
+
+
+def advice(out: Path, command: str) -> str:
+    """What a user can do after a sweep was stopped, by a command that resumes it."""
+    return f"go on with: {command}" if (out / PLAN).exists() else ""
 
 
 # ---- what is in the folder ---------------------------------------------------------------------------------
@@ -208,17 +213,15 @@ def play(
     try:
         while waiting or running:
             while waiting and free:
-                with postponed():  # so that no process is started without being recorded
-                    job, slot = waiting.popleft(), free.pop(0)
-                    running[job.name] = (start(on_device(job, slot)), slot)
+                job, slot = waiting.popleft(), free.pop(0)
+                running[job.name] = (start(on_device(job, slot)), slot)
             for name, code in _ended(running).items():
                 codes[name] = code
                 free.append(running.pop(name)[1])
             watch(codes, list(running))
-            if running:
-                time.sleep(SECONDS)
+            pause(SECONDS if running else 0)
     except BaseException as stop:
-        with postponed():
+        with unbroken():
             _end(running, number_of(stop) if isinstance(stop, KeyboardInterrupt) else 15)
         raise
 

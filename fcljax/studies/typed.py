@@ -17,7 +17,7 @@ KINDS: dict[object, str] = {
 }
 
 
-def read(kind: type[Value], values: Mapping[str, Any], file: str) -> Value:
+def read_typed(kind: type[Value], values: Mapping[str, Any], file: str) -> Value:
     """A dataclass from the content of a file; dataclasses within it, lists and mappings included.
 
     Raises:

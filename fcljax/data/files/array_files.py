@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from fcljax.data.files.prepared import Listing, Split
+from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import Choice, Raw, Scan, content, file_facts, text
 from fcljax.errors import InputError, reason
 
@@ -64,10 +64,12 @@ def _scan(files: Sequence[Path], listing: Callable[[], Listing]) -> Scan:
     return Scan(hashlib.sha256(repr(facts).encode()).hexdigest(), listing)
 
 
-def _split(path: Path, images: UInt8[np.ndarray, "N H W C"], labels: Int64[np.ndarray, " N"]) -> Split:
+def _split(
+    path: Path, images: UInt8[np.ndarray, "N H W C"], labels: Int64[np.ndarray, " N"]
+) -> UndecodedSplit:
     names = [f"{path}, image {index}" for index in range(len(labels))]
     size = images.shape[1], images.shape[2]
-    return Split(labels, names, lambda indices: [images[i] for i in indices], size)
+    return UndecodedSplit(labels, names, lambda indices: [images[i] for i in indices], size)
 
 
 def _cifar_batch(
@@ -88,7 +90,7 @@ def _cifar_batch(
     return data[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
-def _idx(images: Path, labels: Path) -> Split:
+def _idx(images: Path, labels: Path) -> UndecodedSplit:
     x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
     if len(x) != len(y):
         raise InputError(

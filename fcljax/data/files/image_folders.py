@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fcljax.data.files.prepared import Listing, Split
+from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import (
     Choice,
     File,
+    LabelledItems,
     Raw,
     Scan,
-    Table,
     file_facts,
     last_drawings,
     random_split,
@@ -138,7 +138,7 @@ def _tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> _Tre
     return {label: _images(root, f"{inside}/{label}" if inside else label) for label in classes}
 
 
-def _scan(root: Path, classes: Sequence[str], train: Table, test: Table) -> Scan:
+def _scan(root: Path, classes: Sequence[str], train: LabelledItems, test: LabelledItems) -> Scan:
     sums = hashlib.sha256(json.dumps(classes).encode())
     for split in (train, test):
         for file, label in zip(split.items, split.labels, strict=True):
@@ -149,9 +149,11 @@ def _scan(root: Path, classes: Sequence[str], train: Table, test: Table) -> Scan
     )
 
 
-def _files(root: Path, split: Table) -> Split:
+def _files(root: Path, split: LabelledItems) -> UndecodedSplit:
     names = [os.path.join(root, file.path) for file in split.items]
-    return Split(np.array(split.labels, np.int64), names, lambda indices: [Path(names[i]) for i in indices])
+    return UndecodedSplit(
+        np.array(split.labels, np.int64), names, lambda indices: [Path(names[i]) for i in indices]
+    )
 
 
 # Scans of each layout

@@ -38,7 +38,7 @@ _BYTES = 1 << 24  # of an array in memory at a time, while it is hashed or copie
 _LONG = 2000  # images from which a progress bar is worth its line
 
 
-class Split(NamedTuple):
+class UndecodedSplit(NamedTuple):
     """Images of one split before decoding."""
 
     labels: Int64[np.ndarray, " N"]
@@ -52,8 +52,8 @@ class Listing(NamedTuple):
 
     where: Path  # the folder that holds the raw data
     class_names: tuple[str, ...]
-    train: Split
-    test: Split
+    train: UndecodedSplit
+    test: UndecodedSplit
 
 
 class Prepared(NamedTuple):
@@ -334,7 +334,7 @@ def _common_size(listing: Listing, geometry: Geometry, pool: Executor) -> tuple[
     return common
 
 
-def _sizes(split: Split, pool: Executor) -> Iterator[tuple[int, int]]:
+def _sizes(split: UndecodedSplit, pool: Executor) -> Iterator[tuple[int, int]]:
     for pictures, names in _blocks_of(split):
         yield from filter(None, pool.map(_size, pictures, names))
 
@@ -346,7 +346,7 @@ def _size(picture: Picture, name: str) -> tuple[int, int] | None:
         return None  # decoding raises it again
 
 
-def _blocks_of(split: Split) -> Iterator[tuple[list[Picture], Sequence[str]]]:
+def _blocks_of(split: UndecodedSplit) -> Iterator[tuple[list[Picture], Sequence[str]]]:
     for start in range(0, len(split.names), _BLOCK):
         indices = range(start, min(start + _BLOCK, len(split.names)))
         yield split.fetch(indices), split.names[indices.start : indices.stop]
@@ -370,7 +370,7 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
         return {"file": name, "reason": str(error).removeprefix("dataset: ")}
 
 
-def _write_split(work: _Work, split: str, images: Split) -> tuple[dict[str, dict], list[dict]]:
+def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[str, dict], list[dict]]:
     """Write the arrays of a split; what the manifest says of each, and which images were skipped."""
     shape, path, sums = _shape(work, split), work.folder / f"x_{split}.npy", hashlib.sha256()
     kept, sizes, skipped, done = [], [], [], 0

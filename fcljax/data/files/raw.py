@@ -33,15 +33,15 @@ class Raw(NamedTuple):
     route: str = "files"  # or "tfds"
 
 
-class Table(NamedTuple):
+class LabelledItems(NamedTuple):
     """Images of one split and their labels."""
 
     items: list[Any]  # files or records
     labels: list[int]
 
-    def take(self, indices: Sequence[int]) -> "Table":
+    def take(self, indices: Sequence[int]) -> "LabelledItems":
         """These images, in this order."""
-        return Table([self.items[i] for i in indices], [self.labels[i] for i in indices])
+        return LabelledItems([self.items[i] for i in indices], [self.labels[i] for i in indices])
 
 
 class File(NamedTuple):
@@ -99,13 +99,13 @@ def text(path: Path) -> str:
         raise InputError(f"dataset: {str(path)!r} is no text in UTF-8; unpack the archive again") from error
 
 
-def table(classes: Sequence[str], tree: Mapping[str, Sequence]) -> Table:
+def table(classes: Sequence[str], tree: Mapping[str, Sequence]) -> LabelledItems:
     """The images of a tree (images by class) in the order of the classes."""
     labels = [label for label, name in enumerate(classes) for _ in tree[name]]
-    return Table([item for name in classes for item in tree[name]], labels)
+    return LabelledItems([item for name in classes for item in tree[name]], labels)
 
 
-def random_split(images: Table) -> tuple[Table, Table]:
+def random_split(images: LabelledItems) -> tuple[LabelledItems, LabelledItems]:
     """80 % of the images for training, the rest for testing."""
     order = list(range(len(images.items)))
     random.Random(0).shuffle(order)
@@ -113,7 +113,7 @@ def random_split(images: Table) -> tuple[Table, Table]:
     return images.take(order[:cut]), images.take(order[cut:])
 
 
-def last_drawings(tree: Mapping[str, Sequence]) -> tuple[Table, Table]:
+def last_drawings(tree: Mapping[str, Sequence]) -> tuple[LabelledItems, LabelledItems]:
     """Omniglot: the last 5 drawings of each character are for testing."""
     classes = sorted(tree)
     train = {label: tree[label][:-_DRAWINGS] for label in classes}

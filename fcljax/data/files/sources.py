@@ -81,7 +81,7 @@ class DataOptions(NamedTuple):
 
     geometry: Geometry = Geometry()  # how images of many or of large sizes are brought to one
     data_dir: str | Path | None = None  # folder of raw and prepared data, see `data_folder`
-    class_list: str | None = None  # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
+    class_list: str = ""  # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
     skip_corrupt: bool = False  # leave out images that cannot be decoded
     glyph_train: int = 200  # training images per class of `glyphs`
     glyph_test: int = 50  # test images per class of `glyphs`
@@ -176,7 +176,7 @@ def _kind(name: str, options: DataOptions) -> str:
         raise InputError(
             f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}"
         )
-    if options.class_list is not None and name not in ("imagenet100", "imagenet200"):
+    if options.class_list and name not in ("imagenet100", "imagenet200"):
         raise InputError(
             f"class_list: {options.class_list!r} is for imagenet100 and imagenet200; {name!r} takes none"
         )

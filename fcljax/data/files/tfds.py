@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcljax.data.files.prepared import Listing, Split
-from fcljax.data.files.raw import Raw, Scan, Table, file_facts, last_drawings, random_split, table, visible
+from fcljax.data.files.prepared import Listing, UndecodedSplit
+from fcljax.data.files.raw import (
+    LabelledItems,
+    Raw,
+    Scan,
+    file_facts,
+    last_drawings,
+    random_split,
+    table,
+    visible,
+)
 from fcljax.errors import InputError, reason
 
 FOLDER = "tensorflow_datasets"  # below the data folder
@@ -40,7 +49,7 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     splits = []
     for index in range(2):
         chosen = sorted((row for row in rows if row[0] == index), key=lambda row: row[3:])
-        splits.append(Table(chosen, [row[2] for row in chosen]))
+        splits.append(LabelledItems(chosen, [row[2] for row in chosen]))
     return _listing(versions, records, records.features["label"].names, *splits)
 
 
@@ -141,12 +150,16 @@ def _plain(value: Any) -> str | int:
 
 
 def _listing(
-    versions: Sequence[Path], records: _Records, classes: Sequence[str], train: Table, test: Table
+    versions: Sequence[Path],
+    records: _Records,
+    classes: Sequence[str],
+    train: LabelledItems,
+    test: LabelledItems,
 ) -> Listing:
     return Listing(versions[0], tuple(classes), _split(records, train), _split(records, test))
 
 
-def _split(records: _Records, split: Table) -> Split:
+def _split(records: _Records, split: LabelledItems) -> UndecodedSplit:
     items = [item[:2] for item in split.items]
     names = [f"{records.names[source]}, record {index}" for source, index in items]
     height, width, _ = records.features["image"].shape
@@ -155,7 +168,7 @@ def _split(records: _Records, split: Table) -> Split:
         return [_image(records, *items[i], name=names[i]) for i in indices]
 
     size = (height, width) if height and width else None
-    return Split(np.array(split.labels, np.int64), names, fetch, size)
+    return UndecodedSplit(np.array(split.labels, np.int64), names, fetch, size)
 
 
 def _image(records: _Records, source: int, index: int, name: str) -> bytes:

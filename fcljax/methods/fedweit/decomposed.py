@@ -35,20 +35,20 @@ from fcljax.types import Batch, Frozen, Sizes, Task
 class Shape(NamedTuple):
     """How networks are composed.
 
-    received: R, parameters of others that a task may have
+    kb_samples: R, parameters of others that a task may have
     mask: what masks begin with, inside of (0, 1)
     adaptive: the share of the first base that every A_t begins with
     retroactive: do the A of earlier tasks go on training?
-    prune: numbers of A that are not larger are 0 wherever they are sent or evaluated
-    unsent: share of each array's outputs whose base a client does not send
+    prune_threshold: numbers of A that are not larger are 0 wherever they are sent or evaluated
+    client_sparsity: share of each array's outputs whose base a client does not send
     """
 
-    received: int
+    kb_samples: int
     mask: float
     adaptive: float
     retroactive: bool
-    prune: float
-    unsent: float
+    prune_threshold: float
+    client_sparsity: float
 
 
 class Received(NamedTuple):
@@ -104,7 +104,7 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         base = arrays.flat(inner.adapter.trainable(params.adapter, make_tasks(sizes.classes, tasks)[0]))
         stats = jax.tree.map(lambda x: jnp.broadcast_to(x, (tasks, *x.shape)), params.stats)
         own = first_own(params.classifier, base, arrays, sizes, shape)
-        nothing = jnp.zeros((tasks, shape.received, len(base)))
+        nothing = jnp.zeros((tasks, shape.kb_samples, len(base)))
         received = Received(nothing, jnp.full(nothing.shape[:2], jnp.int32(-1)))
         return params._replace(adapter=Shared(base, received), classifier=own, stats=stats)
 
@@ -142,7 +142,7 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
 
     def sends(trainable: Params, task: Task) -> Params:
         del task
-        base = sparse(arrays, trainable.adapter, trainable.classifier.mask, shape.unsent)
+        base = sparse(arrays, trainable.adapter, trainable.classifier.mask, shape.client_sparsity)
         return trainable._replace(adapter=base)
 
     return inner._replace(
@@ -154,7 +154,7 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         cached=cached_of,
         forward=forward,
         predict=predict,
-        sends=sends if shape.unsent else None,
+        sends=sends if shape.client_sparsity else None,
     )
 
 
@@ -266,9 +266,9 @@ def of_task(own: Own, index: ArrayLike) -> Own:
     return Own(own.head, own.mask[index], own.adaptive[index], own.attention[index])
 
 
-def pruned(adaptive: Float[Array, "..."], prune: float) -> Float[Array, "..."]:
-    """Numbers whose size is not above `prune` become 0."""
-    return jnp.where(jnp.abs(adaptive) > prune, adaptive, 0.0)
+def pruned(adaptive: Float[Array, "..."], prune_threshold: float) -> Float[Array, "..."]:
+    """Numbers whose size is not above `prune_threshold` become 0."""
+    return jnp.where(jnp.abs(adaptive) > prune_threshold, adaptive, 0.0)
 
 
 def first_own(head: PyTree, base: Array, arrays: Arrays, sizes: Sizes, shape: Shape) -> Own:
@@ -278,7 +278,7 @@ def first_own(head: PyTree, base: Array, arrays: Arrays, sizes: Sizes, shape: Sh
         head,
         mask=jnp.full((tasks, sum(arrays.outputs)), raw, jnp.float32),
         adaptive=jnp.tile(shape.adaptive * base, (tasks, 1)),
-        attention=jnp.zeros((tasks, shape.received, len(arrays.shapes))),
+        attention=jnp.zeros((tasks, shape.kb_samples, len(arrays.shapes))),
         task=jnp.full(sizes.classes, jnp.int32(-1)),
     )
 
@@ -303,7 +303,7 @@ def _predict(
 
     def add(index: Int[Array, ""], found: Array) -> Array:
         own = of_task(params.classifier, index)
-        own = own._replace(adaptive=pruned(own.adaptive, shape.prune))
+        own = own._replace(adaptive=pruned(own.adaptive, shape.prune_threshold))
         theta = compose(arrays, params.adapter.base, own, params.adapter.received.values[index])
         network = Params(arrays.tree(theta), own.head, params.extra, at(params.stats, index))
         output = inner.forward(frozen, Params((), ()), network, batch, task, False)
@@ -316,8 +316,10 @@ def _predict(
 # ---- what is sent ------------------------------------------------------------------------------------------
 
 
-def sparse(arrays: Arrays, base: Float[Array, " N"], mask: Float[Array, " M"], unsent: float) -> Sparse:
-    """A base without the share `unsent` of each array's outputs, those with the smallest masks.
+def sparse(
+    arrays: Arrays, base: Float[Array, " N"], mask: Float[Array, " M"], client_sparsity: float
+) -> Sparse:
+    """A base without the share `client_sparsity` of each array's outputs, those with the smallest masks.
 
     The release compares masks before the sigmoid by their size, so that the most negative count as the
     largest; here those that let the least of the base through are left out.
@@ -325,7 +327,7 @@ def sparse(arrays: Arrays, base: Float[Array, " N"], mask: Float[Array, " M"], u
     outputs = np.array(arrays.outputs)
     array = np.repeat(np.arange(len(outputs)), outputs)
     ranked = jax.lax.sort((jnp.asarray(array), mask), num_keys=2)[1]
-    least = ranked[np.cumsum(outputs) - outputs + np.floor(unsent * outputs).astype(int)]
+    least = ranked[np.cumsum(outputs) - outputs + np.floor(client_sparsity * outputs).astype(int)]
     sent = (mask >= least[array]).astype(jnp.float32)
     return Sparse(base * arrays.of_outputs(sent), sent)
 

@@ -50,13 +50,13 @@ class FedWeITOptions:
     """Weight lambda_1 of the L1 norm of the masks."""
     keep_weight: float = 100.0
     """Weight lambda_2 of the change of earlier tasks' parameters, half of which weighs the squares."""
-    prune: float = 1e-3
+    prune_threshold: float = 1e-3
     """Task-adaptive parameters up to this size are 0 where they are sent or evaluated."""
-    unsent: float = option(0.3, below=1.0)
+    client_sparsity: float = option(0.3, below=1.0)
     """Share of each array's outputs, those with the smallest masks, whose base is not sent."""
-    received: int = 5
+    kb_samples: int = 5
     """Task-adaptive parameters that a task receives from the knowledge base."""
-    remembered: int = 1
+    kb_tasks: int = 1
     """Finished tasks of each client in the knowledge base."""
     mask_start: float = option(0.9, positive=True, below=1.0)
     """Initial value of the masks."""
@@ -86,12 +86,12 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
     _check_rule(options, run.aggregation)
     plain, retroactive = linear_learner(run), options.retroactive
     shape = Shape(
-        options.received,
+        options.kb_samples,
         options.mask_start,
         options.adaptive_start,
         retroactive,
-        options.prune,
-        options.unsent,
+        options.prune_threshold,
+        options.client_sparsity,
     )
     method = federate(
         run._replace(training=run.training._replace(optimiser=adapters_learning_rate(run))),
@@ -109,10 +109,10 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
 
 
 def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
-    if options.unsent and rule.name not in ("mean", "uniform"):
+    if options.client_sparsity and rule.name not in ("mean", "uniform"):
         raise InputError(
             f"aggregator: {rule.name!r} cannot merge bases of which clients send parts; nearest: 'uniform', "
-            f"or --unsent 0"
+            f"or --client-sparsity 0"
         )
 
 
@@ -241,7 +241,7 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
 
     def init(params: Params, trainable: Params) -> Knowledge:
         del params
-        shape = (options.remembered, sizes.clients)
+        shape = (options.kb_tasks, sizes.clients)
         return Knowledge(jnp.zeros((*shape, len(trainable.adapter))), jnp.zeros(shape, bool))
 
     def nothing_sent(context: ClientContext) -> Float[Array, " N"]:
@@ -251,11 +251,11 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
         del total
         own: Own = step.trainable.classifier
         adaptive = own.adaptive[step.context.task.index] if options.retroactive else own.adaptive
-        return pruned(adaptive, options.prune)
+        return pruned(adaptive, options.prune_threshold)
 
     def update(round: ServerRound, params: Params, state: Knowledge) -> ServerUpdate:
         task = round.task.index
-        state = remember(state, task % options.remembered, round)
+        state = remember(state, task % options.kb_tasks, round)
         received = hand_out(state, params.adapter.received, task + 1, round.key)
         params = params._replace(adapter=params.adapter._replace(received=received))
         return ServerUpdate(params, state, {"nonzero": _nonzero(round)})

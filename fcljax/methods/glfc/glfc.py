@@ -210,7 +210,7 @@ class FeatureSums(NamedTuple):
     examples: Float[Array, " Ct"]
 
 
-class Work(NamedTuple):
+class LocalState(NamedTuple):
     """A client at work."""
 
     known: Known
@@ -239,28 +239,28 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         nothing = nothing_herded(budget, sizes)
         return Known(jnp.zeros(()), nothing, nothing, jnp.full(sizes.classes, -1, jnp.int32))
 
-    def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> Work:
+    def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> LocalState:
         del context, key
         count, width, zero = sizes.task_classes, run.network.width, jnp.zeros(())
         sums = FeatureSums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
         image = jnp.zeros((count, *run.network.image))
-        return Work(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
+        return LocalState(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
 
-    def loss(step: ClientStep, work: Work) -> Float[Array, ""]:
+    def loss(step: ClientStep, work: LocalState) -> Float[Array, ""]:
         changed = task_changed(options, work, step.context.task)
         return weighted_loss(weights, step, adopted(work.known, changed), old_model(step.context, changed))
 
     def stored(known: Known) -> Int[Array, " M"]:
         return jnp.concatenate([known.now.exemplars.index, known.later.exemplars.index])
 
-    def choose(context: ClientContext, work: Work, key: PRNGKeyArray) -> Int[Array, " count"]:
+    def choose(context: ClientContext, work: LocalState, key: PRNGKeyArray) -> Int[Array, " count"]:
         changed = task_changed(options, work, context.task)
         now = adopted(work.known, changed).now
         chosen = draw_union(now.exemplars, context.task.old, batch_size, context.client.examples, key)
         behind = jnp.where(changed, budget.size(sizes), 0)  # `stored` has both buffers end to end
         return jnp.where(chosen >= 0, chosen + behind, -1)
 
-    def on_end(context: ClientContext, work: Work, trainable: Params, known: Known) -> Known:
+    def on_end(context: ClientContext, work: LocalState, trainable: Params, known: Known) -> Known:
         del trainable, known
         kept = adopted(work.known, task_changed(options, work, context.task))
         return kept._replace(entropy=mean_entropy(options, work, context.task))
@@ -295,7 +295,7 @@ def adopted(known: Known, changed: Bool[Array, ""]) -> Known:
 def if_changed(options: GLFCOptions, then: StepMemory) -> StepMemory:
     """The step of a pass that only clients whose task has changed make."""
 
-    def step_if(step: ClientStep, work: Work) -> Work:
+    def step_if(step: ClientStep, work: LocalState) -> LocalState:
         changed = task_changed(options, work, step.context.task)
         return jax.lax.cond(changed, functools.partial(then, step), lambda work: work, work)
 
@@ -305,7 +305,7 @@ def if_changed(options: GLFCOptions, then: StepMemory) -> StepMemory:
 # ---- has the task changed? (B4) ----------------------------------------------------------------------------
 
 
-def measure_entropy(step: ClientStep, work: Work) -> Work:
+def measure_entropy(step: ClientStep, work: LocalState) -> LocalState:
     """Before training: the entropy of a batch under the model that was sent."""
     logits, mask = step.forward(step.trainable, train=False).logits, step.batch.mask
     entropy = jnp.where(mask, entropy_of(logits, step.context.task.seen), 0.0)
@@ -318,7 +318,7 @@ def entropy_of(logits: Float[Array, "B C"], seen: Bool[Array, " C"]) -> Float[Ar
     return -jnp.sum(jnp.where(seen, share * jnp.log(share + FLOOR), 0.0), axis=-1)
 
 
-def mean_entropy(options: GLFCOptions, work: Work, task: Task) -> Float[Array, ""]:
+def mean_entropy(options: GLFCOptions, work: LocalState, task: Task) -> Float[Array, ""]:
     """Of a client's examples, in nats or as a share of a uniform guess's."""
     mean = work.entropy / jnp.maximum(work.examples, 1)
     if options.entropy_unit == "nats":
@@ -326,7 +326,7 @@ def mean_entropy(options: GLFCOptions, work: Work, task: Task) -> Float[Array, "
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
 
-def task_changed(options: GLFCOptions, work: Work, task: Task) -> Bool[Array, ""]:
+def task_changed(options: GLFCOptions, work: LocalState, task: Task) -> Bool[Array, ""]:
     """Whether the entropy is higher than in the client's last round by more than the threshold."""
     return mean_entropy(options, work, task) - work.known.entropy > options.entropy_rise
 
@@ -396,7 +396,7 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
 # ---- prototypes (B9) ---------------------------------------------------------------------------------------
 
 
-def add_features(step: ClientStep, work: Work) -> Work:
+def add_features(step: ClientStep, work: LocalState) -> LocalState:
     """After training: adds the features of a batch by class, under the client's own model."""
     batch, classes, own = step.batch, step.context.task.classes, work.sums
     feature = step.forward(step.trainable, train=False).feature
@@ -412,7 +412,7 @@ def add_features(step: ClientStep, work: Work) -> Work:
     return work._replace(sums=new)
 
 
-def find_nearest(step: ClientStep, work: Work) -> Work:
+def find_nearest(step: ClientStep, work: LocalState) -> LocalState:
     """In a second pass: of each class the image whose features are nearest to the class mean so far."""
     batch, mean = step.batch, work.sums.near / jnp.maximum(work.sums.examples, 1)[:, None]
     feature = step.forward(step.trainable, train=False).feature
@@ -443,7 +443,7 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
 
 
 def encoded_prototypes(
-    options: GLFCOptions, learner: Learner, context: ClientContext, trainable: Params, work: Work
+    options: GLFCOptions, learner: Learner, context: ClientContext, trainable: Params, work: LocalState
 ) -> LeNet:
     """The gradients of the task's prototypes, once they are perturbed."""
     label = jnp.maximum(context.task.classes, 0)

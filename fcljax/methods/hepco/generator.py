@@ -37,7 +37,7 @@ def _linear(width: int, fan_in: int, name: str) -> nn.Dense:
     return nn.Dense(width, kernel_init=init, bias_init=init, name=name)
 
 
-class _Network(nn.Module):
+class _LatentGenerator(nn.Module):
     config: GeneratorConfig
 
     @nn.compact
@@ -57,7 +57,7 @@ class _Network(nn.Module):
 def init_generator(config: GeneratorConfig, key: PRNGKeyArray) -> Generator:
     """A new generator."""
     example = jnp.zeros((2, config.noise)), jnp.zeros(2, jnp.int32)
-    variables = _Network(config).init(key, *example, False)
+    variables = _LatentGenerator(config).init(key, *example, False)
     return Generator(variables["params"], variables.get("batch_stats", {}))
 
 
@@ -70,7 +70,7 @@ def generate(
 ) -> tuple[Float[Array, "batch width"], Generator]:
     """Latents of these classes, and the generator with its running statistics moved if it trains."""
     variables = {"params": generator.params, "batch_stats": generator.stats}
-    network = _Network(config)
+    network = _LatentGenerator(config)
     latent, moved = network.apply(variables, noise, label, train, mutable=["batch_stats"] if train else [])
     # pyrefly: ignore[bad-return]  # flax does not say that there are two
     return latent, generator._replace(stats=moved["batch_stats"]) if train and config.norm else generator

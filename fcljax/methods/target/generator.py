@@ -43,7 +43,7 @@ class _Conv(nn.Module):
         return sum((part @ kernel[i, j] for i, j, part in shifted), bias)
 
 
-class _Network(nn.Module):
+class _ImageGenerator(nn.Module):
     config: ImageGeneratorConfig
 
     @nn.compact
@@ -67,7 +67,7 @@ class _Network(nn.Module):
 
 def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
     """Parameters of a new generator."""
-    return _Network(config).init(key, jnp.zeros((2, config.noise)))["params"]
+    return _ImageGenerator(config).init(key, jnp.zeros((2, config.noise)))["params"]
 
 
 def generate_images(
@@ -75,5 +75,5 @@ def generate_images(
 ) -> Float[Array, "batch height width 3"]:
     """Images of pixels in [0, 1]."""
     # running statistics are made anew and dropped: nothing reads them
-    image, _ = _Network(config).apply({"params": params}, noise, mutable=["batch_stats"])
+    image, _ = _ImageGenerator(config).apply({"params": params}, noise, mutable=["batch_stats"])
     return image

@@ -61,7 +61,7 @@ class TargetOptions(PromptedOptions):
     """Learning rate of the generator."""
     noise_lr: float = option(0.01, positive=True)
     """Learning rate of the noise, which is new in every round of the generator."""
-    meta: Literal["fomaml", "reptile"] = "fomaml"
+    meta_update: Literal["fomaml", "reptile"] = "fomaml"
     """Meta-learning update by which the generator carries over what it learned in a round."""
     label_weight: float = 0.5
     """Weight of the global model's cross-entropy in the generator's loss."""
@@ -315,7 +315,7 @@ def _best_of_round(
 def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
     """The generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that its copy
     has gone (Reptile)."""
-    if options.meta == "fomaml":
+    if options.meta_update == "fomaml":
         return best.total
     return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.fast[0])
 

@@ -7,9 +7,9 @@ uploads stream.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from fcljax.federated.sums import cast_like, where_valid, widen
+from fcljax.federated.sums import widen
 from fcljax.types import PyTree
 
 # keeps the precisions of repeatedly conflated posteriors, and their sums, far from float32's limit
@@ -38,27 +38,6 @@ def conflate_sums(precision: PyTree, precision_mean: PyTree) -> tuple[PyTree, Py
         lambda p, pm: jnp.where(p > 0, pm / jnp.where(p > 0, p, 1), 0), precision, precision_mean
     )
     return mean, jax.tree.map(lambda p: jnp.maximum(jax.lax.rsqrt(p), SIGMA_MIN), precision)
-
-
-def conflate(mean: PyTree, sigma: PyTree, valid: Bool[Array, " K"]) -> tuple[PyTree, PyTree]:
-    """Gaussian conflation, unweighted over the valid clients (VFCL eq. 11).
-
-        mean = sum_k mean_k / sigma_k^2 / sum_k 1 / sigma_k^2,   sigma^2 = 1 / sum_k 1 / sigma_k^2
-
-    Args:
-      mean: leaves [K, ...].
-      sigma: same structure, standard deviations; clamped to [1e-6, inf).
-      valid: which rows count.
-
-    Returns:
-      (mean, sigma), leaves [...]; (0, inf) if nobody is valid.
-    """
-    terms = precision_terms(
-        jax.tree.map(lambda leaf: where_valid(leaf, valid, 0.0), mean),
-        jax.tree.map(lambda leaf: where_valid(leaf, valid, jnp.inf), sigma),
-    )
-    merged = conflate_sums(*jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), terms))
-    return jax.tree.map(cast_like, merged, (mean, sigma))
 
 
 def softplus_inverse(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

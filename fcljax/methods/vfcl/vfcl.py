@@ -54,13 +54,13 @@ class VFCLOptions:
     """Weight lambda_p of the two priors together; with 0 neither acts."""
     global_share: float = option(0.5, least=0.0, most=1.0)
     """Share lambda_k of the global prior in the mixture; with 1 the client's own prior does not act."""
-    samples: int = option(1, least=1)
+    mc_samples: int = option(1, least=1)
     """Number n of draws of the parameters per step."""
     exemplars: int = option(20, least=0)
     """Examples of each class in a client's memory, chosen by herding."""
-    test_samples: int = option(5, least=0)
+    mc_test_samples: int = option(5, least=0)
     """Draws of the parameters for a second reliability diagram of their mean probabilities."""
-    sigma: float = option(0.02, positive=True)
+    init_std: float = option(0.02, positive=True)
     """Initial standard deviation of all parameters, on which the paper is silent."""
     kl_scale: KLScale = "per_sample"
     """Divisor of the priors' term: the client's examples, the number of parameters, or none (eq. 9)."""
@@ -91,7 +91,7 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
         rules += (herded(budget, run.sizes, run.network.width, run.training.batch_size),)
     return federate(
         run._replace(aggregation=conflation(options, run.aggregation)),
-        bayesian(linear_learner(run), options.sigma, options.samples, options.test_samples),
+        bayesian(linear_learner(run), options.init_std, options.mc_samples, options.mc_test_samples),
         loss=cross_entropy_loss("seen"),
         client_rules=rules,
         personal=("classifier", "stats"),

@@ -84,7 +84,7 @@ class Checkpoint(NamedTuple):
     preprocessor: dict[str, Any]  # the preprocessor_config.json beside it, or {}
 
 
-def read(checkpoint: str | Path) -> Checkpoint:
+def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
     """A file of weights, from a path or from the hub as `hf:OWNER/NAME[@REVISION][:FILE]`.
 
     Raises:

@@ -60,7 +60,7 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
       InputError: as `load_backbone`, and if the target cannot be written or exists.
     """
     path = _target(source, target)
-    file = checkpoints.read(source)
+    file = checkpoints.read_checkpoint(source)
     if torchvision.is_convnet(file.tensors):
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "

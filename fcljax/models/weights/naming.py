@@ -167,7 +167,7 @@ def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str)
     """Find the network in `tensors`, check it tensor by tensor, and bring it to our names and layouts.
 
     Args:
-      tensors: by name, as `checkpoints.read` gives them.
+      tensors: by name, as `checkpoints.read_checkpoint` gives them.
       name: one of VITS, which the tensors must fit; None takes the architecture from the tensors.
       facts: what is known already; it must not contradict the tensors.
       part: "teacher" or "student", for files that hold both.
@@ -186,7 +186,7 @@ def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str)
     recipes = _recipes(naming, _OUR_ENCODER, shapes, config)
     decoder = _decoder(found, config, facts) if _has_decoder(found.tensors) else None
     wanted = recipes | {f"decoder {key}": each for key, each in (decoder[2] if decoder else {}).items()}
-    check(found.tensors, _their_shapes(wanted), name or _describe(config))
+    check_tensors(found.tensors, _their_shapes(wanted), name or _describe(config))
     params = _build(found.tensors, recipes)
     head = params.pop("head", None)
     trained = {"mask_token", "masked_embed", "centers of the loss"} & set(found.ignored)
@@ -223,7 +223,7 @@ def interpret_decoder(tensors: Tensors, facts: TensorFacts) -> tuple[DecoderConf
     width = _extent(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
     encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)  # as far as its decoder tells
     config, notes, recipes = _decoder(_Found(ENCODERS[0], tensors, frozenset(), ()), encoder, facts)
-    check(tensors, _their_shapes(recipes), "a decoder")
+    check_tensors(tensors, _their_shapes(recipes), "a decoder")
     return config, _build(tensors, recipes), notes
 
 
@@ -538,7 +538,7 @@ def _their_shapes(recipes: dict[str, _Recipe]) -> _Shapes:
     return {name: recipe.theirs for recipe in recipes.values() for name in recipe.names}
 
 
-def check(tensors: Tensors, wanted: _Shapes, name: str) -> None:
+def check_tensors(tensors: Tensors, wanted: _Shapes, name: str) -> None:
     """Check that a file has exactly these tensors.
 
     Raises:

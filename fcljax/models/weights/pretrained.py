@@ -25,7 +25,7 @@ from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, naming, torchvision
 from fcljax.pixels import NORMALISE
-from fcljax.settings import Positions, Stem
+from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
 
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
@@ -79,8 +79,8 @@ class WeightOptions(NamedTuple):
     # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
     # takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
     decoder: str | None = None
-    # of a convolutional network without a file; None: "cifar" for images under 64 px, else "imagenet"
-    stem: Stem | None = None
+    # of a convolutional network without a file; auto: "cifar" for images under 64 px, else "imagenet"
+    stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
 
 
@@ -123,7 +123,7 @@ def load_backbone(
         choose("backbone", name, (*VITS, *CONVNETS))
     if name in VITS:
         _check_size(image_size, VITS[name], name)
-    file = None if checkpoint is None else checkpoints.read(checkpoint)
+    file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
     if name in CONVNETS or (file and torchvision.is_convnet(file.tensors)):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
@@ -135,7 +135,7 @@ def load_backbone(
             assert name is not None  # one of CONVNETS
             return _random_convnet(name, image_size, dtype, options)
         return _convnet(name, file, image_size, dtype, options.stem)
-    if options.stem is not None:
+    if options.stem != "auto":
         raise InputError(
             f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
             "nearest: --backbone resnet18"
@@ -143,7 +143,7 @@ def load_backbone(
     decoder = options.decoder
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
-    file = checkpoints.read(packaged(name)) if file is None else file
+    file = checkpoints.read_checkpoint(packaged(name)) if file is None else file
     found = loaded(file, name, image_size, options)
     joined, notes = _own_decoder(found), []
     if decoder is not None:
@@ -166,11 +166,11 @@ def load_backbone(
 
 
 def _convnet(
-    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: Stem | None
+    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: StemChoice
 ) -> Pretrained:
     """A ResNet or DenseNet of a file."""
     found = torchvision.interpret(file.tensors, name)
-    if stem not in (None, found.config.stem):
+    if stem not in ("auto", found.config.stem):
         raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")
     config = _sized(found.config, image_size, dtype)
     said, notes = _said_constants(file), []
@@ -187,7 +187,8 @@ def _random_convnet(name: str, image_size: int | None, dtype: str, options: Weig
     """Values that depend on the seed alone; pixels between -1 and 1."""
     config, seed = CONVNETS[name], options.seed
     own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-    config = _sized(dataclasses.replace(config, stem=options.stem or own), image_size, dtype)
+    stem = own if options.stem == "auto" else options.stem
+    config = _sized(dataclasses.replace(config, stem=stem), image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"
@@ -548,7 +549,7 @@ def _read_decoder(
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
     """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
     autoencoder."""
-    file = checkpoints.read(source)
+    file = checkpoints.read_checkpoint(source)
     facts = _joined(naming.TensorFacts(None, heads), _said(file))
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell

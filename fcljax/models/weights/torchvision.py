@@ -11,7 +11,7 @@ from fcljax.models.convnet import Variables, convnet_shapes
 from fcljax.models.densenet import DenseNet, DenseNetConfig
 from fcljax.models.networks import ConvNetConfig, network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
-from fcljax.models.weights.naming import Tensors, check, float32, reverse
+from fcljax.models.weights.naming import Tensors, check_tensors, float32, reverse
 from fcljax.settings import Stem
 from fcljax.types import PyTree
 
@@ -61,7 +61,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     """The network in `tensors`, checked tensor by tensor, under our names and layouts.
 
     Args:
-      tensors: by name, as `checkpoints.read` gives them; `is_convnet` holds.
+      tensors: by name, as `checkpoints.read_checkpoint` gives them; `is_convnet` holds.
       name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
@@ -79,7 +79,9 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     module = ResNet(config) if isinstance(config, ResNetConfig) else DenseNet(config)
     shapes: dict[Any, Any] = flatten_dict(convnet_shapes(module, config.image_size))
     theirs = {path: _their_name(config, path) for path in shapes}
-    check(body, {theirs[path]: _their_shape(x.shape) for path, x in shapes.items()}, network_name(config))
+    check_tensors(
+        body, {theirs[path]: _their_shape(x.shape) for path, x in shapes.items()}, network_name(config)
+    )
     flat = {path: reverse(float32(key, body[key])) for path, key in theirs.items()}
     variables = unflatten_dict(flat)
     params = Variables(variables["params"], variables["batch_stats"])

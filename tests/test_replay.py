@@ -5,7 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from toys import CLIENTS, FROZEN, KEY, MEMORY, RECALLS, WAYS, begin_run, engine_of, fold, receive, same, stack
+from toys import (
+    CLIENTS,
+    FROZEN,
+    KEY,
+    MEMORY,
+    REPLAYED,
+    WAYS,
+    begin_run,
+    engine_of,
+    fold,
+    receive,
+    same,
+    stack,
+)
 from toys import tasks as two_tasks
 
 from fcljax.data.streaming import Host
@@ -17,32 +30,32 @@ TASK = two_tasks()[1]
 
 @pytest.fixture(scope="module")
 def data():
-    return toys.rows()
+    return toys.examples()
 
 
 @pytest.fixture(scope="module")
-def deals(data):
+def partitions(data):
     return toys.partitions(data)
 
 
 @pytest.fixture(scope="module")
-def start(data, deals):
+def start(data, partitions):
     """(server, states, ids) when the second task begins: after a round of the first, what clients remember
     are rows of it."""
-    engine = engine_of("recalling", "loop1")
+    engine = engine_of("replaying", "loop1")
     server, states = begin_run(engine.method)
-    ids = np.flatnonzero(deals[0].count)
+    ids = np.flatnonzero(partitions[0].count)
     server, states, _ = run_round(
-        engine, server, stack(states), RoundInputs(FROZEN, data, deals[0], ids, two_tasks()[0], 0, KEY)
+        engine, server, stack(states), RoundInputs(FROZEN, data, partitions[0], ids, two_tasks()[0], 0, KEY)
     )
-    return server, jax.device_get(states), np.flatnonzero(deals[1].count)
+    return server, jax.device_get(states), np.flatnonzero(partitions[1].count)
 
 
-def joined(way, data, deals, start):
-    """(image, label, mask, row) that joined every client's last batch [P, RECALLS, ...]."""
+def joined(way, data, partitions, start):
+    """(image, label, mask, row) that joined every client's last batch [P, REPLAYED, ...]."""
     server, states, ids = start
-    engine = engine_of("recalling", way)
-    return jax.device_get(receive(engine, FROZEN, server, states, data, deals[1], ids, TASK)[0].gather)
+    engine = engine_of("replaying", way)
+    return jax.device_get(receive(engine, FROZEN, server, states, data, partitions[1], ids, TASK)[0].gather)
 
 
 def steps(count: int) -> int:
@@ -52,17 +65,17 @@ def steps(count: int) -> int:
 
 def chosen(client: int, memory: np.ndarray, step: int) -> list[int]:
     """The ids that a client asks for in a step of its round, by the keys of the protocol."""
-    places = jax.random.randint(fold(KEY, TASK.index, 0, 3, client, 1, step, 1), (RECALLS,), -1, MEMORY)
+    places = jax.random.randint(fold(KEY, TASK.index, 0, 3, client, 1, step, 1), (REPLAYED,), -1, MEMORY)
     return [-1 if place < 0 else int(memory[place]) for place in places.tolist()]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data, deals, start):
+def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data, partitions, start):
     """Under the clean view, while its own rows come under the training view; the rest is padding."""
     _, states, ids = start
-    image, label, mask, row = joined(way, data, deals, start)
+    image, label, mask, row = joined(way, data, partitions, start)
     assert [each.tolist() for each in row] == [
-        chosen(i, states[i], steps(deals[1].count[i]) - 1) for i in ids
+        chosen(i, states[i], steps(partitions[1].count[i]) - 1) for i in ids
     ]
     assert np.array_equal(mask, row >= 0)
     assert mask.any() and not mask.all()
@@ -72,38 +85,38 @@ def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data
     assert set(label[mask].tolist()) <= {0, 1}  # classes of the first task
 
 
-def test_clients_remember_the_highest_of_the_rows_that_they_held(deals, start):
+def test_clients_remember_the_highest_of_the_rows_that_they_held(partitions, start):
     _, states, _ = start
     for client in range(CLIENTS):
-        held = deals[0].indices[deals[0].offset[client] : deals[0].offset[client + 1]]
+        held = partitions[0].indices[partitions[0].offset[client] : partitions[0].offset[client + 1]]
         expected = np.sort(np.concatenate([np.full(MEMORY, -1), held]))[-MEMORY:]
         assert states[client].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("where", ["resident", "host"])
-def test_rows_that_nobody_recalls_may_be_nan(where, data, deals, start):
+def test_rows_that_nobody_replays_may_be_nan(where, data, partitions, start):
     """All rows but the clients' own and those that join a batch: some that they remember are among them."""
     _, states, ids = start
-    asked = [chosen(i, states[i], step) for i in ids for step in range(steps(deals[1].count[i]))]
-    used = np.isin(np.arange(len(data.label)), np.concatenate([deals[1].indices, *asked]))
+    asked = [chosen(i, states[i], step) for i in ids for step in range(steps(partitions[1].count[i]))]
+    used = np.isin(np.arange(len(data.label)), np.concatenate([partitions[1].indices, *asked]))
     assert np.isin(np.setdiff1d(states[ids], [-1]), np.flatnonzero(~used)).any()
     image = jnp.where(used[:, None, None, None], data.image, jnp.nan)
-    poisoned = toys.Rows(image, jnp.where(used, data.label, 10**6))
+    poisoned = toys.Examples(image, jnp.where(used, data.label, 10**6))
     on_host = lambda tree: Host(jax.tree.map(np.asarray, tree), 24)
     place = on_host if where == "host" else lambda tree: tree
-    engine, (server, states, ids) = engine_of("recalling", "vmap3"), start
+    engine, (server, states, ids) = engine_of("replaying", "vmap3"), start
     play = lambda data: run_round(
         engine,
         server,
         jax.tree.map(jnp.array, states),
-        RoundInputs(FROZEN, place(data), deals[1], ids, TASK, 0, KEY),
+        RoundInputs(FROZEN, place(data), partitions[1], ids, TASK, 0, KEY),
     )[:2]
     clean = play(data)
     same(play(poisoned), clean)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(clean))
 
 
-def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
+def test_a_client_is_read_what_it_remembers_and_no_more(data, partitions, start):
     """Of data on the host, one client's: its own rows of the task, its memory, and row 0 for padding."""
     read = []
 
@@ -117,16 +130,19 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, deals, start):
             read.extend(np.array(rows).tolist())
             return self.array[rows]
 
-    (server, states, _), engine = start, engine_of("recalling", "loop1")
-    host = Host(toys.Rows(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
+    (server, states, _), engine = start, engine_of("replaying", "loop1")
+    host = Host(toys.Examples(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
     run_round(
-        engine, server, jnp.array(states), RoundInputs(FROZEN, host, deals[1], np.array([3]), TASK, 0, KEY)
+        engine,
+        server,
+        jnp.array(states),
+        RoundInputs(FROZEN, host, partitions[1], np.array([3]), TASK, 0, KEY),
     )
-    own = deals[1].indices[deals[1].offset[3] : deals[1].offset[4]]
+    own = partitions[1].indices[partitions[1].offset[3] : partitions[1].offset[4]]
     assert set(read) == {0, *own.tolist(), *states[3].tolist()}
 
 
-def test_places_outside_of_the_memory_are_padding(data, deals):
+def test_places_outside_of_the_memory_are_padding(data, partitions):
     """-1, and numbers past the end: of six places only those of the memory's five rows join."""
 
     def step(context, local, batch, key):
@@ -143,15 +159,15 @@ def test_places_outside_of_the_memory_are_padding(data, deals):
             program={"replay_buffer": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         ),
-        deals,
+        partitions,
         Lanes(2, "vmap"),
     )
     server, states = begin_run(engine.method)
-    received, _ = receive(engine, FROZEN, server, stack(states), data, deals[0], [0, 6], two_tasks()[0])
+    received, _ = receive(engine, FROZEN, server, stack(states), data, partitions[0], [0, 6], two_tasks()[0])
     assert received.gather[:2].tolist() == [[-1, 70, 70 + MEMORY - 1, -1]] * 2
 
 
-def test_cached_features_of_own_and_recalled_rows_come_together(deals, data):
+def test_cached_features_of_own_and_replayed_examples_come_together(partitions, data):
     """Where both views are deterministic; a batch with no features for its own rows has none at all."""
     both = {}
 
@@ -166,16 +182,16 @@ def test_cached_features_of_own_and_recalled_rows_come_together(deals, data):
             query = jnp.zeros((7, 3)) if batch.query is None else batch.query
             return {**local, "off": local["off"] + jnp.sum(jnp.abs(query - 2 * batch.image[:, 0, 0]))}, {}
 
-        recall = lambda context, local, key: jnp.arange(RECALLS)
+        replay = lambda context, local, key: jnp.arange(REPLAYED)
         method = toys.toy(
             lambda context, state, key: {"weight": context.payload, "off": jnp.zeros(())},
-            (Phase(View(1, 4, augment=augment, replay=RECALLS), step, recall),),
+            (Phase(View(1, 4, augment=augment, replay=REPLAYED), step, replay),),
             lambda context, local, state: (Upload(mean=context.payload, gather=local["off"]), state),
             program={"replay_buffer": lambda state: state},
             init_client=lambda key, server: jnp.arange(MEMORY) + 70,
         )
-        engine = toys.build(method, deals, Lanes(1, "loop"), fetch=features)
+        engine = toys.build(method, partitions, Lanes(1, "loop"), fetch=features)
         server, states = begin_run(engine.method)
-        received, _ = receive(engine, FROZEN, server, stack(states), data, deals[0], [0], two_tasks()[0])
+        received, _ = receive(engine, FROZEN, server, stack(states), data, partitions[0], [0], two_tasks()[0])
         assert (float(received.gather[0]) == 0) == (not augment)
-    assert both == {False: (4 + RECALLS, 3), True: None}
+    assert both == {False: (4 + REPLAYED, 3), True: None}
