@@ -3,7 +3,9 @@
 import base64
 import dataclasses
 import html
+import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +19,12 @@ from fcljax import config
 from fcljax.config import RunConfig
 from fcljax.data.files.arrays import NAME, Labelled, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.owners import OWNER
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
 from fcljax.methods import MethodEntry, check_no_code
 from fcljax.models.own import Backbone, own_config
 from fcljax.models.weights.pretrained import Pretrained
-from fcljax.options import check_read
 from fcljax.results import page
 from fcljax.results.comparison import megabytes
 from fcljax.results.run_folder import load_summary
@@ -47,8 +49,6 @@ class Result:
     """What of the run was in memory and is in no file."""
     labels: np.ndarray | None = dataclasses.field(default=None, repr=False)
     """The caller's own labels, in the order of the data set's numbers."""
-    temporary: tempfile.TemporaryDirectory | None = dataclasses.field(default=None, repr=False)
-    """The owner of a temporary directory."""
 
     @classmethod
     def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> "Result":
@@ -140,6 +140,7 @@ def run(
     data: Data = "digits",
     *,
     backbone: str | Backbone = "auto",
+    partition: Any = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -152,10 +153,12 @@ def run(
       data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`. Images are uint8, or float
         in [0, 1]; labels are integers or text.
       backbone: the name of a network, or one of your own.
+      partition: as `--partition`; or the client of each training example [N], integers or text.
       out: the run directory, a new one; None: a temporary one, which is removed with the result.
       resume: continue the run in `out`. What was in memory must be given again.
       progress: whether a bar shows the rounds.
-      options: any option of `fcljax run METHOD`, such as `tasks=10, clients=20, alpha=0.1`.
+      options: any option of `fcljax run METHOD`, such as `tasks=10, clients=20, alpha=0.1`; lists for
+        `class_order` and `task_sizes`.
 
     Returns:
       Metrics, figures, the report and the final model.
@@ -164,21 +167,37 @@ def run(
       InputError: in one line that names the option, its value and the nearest valid one.
     """
     images, labels = _images(data)
-    supplied = Supplied(images, _network(backbone))
-    given = options | {
+    owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
+    supplied = Supplied(images, _network(backbone), owners)
+    given = {name: _listed(value) for name, value in options.items()} | {
         "dataset": data if isinstance(data, str) else images.name if images else NAME,
         "backbone": backbone if isinstance(backbone, str) else "auto",
     }
+    if partition is not None:
+        given["partition"] = partition if isinstance(partition, str) else f"column:{OWNER}"
     if resume and out is None:
         raise InputError("resume: there is no run directory to resume; give out")
     values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
     settings = config.from_mapping(method, values | given, "options")
-    check_read(settings, settings, options)
-    temporary = tempfile.TemporaryDirectory(prefix="fcljax-") if out is None else None
-    folder = Path(temporary.name) / "run" if temporary else Path(str(out))
-    console = Console(stderr=True, quiet=not progress)
-    summary = loop.run(settings, folder, resume, loop.Observer(console=console), supplied)
-    return Result(summary, folder, settings, supplied, labels, temporary)
+    config.check_given(settings, options)
+    observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
+    folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
+    try:
+        summary = loop.run(settings, folder, resume, observer, supplied)
+    except BaseException:
+        if out is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    settings = config.from_mapping(method, config.load_yaml(folder / "config.yaml"), "config.yaml")
+    result = Result(summary, folder, settings, supplied, labels)
+    if out is None:
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
+
+
+def _listed(value: Any) -> Any:
+    """Lists as the command line writes them."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _images(data: Data) -> tuple[Dataset | None, np.ndarray | None]:
@@ -188,7 +207,7 @@ def _images(data: Data) -> tuple[Dataset | None, np.ndarray | None]:
     return (data, None) if isinstance(data, Dataset) else Labelled(*dataset_of_arrays(data))
 
 
-def _network(backbone: str | Backbone) -> Pretrained | None:
+def _network(backbone: Any) -> Pretrained | None:
     """The caller's own network."""
     if isinstance(backbone, str):
         return None

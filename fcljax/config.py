@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,7 @@ from fcljax.settings import (
     RunConfig,
     SplitConfig,
     TrainConfig,
+    is_owned,
 )
 
 __all__ = [
@@ -240,13 +241,45 @@ def partitioned(config: Run, usual: Run) -> Run:
         )
     if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
         raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
+    if is_owned(config.partition) and config.alpha != usual.alpha:
+        raise InputError(f"alpha: {config.partition!r} is no Dirichlet partition; leave out --alpha")
+    _check_task_sizes(config)
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
+    fixed = "static" if is_owned(config.partition) else fixed
     if config.population not in (fixed, usual.population, "static"):
         raise InputError(
             f"population: {config.partition} clients are {fixed}, not {config.population!r}; nearest: "
             f"{fixed!r}"
         )
     return dataclasses.replace(config, population=fixed)
+
+
+def _check_task_sizes(config: PartitionConfig) -> None:
+    """Only one option says how many classes the tasks have."""
+    by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name) is not None]
+    if config.task_sizes is not None and by_number:
+        raise InputError(f"{by_number[0]}: task_sizes {config.task_sizes!r} has all sizes; leave one out")
+    if config.task_pool != "same" and (by_number or config.task_sizes):
+        name = (*by_number, "task_sizes")[0]
+        raise InputError(f"{name}: nothing reads it with --task-pool {config.task_pool}; leave it out")
+
+
+def check_given(config: RunConfig, given: Collection[str]) -> None:
+    """Check that something reads every option that was given, and that no other one decides it.
+
+    Raises:
+      InputError: naming the first such option.
+    """
+    check_read(config, config, given)
+    if "clients" in given and is_owned(config.partition):
+        raise InputError(
+            f"clients: the partition {config.partition!r} decides their number; leave out --clients"
+        )
+    decides = next(
+        (name for name in ("classes_per_task", "task_sizes") if getattr(config, name) is not None), ""
+    )
+    if "tasks" in given and decides:
+        raise InputError(f"tasks: {decides} decides their number; leave out --tasks")
 
 
 def fill(options: Value, values: dict[str, Any], where: str) -> Value:
@@ -282,7 +315,7 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
             return None
         type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
     if typing.get_origin(type_) is Literal:
-        return choose(name, value, typing.get_args(type_))
+        return _chosen(name, value, typing.get_args(type_))
     if type_ is bool:
         return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
     plain = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
@@ -300,6 +333,17 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         raise
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
+
+
+def _chosen(name: str, value: object, options: tuple) -> Any:
+    """One of the options. Those such as "file:PATH" and "NAME,NAME" stand for any text of their form."""
+    kind, colon, rest = str(value).partition(":")
+    forms = [str(option) for option in options]
+    if colon and rest.strip() and any(form.startswith(f"{kind}:") for form in forms):
+        return str(value)
+    if "," in str(value) and any("," in form for form in forms):
+        return str(value)
+    return choose(name, value, options)
 
 
 def _is_whole(value: object) -> bool:

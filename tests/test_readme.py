@@ -55,7 +55,11 @@ def by_cost(block):
     return pytest.param(block, marks=pytest.mark.long) if "fcljax.run(" in block else block
 
 
-@pytest.mark.parametrize("block", map(by_cost, blocks("python")), ids=map(str, range(len(blocks("python")))))
+@pytest.mark.parametrize(
+    "block",
+    [by_cost(block) for block in blocks("python")],
+    ids=lambda block: str(blocks("python").index(block)),
+)
 def test_python_blocks_run(block):
     assert namespace(block)
 

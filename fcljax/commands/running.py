@@ -13,7 +13,7 @@ from fcljax import config
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
-from fcljax.options import check_read, fields_of, flag, option, replaced
+from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
@@ -232,7 +232,7 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
             f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
         )
     made = config.from_mapping(method, values | given, source or "options")
-    check_read(made, made, given)
+    config.check_given(made, given)
     if given.get("population", made.population) != made.population:
         raise InputError(
             f"population: {made.partition} clients are {made.population}, not {given['population']!r}; "

@@ -37,7 +37,7 @@ from fcljax.parts.learner import Adapter, Classifier, Learner, Loss, Output, Par
 from fcljax.parts.server import ServerRule
 from fcljax.parts.user_code import check_arguments
 from fcljax.settings import AggregationOptions
-from fcljax.types import Batch, Frozen, Method, Network, Sizes, Task
+from fcljax.types import Batch, Method, Network, Sizes, Task
 
 
 @runtime_checkable
@@ -145,12 +145,12 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLos
     """A learner without a frozen network, whose classifier is the whole model and whose features are the
     losses of the examples."""
 
-    def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
+    def init(key: PRNGKeyArray, frozen: PyTree) -> Params:
         del key, frozen
         return Params((), params)
 
     def forward(
-        frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+        frozen: PyTree, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
         del frozen, cached, task, train
         found = loss(model_of(trainable.classifier), batch.image, batch.label)
@@ -163,7 +163,7 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLos
             )
         return Output(None, found)
 
-    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Array:
+    def predict(frozen: PyTree, params: Params, batch: Batch, task: Task) -> Array:
         del frozen, params  # a simulation asks for no predictions: its caller gets the model
         return jnp.zeros((len(batch.mask), len(task.seen)))
 

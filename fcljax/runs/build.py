@@ -16,6 +16,7 @@ from fcljax.adapters import find_adapter
 from fcljax.config import EngineConfig, RunConfig, TrainConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import hold_out
+from fcljax.data.owners import with_owners
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
@@ -40,7 +41,7 @@ from fcljax.runs.inputs import (
     network_of,
     read_clean,
 )
-from fcljax.scenario import Scenario, make_scenario
+from fcljax.scenario import Scenario, fitted, make_scenario
 from fcljax.types import Frozen, Method, Network, Round, Sizes
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
@@ -78,6 +79,8 @@ class Supplied(NamedTuple):
     """Images and labels."""
     backbone: Pretrained | None = None
     """A network."""
+    owners: np.ndarray | None = None
+    """The client of each training example [N], for the partition `column:owner`."""
 
 
 NOTHING = Supplied()
@@ -97,6 +100,9 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     if dataset and settings.holdout:
         dataset = hold_out(dataset, settings.holdout)
     inputs = load_inputs(settings, dataset, supplied.backbone)
+    if supplied.owners is not None:
+        inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
+    settings = config.resolve(fitted(settings, inputs.dataset))
     scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
     return assemble(settings, inputs, scenario, sizes_of(scenario))
 

@@ -12,6 +12,7 @@ from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
 from fcljax.config import RunConfig
+from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.results import page, trackers
@@ -28,9 +29,11 @@ from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_state, make_play_round
 from fcljax.runs.summary import draw_figures, missing_figures, summarize, warnings_of
+from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
 
+PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -114,8 +117,12 @@ def run(
         return _resume(session)
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
+    session = session._replace(settings=exp.settings)
     with contextlib.ExitStack() as stack:
-        hosts.from_first(lambda: stack.enter_context(created(session.out, settings)))
+        hosts.from_first(lambda: stack.enter_context(created(session.out, exp.settings)))
+        if hosts.first and is_owned(exp.settings.partition):
+            text = owners_csv(exp.inputs.dataset, exp.settings.partition)
+            write_text(session.out / PARTITION, text)
         return _complete(session, exp, None)
 
 
@@ -128,7 +135,7 @@ def _build(session: Session) -> Experiment:
         return exp
 
     exp = session.hosts.agree(checked)
-    origin = resume.origin(session.settings, exp.inputs)
+    origin = resume.origin(exp.settings, exp.inputs)
     session.hosts.check_same(origin | {"settings": origin["settings"] | dict.fromkeys(resume.FREE)})
     return exp
 
@@ -150,8 +157,9 @@ def _resume(session: Session) -> dict[str, Any]:
         before = hosts.from_first(lambda: checkpoint.origin_of(folder))
         since = hosts.agree(lambda: resume.check_settings(before, settings, steps, out))
         exp = _build(session)
+        session = session._replace(settings=exp.settings)
         if before:
-            hosts.agree(lambda: resume.check_digests(before, exp.inputs, out))
+            hosts.agree(lambda: resume.check_digests(before, exp.settings, exp.inputs, out))
         later = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_rounds(out, settings, later))
         return _complete(session, exp, finished)
@@ -215,7 +223,7 @@ def final_state(
     before = checkpoint.origin_of(folder) if folder.exists() else None
     if before is None:
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
-    resume.check_digests(before, exp.inputs, Path(out))
+    resume.check_digests(before, exp.settings, exp.inputs, Path(out))
     with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
         found = checkpoint.latest(manager, first_state(exp), Observer().say)
     if found is None:

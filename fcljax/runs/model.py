@@ -13,11 +13,12 @@ import numpy as np
 from jax import export
 from jaxtyping import Array, Float, PyTree
 
+from fcljax.archives import read_npz
 from fcljax.config import RunConfig
 from fcljax.data.augment import clean_view
 from fcljax.data.files.arrays import checked_images
 from fcljax.errors import InputError, reason
-from fcljax.files import atomic
+from fcljax.files import atomic, machine_memory
 from fcljax.runs.build import NOTHING, Experiment, Supplied
 from fcljax.runs.checkpoint import State
 from fcljax.runs.loop import final_state
@@ -68,7 +69,9 @@ class Model:
         image = jax.ShapeDtypeStruct((*self.image, 3), jnp.uint8)
         program = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image).serialize()
         about = {"format": FORMAT, "image": self.image}
-        arrays = {f"array_{i}": np.asarray(x, np.float32) for i, x in enumerate(self.arrays)}
+        # numpy's files have no bfloat16
+        plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
+        arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
         code = {"program": np.frombuffer(program, np.uint8), "about": np.array(json.dumps(about))}
         with atomic(path) as temporary, temporary.open("wb") as file:
             np.savez(file, labels=self.labels, **code, **arrays)
@@ -82,14 +85,14 @@ class Model:
           InputError: for any other file.
         """
         try:
-            with np.load(path) as file:
-                about, labels = json.loads(str(file["about"])), file["labels"]
-                if about["format"] != FORMAT:
-                    raise ValueError(f"it has format {about['format']!r}")
-                program = export.deserialize(bytearray(file["program"].tobytes()))
-                kinds = jax.tree.leaves(program.in_avals)[:-1]
-                arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
-                side = tuple(map(int, about["image"]))
+            file = read_npz(Path(path), machine_memory())
+            about, labels = json.loads(str(file["about"])), file["labels"]
+            if about["format"] != FORMAT:
+                raise ValueError(f"it has format {about['format']!r}")
+            program = export.deserialize(bytearray(file["program"].tobytes()))
+            kinds = jax.tree.leaves(program.in_avals)[:-1]
+            arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
+            side = tuple(map(int, about["image"]))
         except Exception as error:  # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels)  # pyrefly: ignore[bad-argument-type]

@@ -8,6 +8,7 @@ is one line that names it.
 import hashlib
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from fcljax.archives import read_npz
 from fcljax.data.files import download, listings, prepared
 from fcljax.data.files.arrays import ARRAYS, checked_images, sides
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.dataset import Dataset, image_names
 from fcljax.data.files.image_folders import folder_of_classes
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
@@ -35,8 +36,8 @@ _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names if there are any; x "
-    "uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and NAME_train "
+    "(columns) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]",
 }
 DATASETS = {
     **_IN_MEMORY,
@@ -71,6 +72,9 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
         y_test=dataset.y_train[away],
         size_train=None if size is None else size[kept],
         size_test=None if size is None else size[away],
+        columns={name: values[kept] for name, values in dataset.columns.items()},
+        kept=kept,
+        whole=len(dataset.y_train),
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
     )
 
@@ -202,7 +206,7 @@ def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
 
 
 def _dataset(name: str, data: Prepared) -> Dataset:
-    return Dataset(
+    dataset = Dataset(
         name,
         data.x_train,
         data.y_train,
@@ -213,7 +217,14 @@ def _dataset(name: str, data: Prepared) -> Dataset:
         size_train=data.size_train,
         size_test=data.size_test,
         digest=data.digest,
+        folder=data.folder,
     )
+    return dataset._replace(columns={"domain": _first_folders(dataset)}) if name == "domainnet" else dataset
+
+
+def _first_folders(dataset: Dataset) -> np.ndarray:
+    """The first folder of each training image's name: DomainNet's domain."""
+    return np.array([name.partition("/")[0] for name in image_names(dataset, "train") or ()])
 
 
 def _from_cache(
@@ -354,7 +365,31 @@ def _npz(name: str, path: Path) -> Dataset:
         raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
     classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    return Dataset(name, x_train, y_train, x_test, y_test, _class_names(path, named, classes))
+    names, columns = _class_names(path, named, classes), _columns(path, len(y_train))
+    return Dataset(name, x_train, y_train, x_test, y_test, names, columns=columns)
+
+
+class _Columns(Container[str]):
+    """The names NAME_train of arrays besides images and labels."""
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).endswith("_train") and name not in ARRAYS
+
+
+def _columns(path: Path, examples: int) -> dict[str, np.ndarray]:
+    """What else the file knows of each training example: NAME -> its array NAME_train.
+
+    Raises:
+      InputError: for one of another shape.
+    """
+    found = read_npz(path, machine_memory() // 2, _Columns())
+    for key, values in found.items():
+        if values.shape != (examples,) or values.dtype.kind not in "iuU":
+            raise InputError(
+                f"dataset: {str(path)!r}: {key} is {values.dtype} of shape {values.shape}; expected integers "
+                f"or text of shape [{examples}], one for each training example"
+            )
+    return {key.removesuffix("_train"): values for key, values in found.items()}
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
