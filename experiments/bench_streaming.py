@@ -28,7 +28,7 @@ from fcljax.data.store import Split, client_indices
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
-from fcljax.federated.engine import RoundInputs, default_lanes, init_clients, make_engine, run_round
+from fcljax.federated.engine import Lanes, RoundInputs, init_clients, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
@@ -119,7 +119,7 @@ def make_round(split: Split):
     rows, offset = client_indices(parts, label, task)
     present = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
     partition = ClientPartition(rows, offset, present)
-    lanes = default_lanes(jax.default_backend(), CLIENTS)
+    lanes = Lanes()
     reader = partial(fetch, preset("fppl", loaded.config.image_size), False)
     rooms, example = (
         capacities(method, [partition], lanes.count, CLIENTS),

@@ -20,6 +20,7 @@ from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
+from fcljax.methods.mini import MINI
 from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
 from fcljax.settings import (
     MOST_CLIENTS,
@@ -32,6 +33,7 @@ from fcljax.settings import (
     PartitionConfig,
     Pipeline,
     RunConfig,
+    Scale,
     SplitConfig,
     TrainConfig,
     is_owned,
@@ -57,6 +59,8 @@ MOST_SEEDS = 100  # more at once is rather a seed that was taken for a number of
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the pixels of the papers' releases, which also decide where the papers are silent
 AS_RELEASED = {"normalise": "release", "positions": "plain"}
+# networks that have the scale mini, unless a checkpoint is given; auto is the packaged one
+MICRO = ("auto", "vit_micro", "resnet_micro")
 
 
 # ---- the options of a method with an adapter ---------------------------------------------------------------
@@ -91,24 +95,28 @@ def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
 
 @functools.cache
 def preset(
-    method: str | MethodEntry, adapter: str | None = None, fidelity: Fidelity = "intended"
+    method: str | MethodEntry,
+    adapter: str | None = None,
+    fidelity: Fidelity = "intended",
+    scale: Scale = "mini",
 ) -> RunConfig:
-    """A run's settings as a fidelity preset has them.
+    """A run's settings as a fidelity preset has them, at a scale.
 
     Args:
       adapter: the method's if None.
+      scale: paper or mini; the default is that of the default network.
 
     Raises:
       InputError: as `option_groups`.
     """
     kind = run_class(method, adapter)
-    return kind(**_values(method, kind().adapter, fidelity))
+    return kind(**_values(method, kind().adapter, fidelity, scale))
 
 
 @functools.cache
 def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
     """The dataclass of a run: the shared fields, the method's own and the adapter's. Its defaults are those
-    of the preset `intended`.
+    of the preset `intended` at the scale mini.
 
     Raises:
       InputError: as `option_groups`.
@@ -119,7 +127,7 @@ def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
     known = {field.name: field for base in bases for field in fields_of(base)}
     fields = [
         (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
-        for name, value in _values(method, adapter, "intended").items()
+        for name, value in _values(method, adapter, "intended", "mini").items()
     ]
     return dataclasses.make_dataclass(
         f"Run_{Path(name_of(method)).stem}_{adapter}",
@@ -130,8 +138,8 @@ def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
     )
 
 
-def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity) -> dict[str, Any]:
-    """Field -> value of a preset."""
+def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: Scale) -> dict[str, Any]:
+    """Field -> value of a preset at a scale."""
     run, own, of_adapter = option_groups(method, adapter).values()
     chosen = _reading(find_method(method).presets, fidelity)
     fallback = _reading(find_adapter(adapter).presets, fidelity)
@@ -139,7 +147,10 @@ def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity) -> dict
     parts = part(run, chosen.run), part(own, chosen.options), adapted
     values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    return values | pixels | {"method": name_of(method), "adapter": adapter, "fidelity": fidelity}
+    small = MINI.get(method, {}) if scale == "mini" else {}
+    scaled = {name: value for name, value in small.items() if name in values}
+    chosen = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
+    return values | pixels | scaled | chosen
 
 
 def _reading(presets: Mapping[str, Value], fidelity: str) -> Value:
@@ -157,7 +168,8 @@ def part(options: type[Value], config: object) -> Value:
 def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) -> RunConfig:
     """A run's settings from names and values, as YAML or the command line give them, checked.
 
-    `adapter` decides which options there are, and `fidelity` which values those have that are not given.
+    `adapter` decides which options there are; `fidelity` and `scale` decide which values those have that are
+    not given.
 
     Raises:
       InputError: as `fill` and `resolve`, or if the values name another method.
@@ -168,7 +180,35 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     adapter = values.get("adapter") or find_method(method).adapter
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
-    return resolve(fill(preset(method, adapter, fidelity), values, where))
+    scale = _scale(values)
+    return resolve(fill(preset(method, adapter, fidelity, scale), values | {"scale": scale}, where))
+
+
+def _scale(values: Mapping[str, Any]) -> Scale:
+    """The scale that is asked for, or the one that suits the network.
+
+    Raises:
+      InputError: for a scale that there is not.
+    """
+    asked = choose("scale", values.get("scale", "auto"), typing.get_args(Scale))
+    if asked != "auto":
+        return asked
+    return "mini" if _is_micro(values.get("backbone", "auto"), values.get("checkpoint")) else "paper"
+
+
+def _is_micro(backbone: str, checkpoint: str | None) -> bool:
+    return backbone in MICRO and checkpoint in (None, "None")
+
+
+def explain_scale(config: RunConfig) -> str:
+    """The scale of a run and its reason, in a line."""
+    micro = _is_micro(config.backbone, config.checkpoint)
+    if (config.scale == "mini") != micro:
+        return f"scale: {config.scale}, as --scale says"
+    if micro:
+        return "scale: mini, because the network is a micro one without a checkpoint; see also --scale paper"
+    network = config.checkpoint or config.backbone
+    return f"scale: paper, because the network is {network}; see also --scale mini"
 
 
 def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], where: str) -> None:
@@ -213,7 +253,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
-    usual = preset(config.source or config.method, config.adapter, config.fidelity)
+    usual = preset(config.source or config.method, config.adapter, config.fidelity, config.scale)
     if config.attack != usual.attack and not config.malicious:
         raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
@@ -297,7 +337,8 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
 
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
-    unset = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    null = value is None and field.metadata.get("unset")  # files of earlier versions have null there
+    unset = null or value == "" == field.metadata.get("default")  # as config.yaml has it
     return field.metadata["default"] if unset else typed_value(field.name, field.type, value)
 
 

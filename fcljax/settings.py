@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fcljax.options import option
 
 Fidelity = Literal["intended", "paper", "released", "improved"]
+Scale = Literal["auto", "paper", "mini"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal[
     "dirichlet",
@@ -280,6 +281,9 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     """The method: a name of `fcljax list`, or FILE.py, FILE.py:NAME or MODULE:NAME from outside."""
     fidelity: Fidelity = "intended"
     """Reading of the paper where paper and release differ; improved was chosen on held-out images."""
+    scale: Scale = "auto"
+    """Learning rates and server training: the paper's, or those of methods/mini.py for small networks and
+    images (mini); auto: mini with a micro network and no checkpoint."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported")
     """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
     dependency `privacy`."""

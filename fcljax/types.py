@@ -310,6 +310,15 @@ class PhaseStep(Protocol):
 
 
 @runtime_checkable
+class Measure(Protocol):
+    """Measures something of a step, which changes nothing."""
+
+    def __call__(self, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray, /) -> Metrics:
+        """Metrics of the step that is about to be taken."""
+        ...
+
+
+@runtime_checkable
 class ChooseReplay(Protocol):
     """Chooses what a client replays in a step."""
 
@@ -327,6 +336,9 @@ class Phase(NamedTuple):
     """What is done with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
+    measure: Measure | None = None
+    """What is measured at one participant of every round, before the step in the middle of its phase; None:
+    nothing."""
 
 
 @runtime_checkable

@@ -66,8 +66,8 @@ def owned(assigned, task, round_=0):
         (
             "iid",
             [95, 93, 93],
-            [712, 1199, 418, 273],
-            "ed80e9b0173a907a4a85f26c3abe1e7433c53bb5b4e545cc4eec98f5b7d861dd",
+            [355, 830, 93, 1339],
+            "01a45077752592c9c982abb69490da31128ef9a377e0b106ff89cb3aa861feea",
         ),
     ],
 )

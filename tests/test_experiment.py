@@ -13,6 +13,7 @@ from fcljax import cli, config
 from fcljax.commands import running
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
+from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
 from fcljax.results import run_folder
@@ -252,6 +253,27 @@ def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, 
     monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
     (player,) = build.build(cfg).engine.players
     assert player.capacity.widths == widths
+
+
+# ---- lanes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "flops", "lanes"),
+    [
+        ("cpu", {}, 2.3e7, Lanes(1, "loop")),  # whatever the network
+        ("tpu", {}, 3.5e10, Lanes(1, "loop")),  # a ViT-B fills a chip alone
+        ("tpu", {}, 2.3e7, Lanes(10, "vmap")),  # vit_micro: ten equal clients side by side
+        ("gpu", {"lanes": 4}, 3.5e10, Lanes(4, "vmap")),  # as asked
+        ("gpu", {"lane_mode": "unroll"}, 2.3e7, Lanes(10, "unroll")),
+    ],
+)
+def test_the_lanes_fit_the_device_the_network_and_the_clients(backend, options, flops, lanes, monkeypatch):
+    given = {"clients": 10, "partition": "iid", **options}
+    cfg = config.resolve(config.from_mapping("linear", given, "test"))
+    monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
+    monkeypatch.setattr(build.jax, "default_backend", lambda: backend)
+    assert build.build(cfg).engine.lanes == lanes
 
 
 def test_flops_are_those_of_the_network():

@@ -177,3 +177,13 @@ def test_a_run_that_was_not_evaluated_warns_of_no_predictions():
     assert warnings_of(Records(counts=counts)) == []
     (line,) = warnings_of(Records(counts=counts, confusion=confusion.tolist()))
     assert "not finite for 3 of 10 test images" in line
+
+
+@pytest.mark.parametrize(("shares", "lines"), [((0.0, 9e-4, None), 1), ((0.0, 2e-3, None), 0)])
+def test_a_term_that_hardly_moves_the_model_is_named(shares, lines):
+    rounds = [
+        {"task": 0, "rejected": 0, "participants": 1, "gradient_share_ewc": value, "gradient_share_own": 0.0}
+        for value in shares
+    ]
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    assert len(found) == lines and all("the term 'ewc'" in line and "0.09 %" in line for line in found)

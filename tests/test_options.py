@@ -5,11 +5,13 @@ import itertools
 import typing
 
 import pytest
+import yaml
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError
 from fcljax.methods import METHODS, find_method
+from fcljax.methods.mini import MINI
 from fcljax.options import check_ranges, check_read, fields_of, help_of, option
 from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.pretraining.encoder import PretrainConfig
@@ -165,7 +167,8 @@ def test_a_preset_is_what_runs(method, adapter, fidelity):
     entry = find_method(method)
     assert set(entry.presets) <= set(PRESETS)
     chosen = entry.presets.get(fidelity, entry.presets["intended"])
-    cfg = config.from_mapping(method, {"adapter": adapter, "fidelity": fidelity}, "test")
+    values = {"adapter": adapter, "fidelity": fidelity, "scale": "paper"}
+    cfg = config.from_mapping(method, values, "test")
     of_adapters = {type(each): each for each in chosen.adapters}
     usual = find_adapter(adapter).presets
     own = of_adapters.get(find_adapter(adapter).options, usual.get(fidelity, usual["intended"]))
@@ -226,6 +229,7 @@ SOURCES = {
     ),
     "ewc": dict(
         ewc_weight=1000.0,
+        fisher_measured="task",
         fisher_limit=1e-4,
         lora_pairs="one",
         optimiser="sgd",
@@ -360,7 +364,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("method", SOURCES)
 def test_the_defaults_are_the_sources_numbers(method):
-    cfg = config.preset(method)
+    cfg = config.preset(method, scale="paper")
     assert {name: getattr(cfg, name) for name in SOURCES[method]} == SOURCES[method]
 
 
@@ -433,6 +437,7 @@ def test_an_option_of_its_own_name_is_taken(monkeypatch):
     monkeypatch.setitem(METHODS, "mine", entry_with("my_weight"))
     assert config.run_class("mine", "linear")().my_weight == 1.0
     config.run_class.cache_clear()
+    config.preset.cache_clear()  # whose instances are of the classes that are gone
 
 
 def test_an_adapter_s_option_goes_with_that_adapter_alone():
@@ -458,3 +463,43 @@ def test_an_adapter_that_cannot_work_is_refused_with_the_reason():
         config.from_mapping("fedncm", {"adapter": "lora"}, "test")
     with pytest.raises(InputError, match="^adapter: unknown value 'lor'; did you mean 'lora'"):
         config.from_mapping("fedavg", {"adapter": "lor"}, "test")
+
+
+# ---- scale -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_mini_scale_has_every_method_and_only_options_that_it_has():
+    assert set(MINI) == set(METHODS)
+    for method, values in MINI.items():
+        adapters = set(ADAPTERS) - set(find_method(method).excludes)
+        known = [field.name for each in adapters for field in fields_of(config.run_class(method, each))]
+        assert set(values) <= set(known), method
+        check_ranges(config.preset(method))
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "why"),
+    [
+        ({}, "mini", "a micro one"),
+        ({"backbone": "resnet_micro"}, "mini", "a micro one"),
+        ({"backbone": "vit_tiny"}, "paper", "the network is vit_tiny"),
+        ({"checkpoint": "weights.npz"}, "paper", "the network is weights.npz"),
+        ({"backbone": "vit_micro", "checkpoint": "weights.npz"}, "paper", "the network is weights.npz"),
+        ({"scale": "paper"}, "paper", "as --scale says"),
+        ({"scale": "mini", "backbone": "vit_tiny"}, "mini", "as --scale says"),
+    ],
+)
+def test_the_scale_is_that_of_the_network_unless_it_is_given(values, scale, why):
+    cfg = config.from_mapping("hepco", values, "test")
+    rates = {"paper": (1e-3, 1e-4), "mini": (MINI["hepco"]["lr"], MINI["hepco"]["generator_lr"])}
+    assert (cfg.scale, cfg.lr, cfg.generator_lr) == (scale, *rates[scale])
+    said = config.explain_scale(cfg)
+    assert said.startswith(f"scale: {scale}, ") and why in said
+    again = config.from_mapping("hepco", yaml.safe_load(config.to_yaml(cfg)), "test")
+    assert again == cfg and config.explain_scale(again) == said
+
+
+def test_what_is_given_wins_over_the_scale():
+    assert config.from_mapping("hepco", {"lr": 0.5}, "test").lr == 0.5
+    with pytest.raises(InputError, match="^scale: unknown value 'tiny'"):
+        config.from_mapping("hepco", {"scale": "tiny"}, "test")

@@ -105,6 +105,14 @@ def made(*summaries, **more) -> Reader:
     return Reader(render([Run(f"runs/{i}", each, **more) for i, each in enumerate(summaries)], ["runs"]))
 
 
+def test_terms_of_the_loss_have_their_mean_share_in_each_task():
+    shares = [(0, 0.0), (0, 0.2), (1, None), (1, 0.5)]
+    lines = [{"task": task, "gradient_share_ewc": value, "participants": 3} for task, value in shares]
+    found = made(whole(), lines=lines)
+    assert "terms" in found.ids and ["fppl", "ewc", "10.00", "50.00"] in found.rows
+    assert "terms" not in made(whole(), lines=[{"task": 0, "participants": 3}]).ids
+
+
 def test_every_part_is_there_with_its_numbers():
     lines = [
         {"task": 0, "round": 0, "rejected": 2, "participants": 3},

@@ -128,9 +128,9 @@ def test_chosen_keys_are_pulled_to_the_queries():
     np.testing.assert_allclose(one, 1.0, atol=1e-6)
     adapter = adapter_of("l2p", l2p_size=5, l2p_top_k=5, l2p_length=1)
     part = l2p.KeyedPrompts(jnp.zeros((5, 1, WIDTH)), key[:5])
-    np.testing.assert_allclose(adapter.loss(part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
+    np.testing.assert_allclose(adapter.loss((), part, query, OLD, jnp.ones(2, bool)), -0.1, atol=1e-6)
     # keys are all that the term moves, towards the queries
-    slope = jax.grad(lambda part: adapter.loss(part, QUERY, OLD, EVERY))(part)
+    slope = jax.grad(lambda part: adapter.loss((), part, QUERY, OLD, EVERY))(part)
     assert not slope.prompt.any() and slope.key.any()
     moved = part._replace(key=part.key - 0.1 * slope.key)
     near = lambda part: float(cosine(QUERY, part.key).sum())
@@ -168,7 +168,7 @@ def test_the_release_deals_keys_and_values_out_in_the_wrong_order():
     np.testing.assert_array_equal(found[:3], [[place(*pair) for pair in row] for row in expected])
 
 
-def test_the_bug_is_an_option_and_changes_what_is_injected():
+def test_the_bug_is_an_option_and_mixes_up_the_tasks_prefixes_alone():
     part = adapter_of("dualprompt", **DUAL).init(KEY, None)
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
@@ -178,9 +178,9 @@ def test_the_bug_is_an_option_and_changes_what_is_injected():
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
     np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
-    for block in (0, 1):
-        np.testing.assert_array_equal(wrong[block].value[0], right[block].key[0])  # keys for both
-        np.testing.assert_array_equal(wrong[block].key[3], right[block].value[3])  # values for both
+    same(wrong[0], right[0])  # the release takes shared prefixes by index, without a reshape
+    np.testing.assert_array_equal(wrong[1].value[0], right[1].key[0])  # keys for both
+    np.testing.assert_array_equal(wrong[1].key[3], right[1].value[3])  # values for both
 
 
 def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key():
@@ -213,10 +213,10 @@ def test_the_tasks_key_is_pulled_to_the_queries():
     adapter = adapter_of("dualprompt", **DUAL)
     part = adapter.trainable(adapter.init(KEY, None), NEW)
     expected = -0.1 * float(cosine(QUERY, part.key[None]).mean())
-    np.testing.assert_allclose(adapter.loss(part, QUERY, NEW, EVERY), expected, rtol=1e-5)
+    np.testing.assert_allclose(adapter.loss((), part, QUERY, NEW, EVERY), expected, rtol=1e-5)
     whole = adapter_of("dualprompt", **DUAL, dual_upload="all")
     params = whole.init(KEY, None)
-    slope = jax.grad(lambda part: whole.loss(part, QUERY, NEW, EVERY))(params)
+    slope = jax.grad(lambda part: whole.loss((), part, QUERY, NEW, EVERY))(params)
     assert not slope.key[0].any() and slope.key[1].any()
 
 
@@ -291,8 +291,27 @@ def test_orthogonality_is_an_option():
     assert adapter_of("coda", **CODA).loss is None
     adapter = adapter_of("coda", **CODA, coda_orthogonality=0.5)
     part = coda.Components(jnp.zeros((1, 2, 2, 2)), jnp.eye(2)[None], 2 * jnp.eye(2)[None])
+    later = jax.tree.map(lambda x: jnp.stack([x, x + 9]), part)  # the second task's count for nothing yet
     # P: mean of I^2 = 1/2; K: 0; A: (4 - 1)^2 on the diagonal, 9 / 2
-    np.testing.assert_allclose(adapter.loss(part, QUERY, OLD, EVERY), 0.5 * (0.5 + 0 + 4.5), rtol=1e-6)
+    found = adapter.loss(later, part, QUERY, OLD, EVERY)
+    np.testing.assert_allclose(found, 0.5 * (0.5 + 0 + 4.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("upload", ["current", "all"])
+def test_orthogonality_pushes_new_components_off_old_ones_which_stay(upload):
+    """One old row r and one new row x: ((r r - 1)^2 + 2 (r x)^2 + (x x - 1)^2) / 4."""
+    adapter = adapter_of(
+        "coda", coda_components=2, coda_length=2, coda_blocks=1, coda_orthogonality=1.0, coda_upload=upload
+    )
+    rows = jnp.array([[3.0, 4.0], [1.0, 2.0]])[:, None, None]
+    params = coda.Components(rows[..., None, :], jnp.zeros_like(rows), jnp.zeros_like(rows))
+    cached, part = adapter.cached(params), adapter.trainable(params, NEW)
+    value, slope = jax.value_and_grad(lambda part: adapter.loss(cached, part, QUERY, NEW, EVERY))(part)
+    np.testing.assert_allclose(value, (24**2 + 2 * 11**2 + 4**2) / 4 + 0.5 + 0.5, rtol=1e-6)
+    old, new = slope.prompt if upload == "all" else (jnp.zeros(2), slope.prompt)
+    assert not old.any()
+    # 1/4 (4 (r x) r + 4 (x x - 1) x)
+    np.testing.assert_allclose(new.ravel(), 11 * np.array([3, 4]) + 4 * np.array([1, 2]), rtol=1e-6)
 
 
 def test_without_gram_schmidt_components_are_what_was_drawn():

@@ -17,8 +17,10 @@ from fcljax.federated.schedule import (
     capacity,
     pack,
     participants,
+    paying_lanes,
     phase_steps,
     plan_round,
+    round_steps,
     step_widths,
     tabulate,
 )
@@ -270,3 +272,52 @@ def test_over_many_rounds_every_client_takes_part_equally_often():
         np.concatenate([participants(0, 0, r, np.arange(20), 0.25) for r in range(800)]), minlength=20
     )
     assert times.sum() == 4000 and abs(times - 200).max() < 60  # five standard deviations of a binomial draw
+
+
+# ---- how many lanes pay ------------------------------------------------------------------------------------
+
+TRAIN = program(View(5, 32), View(1, 32))
+DEVICES = pytest.mark.parametrize("devices", [1, 2])
+
+
+def planned(counts, lanes, what=TRAIN):
+    """Useful steps and ticks of a round, of the plan itself."""
+    deal = partition(counts)
+    room = capacity(what, [deal], lanes, len(counts))
+    _, (useful, paid) = plan_round(what, deal, np.arange(len(counts)), 0, lanes, room)
+    return useful, paid / lanes
+
+
+@UNTIMED
+@given(LENGTHS, LANES)
+def test_the_steps_that_lanes_are_chosen_by_are_those_of_the_plan(counts, lanes):
+    assert round_steps(TRAIN, np.array(counts), lanes) == planned(counts, lanes)
+
+
+@DEVICES
+def test_a_network_that_fills_its_device_gets_one_lane(devices):
+    assert paying_lanes(TRAIN, [partition([500] * 10)], devices, 4.0) == devices
+
+
+def test_a_small_network_gets_lanes_that_divide_equal_clients_evenly():
+    deals = [partition([500] * 10)]
+    found = {filled: paying_lanes(TRAIN, deals, 1, filled) for filled in (1e-3, 0.12, 0.2, 0.5)}
+    assert found == {1e-3: 10, 0.12: 10, 0.2: 5, 0.5: 2}  # not 8 or 4, whose last round is half empty
+    for filled, lanes in found.items():
+        useful, ticks = planned([500] * 10, lanes)
+        assert useful / (lanes * ticks) >= 0.95, filled
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_are_used_on_uneven_clients(seed):
+    labels = np.repeat(np.arange(10), 500)
+    counts = [len(part) for part in dirichlet(labels, 10, 0.5, np.random.RandomState(seed))]
+    lanes = paying_lanes(TRAIN, [partition(counts)], 1, 1e-3)
+    useful, ticks = planned(counts, lanes)
+    assert lanes > 1
+    assert useful / (lanes * ticks) >= 0.85
+
+
+def test_lanes_are_chosen_for_the_clients_that_take_part():
+    deals = [partition([500] * 20)] * 3
+    assert paying_lanes(TRAIN, deals, 1, 1e-3, participation=0.35) == 7

@@ -418,8 +418,19 @@ def test_every_part_of_the_synthesis_counts(changed):
     total = lambda found: float(found[1].total)
     assert abs(total(synthesised(**strong)) - total(synthesised(**strong | changed))) > 1e-4
     if "meta_update" not in changed:
-        late = strong | {"synthesis_warmup": 3}
+        late = strong | {"synthesis_warmup": 4}
         assert total(synthesised(**late)) == total(synthesised(**late | changed))
+
+
+@pytest.mark.long
+def test_disagreement_counts_a_round_before_the_student_learns():
+    """As in the release: from round w of the warm-up on, counted from 1; the student learns after w + 1."""
+    total = lambda **values: float(synthesised(noise_lr=0.5, student_lr=1.0, **values)[1].total)
+    for warmup, disputed, taught in ((4, False, False), (3, True, False), (2, True, False), (1, True, True)):
+        own = {"synthesis_warmup": warmup}
+        assert (abs(total(**own) - total(**own, adversarial_weight=50.0)) > 1e-4) == disputed
+        strong = own | {"adversarial_weight": 50.0}
+        assert (abs(total(**strong) - total(**strong, student_steps=40)) > 1e-4) == taught
 
 
 @pytest.mark.long

@@ -50,16 +50,29 @@ def test_a_small_dirichlet_partition_is_that_of_the_release():
     ]
 
 
-def test_a_small_iid_partition_is_that_of_the_release():
-    labels = np.repeat(np.arange(4), 25)
+def test_an_iid_partition_whose_classes_divide_evenly_is_that_of_the_release():
+    labels = np.repeat(np.arange(4), 24)
     _, rng = seeded(2023, 4)
     parts = iid(labels, 3, rng)
-    assert count_matrix(labels, parts, 4).tolist() == [[9] * 4, [8] * 4, [8] * 4]
+    assert count_matrix(labels, parts, 4).tolist() == [[8] * 4] * 3
     assert [part[:5].tolist() for part in parts] == [
-        [97, 27, 25, 4, 91],
-        [96, 38, 32, 79, 88],
-        [1, 70, 5, 89, 99],
+        [27, 26, 63, 71, 11],
+        [94, 51, 74, 22, 19],
+        [95, 0, 75, 56, 50],
     ]
+
+
+def test_what_an_iid_partition_cannot_share_equally_goes_round():
+    """Two examples of each of seven classes among five clients: in the release the last three get none."""
+    labels = np.repeat(np.arange(7), 2)
+    firsts = set()
+    for seed in range(20):
+        counts = count_matrix(labels, iid(labels, 5, np.random.RandomState(seed), min_size=2), 7)
+        assert counts.max() == 1 and sorted(counts.sum(1)) == [2, 3, 3, 3, 3]
+        (short,) = np.flatnonzero(counts.sum(1) == 2)
+        firsts.add(int(short))
+        np.testing.assert_array_equal(counts[:, 0], np.roll([0, 1, 1, 0, 0], short))  # from the next one on
+    assert firsts == set(range(5))
 
 
 @pytest.mark.parametrize(
@@ -152,8 +165,6 @@ def test_impossible_numbers_of_clients_are_refused():
             split(0)
         with pytest.raises(InputError, match="choose 4 clients or fewer"):
             split(5)
-    with pytest.raises(InputError, match="clients: an IID split over 4 clients leaves one with 8 examples"):
-        iid(labels, 4, rng)
     with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 of 200 examples"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
 

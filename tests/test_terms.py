@@ -7,18 +7,23 @@ import numpy as np
 import optax
 import pytest
 from micro import (
+    DATA,
     FORMULA,
     KEY,
+    PAIR,
     SCALE,
     SIZES,
     TASKS,
     WIDTH,
+    begin,
     by_hand,
     client_round,
     compiled,
     end_of_task,
+    engine_of,
     main_of,
     method_of,
+    play,
     rows_of,
     train,
 )
@@ -26,6 +31,7 @@ from small_runs import some
 
 from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
+from fcljax.federated.client_loop import Lanes
 from fcljax.methods import METHODS
 from fcljax.methods.ewc import Anchor, elastic
 from fcljax.models.heads import Head, cross_entropy
@@ -222,6 +228,34 @@ def test_the_anchor_changes_when_a_task_is_over_and_not_in_its_rounds():
     close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_the_release_measures_after_every_training_under_the_clients_own_model(task):
+    """Over all classes seen; the penalty counts from the second task on, as in the release."""
+    method = with_rules(elastic(7.0, 9.0, 4, every_round=True))
+    server, later = fresh(method), bool(task.old.any())
+    batches = [batch._replace(label=batch.label % (5 if later else 3)) for batch in BATCHES]
+    state = anchored(server, random_head(1), random_head(2))
+    anchor = state[0].trainable.classifier
+    context, local = train(method, server, task, batches, state)
+    _, (kept,) = client_round(method, server, task, batches, state)
+    end = local.trainable.classifier
+    jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, end)
+
+    def loss(head, batch, classes):
+        return cross_entropy(batch.image @ head.kernel + head.bias, batch.label, classes, batch.mask)
+
+    expected = server.params.classifier
+    for batch in batches:
+        own = jax.grad(loss)(expected, batch, task.current)
+        pull = jax.tree.map(lambda f, w, old: 7.0 * later * f * (w - old), random_head(1), expected, anchor)
+        expected = jax.tree.map(lambda w, g, p: w - RATE * (g + p), expected, own, pull)
+    close(end, expected, atol=1e-5)
+    squares = [jax.tree.map(jnp.square, jax.grad(loss)(end, batch, task.seen)) for batch in batches]
+    share = 3 / 5 if later else 0
+    mix = lambda old, *new: share * old + (1 - share) * sum(new) / len(new)
+    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
+
+
 # ---- weights of 0 ------------------------------------------------------------------------------------------
 
 LORA = OWN["lora"]
@@ -254,3 +288,52 @@ def test_a_proximal_term_of_weight_0_leaves_every_bit():
     plain, zero = with_rules(), with_rules(prox(0.0))
     for ours, theirs in zip(leaves_of(by_hand(zero)), leaves_of(by_hand(plain)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+# ---- how much each term contributes ------------------------------------------------------------------------
+
+
+def times(weight):
+    """A rule whose term is the clients' own loss, so many times."""
+
+    def loss(step, memory):
+        return weight * cross_entropy_loss().value(step.output, step.batch, step.context.task)
+
+    return ClientRule("again", loss)
+
+
+def played(method, lanes=PAIR):
+    """(server, metrics) after each round of all tasks; images are vectors."""
+    data = DATA._replace(image=DATA.image.reshape(len(DATA.image), -1)[:, :WIDTH])
+    engine = engine_of(method, lanes, frozen=SCALE, data=data)
+    history = play(engine, *begin(method, SCALE), frozen=SCALE, data=data)
+    return [(server, report.metrics) for server, _, report in history]
+
+
+@pytest.mark.parametrize(("weight", "share"), [(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)])
+def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, share):
+    for _, metrics in played(with_rules(times(weight))):
+        assert metrics["gradient_share_again"] == pytest.approx(share, abs=1e-5)
+        assert metrics["gradient_share_own"] == pytest.approx(1 - share, abs=1e-5)
+
+
+def test_a_pull_to_what_was_sent_is_measured_where_the_client_has_moved():
+    _, metrics = played(with_rules(prox(1.0)))[0]
+    assert 0.01 < metrics["gradient_share_prox"] < 0.99
+
+
+def test_shares_depend_on_no_lanes_and_measuring_them_changes_no_bit():
+    method = with_rules(prox(0.1))
+    (each,) = method.rounds
+    (phase,) = each.program.phases
+    plain = each.program._replace(phases=(phase._replace(measure=None),))
+    without = played(method._replace(rounds=(each._replace(program=plain),)))
+    found, alone = played(method), played(method, Lanes())
+    for (server, metrics), (other, rest), (_, one) in zip(found, without, alone, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, server, other)
+        assert metrics["gradient_share_prox"] == pytest.approx(one["gradient_share_prox"], rel=1e-4)
+        assert not [name for name in rest if name.startswith("gradient_share_")]
+
+
+def test_a_loss_of_one_term_measures_nothing():
+    assert all(phase.measure is None for phase in with_rules().rounds[0].program.phases)

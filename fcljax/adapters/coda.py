@@ -37,7 +37,7 @@ class CodaOptions:
     coda_blocks: int = 5
     """Number of blocks with prompts, the first ones."""
     coda_orthogonality: float = 0.0
-    """Weight of the distance of prompts, keys and attentions from orthonormal rows."""
+    """Weight of the distance of the prompts, keys and attentions of all tasks seen from orthonormal rows."""
     coda_gram_schmidt: bool = True
     """Whether a task's components start orthogonal to the earlier ones."""
     coda_upload: Literal["current", "all"] = "current"
@@ -97,11 +97,16 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def cached(params: Components) -> Cached:
         return () if slots.whole else params
 
+    def all_components(
+        cached: Cached, trainable: Components, task: Task, constant: bool = True
+    ) -> Components:
+        past = trainable if slots.whole or not isinstance(cached, Components) else cached
+        return with_current(past, slots.counted(trainable, task), task, constant)
+
     def prompt(
         cached: Cached, trainable: Components, query: Array, task: Task, constant: bool = True
     ) -> Float[Array, "batch blocks length width"]:
-        past = trainable if slots.whole or not isinstance(cached, Components) else cached
-        return combined(with_current(past, slots.counted(trainable, task), task, constant), query, task)
+        return combined(all_components(cached, trainable, task, constant), query, task)
 
     def inject(
         cached: Cached, trainable: Components, query: Array, task: Task, train: bool, mask: Array
@@ -110,9 +115,12 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         # a server that trains as in evaluation trains all components that it has (release)
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
-    def loss(trainable: Components, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
+    def loss(
+        cached: Cached, trainable: Components, query: Array, task: Task, mask: Array
+    ) -> Float[Array, ""]:
         del query, mask
-        distances = map(apart_from_orthonormal, slots.counted(trainable, task))
+        every = all_components(cached, trainable, task)
+        distances = [apart_from_orthonormal(x, task.index) for x in every]
         return options.coda_orthogonality * sum(distances, jnp.zeros(()))
 
     adapter = Adapter(
@@ -177,8 +185,10 @@ def rejected(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " w
     return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
 
 
-def apart_from_orthonormal(x: Float[Array, "blocks n *shape"]) -> Float[Array, ""]:
-    """The mean square of X X^T - I, summed over the blocks."""
-    flat = x.reshape(*x.shape[:2], -1)
-    gram = jnp.einsum("bnd,bmd->bnm", flat, flat) - jnp.eye(flat.shape[1])
-    return jnp.sum(jnp.mean(gram**2, axis=(1, 2)))
+def apart_from_orthonormal(x: Float[Array, "tasks blocks n *shape"], task: Array) -> Float[Array, ""]:
+    """The mean square of X X^T - I over the rows of the tasks seen so far, summed over the blocks."""
+    tasks, blocks, each = x.shape[:3]
+    rows = jnp.moveaxis(x, 1, 0).reshape(blocks, tasks * each, -1)
+    seen = jnp.repeat(jnp.arange(tasks) <= task, each)
+    apart = jnp.einsum("bnd,bmd->bnm", rows, rows) - jnp.eye(tasks * each)
+    return jnp.sum(apart**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2

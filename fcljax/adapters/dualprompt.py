@@ -41,8 +41,8 @@ class DualPromptOptions:
     dual_transfer: int = option(0, least=0)
     """Number of the last task, from 1, whose prefix starts as a copy of the one before; 0 for all tasks."""
     dual_reshape_bug: bool = False
-    """Lay out a batch's prefixes wrongly, as the release does: keys in place of values for the first half of
-    the images, values in place of keys for the second half."""
+    """Lay out a batch's task prefixes wrongly, as the release does: keys in place of values for the first
+    half of the images, values in place of keys for the second half. Shared prefixes are laid out right."""
     dual_upload: Literal["current", "all"] = "current"
     """Prefixes and keys that clients and server send: the current task's, or those of all tasks."""
     dual_candidates: Literal["seen", "all"] = "seen"
@@ -119,9 +119,10 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     ) -> Injection:
         own = prefixes(cached, trainable, query, task, train, mask)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
-        blocks = [shared[:, i] for i in range(shared.shape[1])] + [own[:, i] for i in range(own.shape[1])]
+        of_task = [own[:, i] for i in range(own.shape[1])]
         if options.dual_reshape_bug:
-            blocks = [mixed_up(both, mask) for both in blocks]
+            of_task = [mixed_up(both, mask) for both in of_task]
+        blocks = [shared[:, i] for i in range(shared.shape[1])] + of_task
         return Injection(prefix={i: Prefix(both[:, 0], both[:, 1]) for i, both in enumerate(blocks)})
 
     def prompt(cached: Cached, trainable: DualPrompts, query: Array, task: Task) -> Float[Array, "b n width"]:
@@ -130,7 +131,10 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         flat = [x.reshape(len(query), -1, network.width) for x in (shared, own)]
         return jnp.concatenate(flat, axis=1)
 
-    def loss(trainable: DualPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
+    def loss(
+        cached: Cached, trainable: DualPrompts, query: Array, task: Task, mask: Array
+    ) -> Float[Array, ""]:
+        del cached
         first = jnp.zeros((len(query), 1), jnp.int32)
         return -options.dual_key_weight * pull(slots.counted(trainable, task).key[None], query, first, mask)
 

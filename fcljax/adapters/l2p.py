@@ -86,8 +86,10 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
         del cached, task, train
         return Injection(tokens=tokens(trainable, query, mask))
 
-    def loss(trainable: KeyedPrompts, query: Array, task: Task, mask: Array) -> Float[Array, ""]:
-        del task
+    def loss(
+        cached: tuple, trainable: KeyedPrompts, query: Array, task: Task, mask: Array
+    ) -> Float[Array, ""]:
+        del cached, task
         return -options.l2p_key_weight * pull(trainable.key, query, chosen(trainable, query, mask), mask)
 
     return Adapter(

@@ -13,6 +13,7 @@ from fcljax import config
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
+from fcljax.methods.mini import MINI
 from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
@@ -177,8 +178,8 @@ def _folder(resolved: config.RunConfig) -> str:
 
 
 def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -> dict[str, Any]:
-    """The options of a run that were given. Its adapter decides which there are; its fidelity preset and its
-    file of settings decide the defaults that the help shows.
+    """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
+    scale and its file of settings decide the defaults that the help shows.
 
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
@@ -186,7 +187,8 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
     typed = _typed(arguments)
     source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
     values = config.load_yaml(source) if source and Path(source).is_file() else {}
-    chosen = {name: typed[name] for name in ("adapter", "fidelity") if name in typed}
+    deciding = ("adapter", "fidelity", "scale", "backbone", "checkpoint")
+    chosen = {name: typed[name] for name in deciding if name in typed}
     adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
     groups = config.option_groups(method, adapter)
     if {"-h", "--help"} & set(arguments):
@@ -231,6 +233,9 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         raise InputError(
             f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
         )
+    fixed = [option for option in MINI.get(method, {}) if option in values]
+    if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):
+        raise InputError(f"scale: {source!r} has its own {', '.join(fixed)}; leave out --scale")
     made = config.from_mapping(method, values | given, source or "options")
     config.check_given(made, given)
     if given.get("population", made.population) != made.population:

@@ -1,8 +1,9 @@
 """Which client owns which training examples.
 
-`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does: they continue the numpy
-stream that drew the class order (`tasks.class_order`), work in original label order, allow no other draw in
-between, and cover the whole training set at once; a client's examples of one task follow from that.
+`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does, but for the examples of a
+class that clients cannot share equally (`iid`): they continue the numpy stream that drew the class order
+(`tasks.class_order`), work in original label order, allow no other draw in between, and cover the whole
+training set at once; a client's examples of one task follow from that.
 `quantity`, `shards` and `dirichlet` also split the examples of one task (PILoRA, Guo et al., ECCV 2024). All
 parts are indices into the `labels` that were given.
 """
@@ -57,23 +58,24 @@ def dirichlet(
 
 
 def iid(labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10) -> Parts:
-    """Every class is shuffled and cut into equal parts; the first clients may get one example more.
+    """Every class is shuffled and cut into equal parts.
+
+    The examples of a class that are left over go round: its first goes to the client after the one that the
+    class before it ended with, beginning at a client that is drawn. So all clients' sizes differ by one at
+    most. In FPPL's release they go to the first clients, class after class; where all classes divide evenly,
+    nothing is drawn and the partition is the release's.
 
     Raises:
-      InputError: for less than one client, or a `min_size` that is not met (sizes do not depend on chance, so
-        there is no retry).
+      InputError: for less than one client, or a `min_size` that is not met.
     """
     check_clients(len(labels), clients, min_size)
+    shuffled = [rng.permutation(members) for members in _classes(labels)]
+    left_over = np.array([len(members) % clients for members in shuffled])
+    first = rng.randint(clients) if left_over.any() else 0
+    starts = first + np.cumsum(left_over) - left_over
     everyone = np.arange(clients)
-    owned = [_evenly(rng.permutation(members), everyone) for members in _classes(labels)]
-    parts = _by_owner(owned, clients)
-    smallest = min(map(len, parts))
-    if smallest < min_size:
-        raise InputError(
-            f"clients: an IID split over {clients} clients leaves one with {smallest} examples, "
-            f"under {min_size}"
-        )
-    return _shuffled(parts, rng)
+    turns = zip(shuffled, starts, strict=True)
+    return _shuffled(_by_owner([_evenly(each, np.roll(everyone, -at)) for each, at in turns], clients), rng)
 
 
 def quantity(

@@ -33,6 +33,7 @@ from fcljax.types import (
     PyTree,
     Task,
     Upload,
+    View,
     Weighted,
 )
 
@@ -139,6 +140,7 @@ class LoopSettings(NamedTuple):
     lanes: Lanes  # of one device
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
     waits: bool  # whether a lane may be idle while others work; its client must then be kept as it is
+    participants: int  # P
 
 
 def batches_alone(lanes: Lanes) -> bool:
@@ -337,7 +339,8 @@ def run_ticks(
     finish = functools.partial(_finish, program, index, call, each)
     widths = settings.widths if batches_alone(lanes) else settings.widths[-1:]
 
-    def work(tick, lane, slot, step, active, local):
+    def at(tick, lane, slot, step, local):
+        """The client's context, the key of its step, its examples' mask, and its batch at a width."""
         key = jax.random.fold_in(_client_key(call.key, chunk, slot, ClientKey.PHASES + index), step)
         image_key = jax.random.fold_in(key, StepKey.IMAGES)
         step_key = jax.random.fold_in(key, StepKey.UPDATE)
@@ -349,16 +352,26 @@ def run_ticks(
         context = context_of(call, slot)
         read = functools.partial(_read, settings.fetch, phase.view.augment, window.data)
 
-        def step_of(width):
+        def batch_of(width):
             batch = read(examples[:width], place[:width], mask[:width], image_key, draws_key)
             if phase.replay:
                 keys = step_key, draws_key
                 batch = join(batch, _replayed(settings.fetch, phase.replay, context, past, slot, local, keys))
-            return phase.step(context, local, batch, step_key)
+            return batch
 
-        new, metrics = _at_width(step_of, widths, mask)
+        return context, step_key, mask, batch_of
+
+    def work(tick, lane, slot, step, active, local):
+        context, key, mask, batch_of = at(tick, lane, slot, step, local)
+        new, metrics = _at_width(lambda width: phase.step(context, local, batch_of(width), key), widths, mask)
         kept = select(active, new, local) if settings.waits else new
         return kept, {k: _countable(value, active) for k, value in metrics.items()}
+
+    def measured(tick, lane, slot, step, active, local):
+        assert phase.measure is not None
+        context, key, _, batch_of = at(tick, lane, slot, step, local)
+        metrics = phase.measure(context, local, batch_of(widths[-1]), key)
+        return {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
         slot, step, start, end, active = (column[i] for column in table)
@@ -367,8 +380,16 @@ def run_ticks(
         # branches at every tick.
         local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
         numbers = (jnp.full_like(slot, i), jnp.arange(lanes.count))
+        accumulator = carry.accumulator
+        if phase.measure:
+            now = active & _is_measured(phase.view, settings.participants, call, slot, step)
+            accumulator = jax.lax.cond(
+                jnp.any(now),
+                lambda: _add_metrics(accumulator, index, each(measured)(*numbers, slot, step, now, local)),
+                lambda: accumulator,
+            )
         local, metrics = each(work)(*numbers, slot, step, active, local)
-        accumulator = _add_metrics(carry.accumulator, index, metrics)
+        accumulator = _add_metrics(accumulator, index, metrics)
         carry = carry._replace(local=local, accumulator=accumulator)
         return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
 
@@ -422,9 +443,23 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
     return carry._replace(accumulator=accumulator, states=_write(there, carry.states, new), written=written)
 
 
+def _is_measured(
+    view: View, participants: int, call: Call, slot: Int[Array, " L"], step: Int[Array, " L"]
+) -> Bool[Array, " L"]:
+    """Whether `Phase.measure` is due: in the middle of the phase, at one participant. It is another one in
+    every round, and the same however clients are divided into chunks."""
+    chunk = call.chunk
+    steps = view.epochs * -(-chunk.count[slot] // view.batch_size)
+    chosen = (call.task.index + chunk.round) % participants
+    return (step == steps // 2) & (chunk.position[slot] == chosen)
+
+
 def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accumulator:
+    """Add metrics [L] of the lanes, which are all or some of the phase's."""
     before = accumulator.metrics
-    total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), before[index], metrics)
+    added = {name: before[index][name] for name in metrics}
+    added = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), added, metrics)
+    total = before[index] | added
     return accumulator._replace(metrics=(*before[:index], total, *before[index + 1 :]))
 
 

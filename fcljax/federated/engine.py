@@ -75,16 +75,6 @@ from fcljax.types import (
 )
 
 
-def default_lanes(backend: str, clients: int) -> Lanes:
-    """The lanes to use when none are asked for.
-
-    On CPU it is one lane in a loop: on a ViT-Ti it is as fast as 4 vmapped lanes and holds one client at a
-    time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). Accelerators batch up
-    to 8 clients, which has not been measured yet.
-    """
-    return Lanes(1, "loop") if backend == "cpu" else Lanes(min(8, clients), "vmap")
-
-
 class RoundReport(NamedTuple):
     """Host-side summary of one round."""
 
@@ -270,7 +260,8 @@ def _player(
         return ending(open_chunk(program, shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
 
     def ticks_of(i, call, carry, window, past):
-        settings = LoopSettings(fetch, mine, capacity.widths[i], waits=lanes.count > 1)
+        waits = lanes.count > 1
+        settings = LoopSettings(fetch, mine, capacity.widths[i], waits, capacity.participants)
         return ending(run_ticks(program, i, settings, call, begun(carry), window, past))
 
     def ticks(i, call, carry, window, past, parted):

@@ -19,6 +19,9 @@ Ints = Int[np.ndarray, "..."]
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
+MOST_LANES = 16  # of one device
+LEAST_USEFUL = 0.85  # of the steps that lanes are paid for, clients must use
+TRIED_ROUNDS = 16  # of a run, to choose its lanes
 WORTH_EXAMPLES = 1000.0  # the same in examples: the time to compile a ViT-Ti's step on one core of a CPU
 
 
@@ -159,6 +162,52 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
         queues[lane].append(int(item))
         heapq.heappush(heap, (load + int(length[item]), lane))
     return queues
+
+
+def paying_lanes(
+    program: Program,
+    partitions: list[ClientPartition],
+    devices: int,
+    filled: float,
+    participation: float = 1.0,
+) -> int:
+    """The number of lanes, a multiple of the devices, with which rounds are shortest.
+
+    Clients side by side cost no time until a device is full, and from then on as much as one after the other.
+    Lanes that are idle for more than a few steps are left out, though never the last one of a device.
+
+    Args:
+      program: what clients do.
+      partitions: one for each round of the run.
+      devices: that share the lanes.
+      filled: share of a device that one client's step fills; above 1 it is busy for as much longer.
+      participation: share of the clients that take part in a round.
+    """
+    chosen = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
+    counts = [_some_counts(partitions[i], participation, i) for i in chosen]
+
+    def cost(each: int) -> tuple[float, int]:
+        steps = [round_steps(program, count, each * devices) for count in counts]
+        useful, ticks = np.sum(steps, axis=0)
+        wasteful = each > 1 and useful < LEAST_USEFUL * each * devices * ticks
+        return (np.inf if wasteful else ticks * max(1.0, each * filled)), each
+
+    return devices * min(cost(each) for each in range(1, MOST_LANES + 1))[1]
+
+
+def _some_counts(partition: ClientPartition, participation: float, round_: int) -> Ints:
+    """Examples of clients that could be a round's participants."""
+    eligible = np.flatnonzero(partition.count)
+    return partition.count[participants(0, 0, round_, eligible, participation)]
+
+
+def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
+    """Steps that clients with `count` examples take in a round, and the ticks that the lanes need for them
+    when all clients are in one chunk."""
+    steps = np.array([phase_steps(count, phase.view) for phase in program.phases])
+    queues = pack(steps.sum(axis=0), lanes)
+    ticks = np.max([steps[:, queue].sum(axis=1) for queue in queues], axis=0)
+    return int(steps.sum()), int(ticks.sum())
 
 
 def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:

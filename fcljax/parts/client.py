@@ -17,9 +17,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
 from fcljax.federated.keys import StepKey
-from fcljax.parts.learner import Learner, Loss, Output, Params, correct_examples
+from fcljax.parts.learner import Learner, Loss, Output, Params, Sampling, correct_examples
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
+
+OWN, ADAPTER = "own", "adapter"  # terms of the loss: the clients' own, and the adapter's
+SHARE = "gradient_share_"  # what the names of the metrics of `gradient_shares` begin with
 
 
 @runtime_checkable
@@ -328,30 +331,91 @@ def _loss(
     trainable: Params,
 ) -> tuple[Array, Output]:
     """The loss of trainable parameters on a batch, and the output; means over draws if they are drawn."""
-    learner, own_loss, adapter_loss = work.learner, work.training.loss, work.learner.adapter.loss
-    assert own_loss is not None
 
     def loss_of(drawn: Params) -> tuple[Array, Output]:
-        output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
-        loss = own_loss.value(output, batch, context.task)
-        if adapter_loss is not None:
-            loss = loss + adapter_loss(drawn.adapter, output.query, context.task, batch.mask)
-        step = ClientStep(learner, context, trainable, output, batch, key, drawn)
-        for rule, own in zip(work.rules, memory, strict=True):
-            loss = loss + _rule_loss(rule, step, own) if rule.loss else loss
-        return loss, output
+        terms, output = _terms(work, context, memory, batch, key, trainable, drawn)
+        return functools.reduce(jnp.add, terms.values()), output
 
-    sampling = learner.sampling
+    return _over_draws(work.learner.sampling, loss_of, batch, key, trainable)
+
+
+def _terms(
+    work: ClientWork,
+    context: ClientContext,
+    memory: tuple[PyTree, ...],
+    batch: Batch,
+    key: PRNGKeyArray,
+    trainable: Params,
+    drawn: Params,
+) -> tuple[dict[str, Array | float], Output]:
+    """The terms of the loss, and the output: the clients' own loss, the adapter's, and one for each rule."""
+    learner, own_loss, adapter_loss = work.learner, work.training.loss, work.learner.adapter.loss
+    assert own_loss is not None
+    output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
+    terms: dict[str, Array | float] = {OWN: own_loss.value(output, batch, context.task)}
+    if adapter_loss is not None:
+        cached = context.cached.adapter
+        terms[ADAPTER] = adapter_loss(cached, drawn.adapter, output.query, context.task, batch.mask)
+    step = ClientStep(learner, context, trainable, output, batch, key, drawn)
+    for rule, own in zip(work.rules, memory, strict=True):
+        if rule.loss:
+            terms[rule.name] = _rule_loss(rule, step, own)
+    return terms, output
+
+
+def _over_draws(
+    sampling: Sampling | None,
+    function: Callable[[Params], Any],
+    batch: Batch,
+    key: PRNGKeyArray,
+    trainable: Params,
+) -> Any:
+    """`function` of the trainable parameters, or the mean of it over draws from them."""
     if sampling is None:
-        return loss_of(trainable)
+        return function(trainable)
     # keyed by the first example: whoever holds the examples gets the same parameters
     own_key = key if batch.keys is None else batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(own_key, StepKey.DRAWN_PARAMS), sampling.training)
     if sampling.training == 1:
-        return loss_of(sampling.draw(keys[0], trainable))
+        return function(sampling.draw(keys[0], trainable))
     # one after the other: side by side, every convolution would have its own kernels for each draw
-    found = jax.lax.map(lambda key: loss_of(sampling.draw(key, trainable)), keys)
+    found = jax.lax.map(lambda key: function(sampling.draw(key, trainable)), keys)
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+
+
+def gradient_shares(
+    work: ClientWork, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray
+) -> Metrics:
+    """How much each term of the loss contributes to a step: the L2 norm of its gradient over the sum of all
+    terms' norms, as the metric "gradient_share_TERM". Nothing if the loss has one term alone."""
+
+    names = term_names(work)
+
+    def terms_of(trainable: Params) -> Float[Array, " terms"]:
+        def drawn_terms(drawn: Params) -> Float[Array, " terms"]:
+            terms = _terms(work, context, local.memory, batch, key, trainable, drawn)[0]
+            return jnp.stack([jnp.asarray(terms[name], jnp.float32) for name in names])
+
+        return _over_draws(work.learner.sampling, drawn_terms, batch, key, trainable)
+
+    gradients_of = jax.vjp(terms_of, local.trainable)[1]
+
+    def norm(one_term: Float[Array, " terms"]) -> Float[Array, ""]:
+        (gradient,) = gradients_of(one_term)
+        return optax.tree.norm(gradient._replace(stats=()))
+
+    norms = jax.lax.map(norm, jnp.eye(len(names)))  # one backward pass after the other, compiled once
+    shares = norms / jnp.maximum(jnp.sum(norms), jnp.finfo(norms.dtype).tiny)
+    return {SHARE + name: Weighted(shares[i], jnp.ones(())) for i, name in enumerate(names)}
+
+
+def term_names(work: ClientWork) -> list[str]:
+    """The names of the terms of the clients' loss, in the order in which they are added up; none if clients
+    never train."""
+    if work.training.loss is None:
+        return []
+    adapter = [] if work.learner.adapter.loss is None else [ADAPTER]
+    return [OWN, *adapter, *(rule.name for rule in work.rules if rule.loss)]
 
 
 def _rule_loss(rule: ClientRule, step: ClientStep, memory: PyTree) -> Array | float:

@@ -398,7 +398,9 @@ def _program(parts: _Parts) -> Program:
         assert replay is not None
         return replay.stored(state[index])
 
-    train = Phase(view, functools.partial(client.train_step, work), choose if replay else None)
+    shares = functools.partial(client.gradient_shares, work) if len(client.term_names(work)) > 1 else None
+    step = functools.partial(client.train_step, work)
+    train = Phase(view, step, choose if replay else None, shares)
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     return Program(start, phases, finish, _receive(parts), stored if replay else None)
 

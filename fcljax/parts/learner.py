@@ -113,7 +113,7 @@ class Adapter(NamedTuple):
     mixture: Callable[..., Mixture] | None = None
     """Arguments as of `prompt`; None: prompts are no weighted sums. Servers compare mixtures faster."""
     loss: Callable[..., Float[Array, ""]] | None = None
-    """loss(trainable, query, task, mask) -> scalar that clients add to their loss under every method."""
+    """loss(cached, trainable, query, task, mask) -> scalar that clients add to their loss in all methods."""
     counted: Select = _all
     """counted(trainable, task) -> the parameters that are reported as trainable."""
     truncated: bool = False
@@ -322,7 +322,7 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
         network=(adapter.network, 1),
         feature=(adapter.feature, 1),
         prompt=(adapter.prompt, 4),
-        loss=(adapter.loss, 4),
+        loss=(adapter.loss, 5),
         counted=(adapter.counted, 2),
     )
     check_arguments(

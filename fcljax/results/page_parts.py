@@ -38,6 +38,7 @@ TIMES = {
     "eval_s": "evaluation",
 }
 NONE = "-"
+TERM = "gradient_share_"  # what the keys of shares in metrics.jsonl begin with
 
 
 class Cell(NamedTuple):
@@ -109,6 +110,7 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
         _partitions,
         _costs,
         _times,
+        _terms,
         _rejected,
         _reconstructions,
         _calibration,
@@ -334,6 +336,36 @@ def _times(view: PageView) -> Section:
     columns = ("Run", *parts, "all", "Trained images/s", "Slot efficiency")
     table = _table("Seconds, mean over seeds", columns, rows)
     return Section("time", "Time by part", (), [chart], [table])
+
+
+def _terms(view: PageView) -> Section | None:
+    """Shares of the loss's terms, as clients measured them."""
+    rows, tasks = [], 0
+    own = {id(run.summary): run.lines for run in view.runs}
+    for name, run in view.names.items():
+        lines = own[id(run)]
+        terms = dict.fromkeys(key for line in lines for key in line if key.startswith(TERM))
+        tasks = max([tasks, *(line["task"] + 1 for line in lines if terms)])
+        rows += [[name, term.removeprefix(TERM), *_by_task(lines, term)] for term in terms]
+    if not rows:
+        return None
+    text = (
+        "How much each term of the clients' loss moves the model: the L2 norm of its gradient over the sum "
+        "of all terms' norms, measured at one client in the middle of every round, mean over a task's "
+        "rounds. `own` is the loss that the method starts from, `adapter` the adapter's.",
+    )
+    columns = ("Run", "Term", *(f"Task {t + 1}" for t in range(tasks)))
+    rows = [[*row, *[NONE] * (len(columns) - len(row))] for row in rows]
+    return Section("terms", "Terms of the loss", text, tables=[_table("Shares in %", columns, rows)])
+
+
+def _by_task(lines: Sequence[dict[str, Any]], key: str) -> list[Cell]:
+    """A share's mean over the rounds of each task."""
+    cells = []
+    for task in sorted({line["task"] for line in lines}):
+        values = [line[key] for line in lines if line["task"] == task and line.get(key) is not None]
+        cells.append(share(float(np.mean(values)) if values else None))
+    return cells
 
 
 def _rejected(view: PageView) -> Section:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from fcljax import config
 from fcljax.adapters import find_adapter
-from fcljax.config import EngineConfig, RunConfig, TrainConfig
+from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import hold_out
 from fcljax.data.owners import with_owners
@@ -23,9 +23,10 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
-from fcljax.federated.engine import Engine, Lanes, alone, default_lanes, make_engine, sending
+from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
-from fcljax.federated.schedule import Capacity, ClientPartition, capacities
+from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_lanes
+from fcljax.mesh import device_count
 from fcljax.methods import find_method
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
@@ -47,10 +48,22 @@ from fcljax.types import Frozen, Method, Network, Round, Sizes
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
 COMPILING = 1e12
 TRAINING = 3  # a training step takes the time of so many forward passes
+# FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with less, clients side by
+# side cost no time. No chip has been measured yet.
+FILLING = 1e12
 # Memory for the clients that one call of the compiled program plays. A call costs milliseconds, which would
 # be noticeable if tiny clients had one each.
 CHUNK_BYTES = 2**28
 MOST_PER_CHUNK = 4096
+
+
+class Machine(NamedTuple):
+    """What an experiment is compiled for; the chips need not be here."""
+
+    backend: str
+    """As jax names it: cpu, gpu or tpu."""
+    mesh: Mesh | None = None
+    """Its devices; None: one device."""
 
 
 class Experiment(NamedTuple):
@@ -108,17 +121,24 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
 
 
 def assemble(
-    settings: RunConfig, inputs: Inputs, scenario: Scenario, sizes: Sizes, single: bool = False
+    settings: RunConfig,
+    inputs: Inputs,
+    scenario: Scenario,
+    sizes: Sizes,
+    *,
+    single: bool = False,
+    machine: Machine | None = None,
 ) -> Experiment:
     """The experiment on loaded data and its partition.
 
     Args:
       settings: resolved.
-      inputs: network and images.
+      inputs: network and images; its weights may be shapes, to compile the programs without running them.
       scenario: client partitions and task schedule.
       sizes: of the run.
       single: for one client that works by itself (`engine.work_alone`), with at most `sizes.examples`
         examples in a round.
+      machine: what it is compiled for; None: the first `settings.devices` devices that are here.
 
     Raises:
       InputError: as `build`.
@@ -139,9 +159,11 @@ def assemble(
     if single:
         engine = _single_engine(method, read, example, sizes)
     else:
-        lanes = _lanes(settings, settings.devices, sizes.clients)
-        compute = _Compute(read, lanes, device_mesh(settings.devices), inputs.backbone)
-        engine = _engine(method, compute, example, scenario.partitions, settings.participation)
+        machine = machine or Machine(jax.default_backend(), device_mesh(settings.devices))
+        every = [partition for of_task in scenario.partitions for partition in of_task]
+        lanes = lanes_of(settings, method, every, inputs.backbone, machine)
+        compute = _Compute(read, lanes, machine.mesh, inputs.backbone)
+        engine = _engine(method, compute, example, every, settings.participation)
     key = jax.random.key(settings.seed)
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
 
@@ -217,11 +239,10 @@ def _engine(
     method: Method,
     compute: _Compute,
     example: Example,
-    partitions: list[list[ClientPartition]],
+    every: list[ClientPartition],
     participation: float,
 ) -> Engine:
-    shapes = check_method(method, compute.fetch, example)
-    every, lanes = [partition for of_task in partitions for partition in of_task], compute.lanes
+    shapes, lanes = check_method(method, compute.fetch, example), compute.lanes
     most = max(int(partition.count.max()) for partition in every)
     slots = clients_per_chunk(method, shapes, most, image_bytes(example.data), lanes.count)
     fit = partial(capacities, method, every, lanes.count, slots, participation)
@@ -276,18 +297,36 @@ def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) 
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
 
 
-def _lanes(options: EngineConfig, devices: int, clients: int) -> Lanes:
-    """The lanes that share the devices; those that were measured for the backend, unless options say so."""
-    default = default_lanes(jax.default_backend(), -(-clients // devices))
-    mode = default.mode if options.lane_mode == "auto" else options.lane_mode
-    lanes = Lanes(options.lanes or default.count * devices, mode)
-    if lanes.count % devices:
-        fitting = -(-lanes.count // devices) * devices
+def lanes_of(
+    settings: RunConfig,
+    method: Method,
+    every: list[ClientPartition],
+    backbone: Pretrained,
+    machine: Machine,
+) -> Lanes:
+    """The lanes that share the machine: those that the settings ask for, else those that pay.
+
+    A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client
+    at a time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). An accelerator
+    gets as many as shorten a round, which for a large network is one for each device.
+
+    Raises:
+      InputError: for lanes that the devices cannot share evenly.
+    """
+    devices, here = device_count(machine.mesh), machine.backend == "cpu"
+    count = settings.lanes
+    if not count and (here or not method.rounds):
+        count = devices
+    elif not count:
+        filled = TRAINING * forward_flops(backbone) * settings.batch_size / FILLING
+        count = paying_lanes(method.rounds[0].program, every, devices, filled, settings.participation)
+    if count % devices:
+        fitting = -(-count // devices) * devices
         raise InputError(
-            f"lanes: {lanes.count} lanes cannot be split over {devices} devices; nearest valid value: "
-            f"{fitting}"
+            f"lanes: {count} lanes cannot be split over {devices} devices; nearest valid value: {fitting}"
         )
-    return lanes
+    usual = "loop" if here or count == devices else "vmap"
+    return Lanes(count, usual if settings.lane_mode == "auto" else settings.lane_mode)
 
 
 def placed(exp: Experiment) -> Experiment:

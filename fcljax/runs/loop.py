@@ -11,7 +11,7 @@ import jax
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
-from fcljax.config import RunConfig
+from fcljax.config import RunConfig, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
@@ -175,6 +175,7 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
     """
     settings, out, observer, hosts, _ = session
     report_notes(exp.inputs.backbone, observer.console)
+    observer.say(explain_scale(settings))
     with contextlib.ExitStack() as stack:
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)

@@ -14,6 +14,7 @@ from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
+from fcljax.parts.client import OWN, SHARE
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
@@ -21,6 +22,7 @@ from fcljax.runs.records import Records
 from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundContext, Upload
 
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
+LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
 
 
 class Payloads(NamedTuple):
@@ -271,6 +273,21 @@ def warnings_of(records: Records) -> list[str]:
             f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
             f"they count as wrong"
         )
+    return lines + _idle_terms(records)
+
+
+def _idle_terms(records: Records) -> list[str]:
+    """A line for each term of the clients' loss, besides their own, that hardly moved the model."""
+    names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
+    lines = []
+    for name in sorted(names):
+        most = max((line.get(name) or 0.0 for line in records.rounds), default=0.0)
+        if most < LEAST_SHARE:
+            lines.append(
+                f"warning: the term {name.removeprefix(SHARE)!r} of the clients' loss has at most "
+                f"{100 * most:.2g} % of the gradient's norm in any round: the run is hardly one of "
+                f"its method"
+            )
     return lines
 
 

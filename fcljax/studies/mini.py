@@ -2,11 +2,12 @@
 downloads. The numbers are not the paper's; the order of the rows can be compared."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from fcljax import config
 from fcljax.config import RunConfig
+from fcljax.methods.mini import MINI
 
 CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets with the partition `quantity`
 GLYPHS, TASKS = 100, 5  # classes of the data set `glyphs`, and the largest number of tasks
@@ -65,47 +66,17 @@ MOST: dict[str, int] = {
     "student_steps": 20,
     "match_steps": 25,
 }
-# learning rates and their optimiser
-USUAL = (
-    "lr",
-    "full_lr",
-    "lora_lr",
-    "server_lr",
-    "tune_lr",
-    "distill_lr",
-    "generator_lr",
-    "optimiser",
-    "momentum",
-    "weight_decay",
-)
-
-# Factors of the methods' learning rates in each paper's tables. Most are above 1, because training has a few
-# dozen steps here instead of hundreds. They were chosen on held-out training images by
-# experiments/mini_rates.py, never by the order of rows; docs/results/history.md has the accuracies.
-_PROMPT, _WHOLE, _PAIR = {"lr": 10}, {"lr": 10, "full_lr": 10}, {"lora_lr": 100}
-FACTORS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
-    "hepco": {
-        "hepco": _PROMPT | {"generator_lr": 10},
-        **dict.fromkeys(("centralized-prompt", "fedavg-prompt", "fed-cprompt"), _PROMPT),
-        **dict.fromkeys(("fedavg-ft", "fedlwf-mc", "cfed", "target"), _WHOLE),
-    },
-    "pilora": {"pilora": _PAIR | {"full_lr": 100}, "joint": _PAIR, "fedclm": _PAIR},
-    "pmae": dict.fromkeys(
-        ("pmae", "l2p", "l2p-pmae", "dualprompt", "dualprompt-pmae", "coda-prompt", "coda-prompt-pmae"),
-        _PROMPT,
-    ),
-    "vfcl": {"vfcl": {"lr": 5, "full_lr": 0.3}, "glfc": {"lr": 30}, "cfed": {"lr": 100}},
-}
+RATES = ("lr", "full_lr", "lora_lr", "server_lr", "tune_lr", "distill_lr", "generator_lr")
+USUAL = (*RATES, "optimiser", "momentum", "weight_decay")  # learning rates and their optimiser
 
 
-def mini(settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunConfig:
+def mini(settings: RunConfig, kept: Collection[str] = ()) -> RunConfig:
     """The settings of a row at mini scale.
 
     Args:
       settings: of a row, at the paper's scale.
-      system: whose table the row is of: hepco, pilora and so on.
       kept: fields that the row itself sets or that the table varies. They stay as they are, except for
-        learning rates that FACTORS multiplies.
+        learning rates: these are multiplied as the method's own is.
 
     How each field changes:
       dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; for a pool of
@@ -121,8 +92,9 @@ def mini(settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunCon
         client partitions: unchanged. But `classes_per_client` keeps its share of the task's labels, of which
         there are 20 here, and a pool of CIFAR-100's superclasses becomes one of neighbours in the class
         order, still five of them.
-      lr and all other learning rates, with their optimiser: the method's defaults, since the paper's are for
-        longer schedules and larger networks. Some are multiplied: see FACTORS.
+      lr and all other learning rates, with their optimiser, and what else methods/mini.py has of the method:
+        the method's defaults at the scale mini, since the paper's are for longer schedules and larger
+        networks.
       blocks with prompts or LoRA pairs: the same number, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 per class, and 100 in all.
       mask_ratio: half of the network's 16 patches are visible; a quarter shows too little of a letter.
@@ -140,17 +112,23 @@ def mini(settings: RunConfig, system: str, kept: Collection[str] = ()) -> RunCon
     }
     small |= _data(settings) | _schedule(settings)
     changed = {name: value for name, value in small.items() if name not in kept}
-    changed |= _rates(settings, system, kept)
-    return config.resolve(dataclasses.replace(settings, **changed))
+    changed |= _of_method(settings, kept)
+    return config.resolve(dataclasses.replace(settings, scale="mini", **changed))
 
 
-def _rates(settings: RunConfig, system: str, kept: Collection[str]) -> dict[str, Any]:
-    """The learning rates of the row or the method, some of them multiplied."""
-    usual = config.preset(settings.method, settings.adapter)
-    names = [name for name in USUAL if hasattr(settings, name)]
-    rates = {name: getattr(settings if name in kept else usual, name) for name in names}
-    factors = FACTORS.get(system, {}).get(settings.method, {})
-    return rates | {name: rates[name] * factor for name, factor in factors.items() if name in rates}
+def _of_method(settings: RunConfig, kept: Collection[str]) -> dict[str, Any]:
+    """The method's own values at the scale mini; a learning rate that is kept changes in proportion."""
+    paper, small = (
+        config.preset(settings.method, settings.adapter, scale=each) for each in ("paper", "mini")
+    )
+    own = MINI.get(settings.method, {})
+    values = {
+        name: getattr(small, name) for name in (*USUAL, *own) if hasattr(settings, name) and name not in kept
+    }
+    rates = [name for name in own if name in kept and name in RATES and getattr(paper, name, None)]
+    return values | {
+        name: getattr(settings, name) * getattr(small, name) / getattr(paper, name) for name in rates
+    }
 
 
 def _data(settings: RunConfig) -> dict[str, Any]:

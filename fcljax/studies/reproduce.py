@@ -82,7 +82,7 @@ def settings_of(column: Column, row: Row) -> RunConfig:
             fields = dataclasses.fields(PartitionConfig)
             foreign |= {field.name for field in fields if "sampled" in field.metadata.get("only", ())}
         kept = {name: value for name, value in values.items() if name not in foreign}
-        return config.from_mapping(row.method, kept | given, "options")
+        return config.from_mapping(row.method, {"scale": "paper"} | kept | given, "options")
     except InputError as error:
         raise InputError(f"{column.path}: {column.key}: row {row.words()!r}: {error}") from None
 
@@ -133,7 +133,7 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
         # a schedule that the row itself sets is also one of the paper's length
         kept = varied | (set(row.options) - set(MOST))
         try:
-            small.append((row, mini(cfg, column.system, kept), ""))
+            small.append((row, mini(cfg, kept), ""))
         except InputError as error:
             small.append((row, None, f"cannot run at mini scale: {error}"))
     images = max((cfg.glyph_train for _, cfg, _ in small if cfg), default=0)
@@ -155,9 +155,10 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
         words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
         usual = dataclasses.replace(
-            config.preset(row.method, cfg.adapter, cfg.fidelity),
+            config.preset(row.method, cfg.adapter, cfg.fidelity, cfg.scale),
             adapter=find_method(row.method).adapter,
             fidelity=RunConfig.fidelity,
+            scale=RunConfig.scale,
         )
         given = {
             field.name: getattr(cfg, field.name)

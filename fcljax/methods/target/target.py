@@ -54,7 +54,7 @@ class TargetOptions(PromptedOptions):
     synthesis_batch: int = 16
     """Images per round of the generator."""
     synthesis_warmup: int = 20
-    """Rounds of the generator before the student learns and the disagreement counts."""
+    """Rounds of the generator before the student learns; in the last of them the disagreement counts."""
     generator_steps: int = 40
     """Steps of the generator in each of its rounds."""
     generator_lr: float = option(2e-3, positive=True)
@@ -216,15 +216,15 @@ def synthesise(
     def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         made, total = carry
         draw, learn = jax.random.split(jax.random.fold_in(rest, r))
-        late = r >= options.synthesis_warmup
+        disputed, taught = r + 1 >= options.synthesis_warmup, r >= options.synthesis_warmup
         rival = functools.partial(models.student, made.student.trainable)
-        loss = functools.partial(synthesis_loss, options, models.teacher, rival, task, late)
+        loss = functools.partial(synthesis_loss, options, models.teacher, rival, task, disputed)
         best = _best_of_round(options, shape, loss, made.generator, task, draw)
         gradient = _meta_gradient(options, made.generator, best)
         update, optimiser = adam.update(gradient, made.optimiser)
         grey = jnp.round(best.image * 255).astype(jnp.uint8)
         images = jax.lax.dynamic_update_slice(made.images, grey, (r * size, 0, 0, 0))
-        steps = jnp.where(late, options.student_steps, 0)
+        steps = jnp.where(taught, options.student_steps, 0)
         filled = images, (r + 1) * size
         student = _taught(options, models, task, sgd, made.student, filled, steps, learn)
         generator = optax.apply_updates(made.generator, update)
@@ -259,11 +259,12 @@ def synthesis_loss(
     teacher: Callable,
     student: Callable,
     task: Task,
-    late: Bool[Array, ""],
+    disputed: Bool[Array, ""],
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student))."""
+    """oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student)) counts
+    once images are `disputed`."""
     theirs = teacher(pixels)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
     loss = options.label_weight * right
@@ -273,7 +274,7 @@ def synthesis_loss(
         agree = jnp.argmax(own, -1) == jnp.argmax(theirs, -1)
         return -options.adversarial_weight * jnp.mean(jnp.where(agree, kl(theirs, own, task.seen), 0.0))
 
-    return loss + jax.lax.cond(late, against, lambda: jnp.zeros(()))
+    return loss + jax.lax.cond(disputed, against, lambda: jnp.zeros(()))
 
 
 def _best_of_round(

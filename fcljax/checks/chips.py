@@ -1,0 +1,268 @@
+"""What a round would be on a chip that is not here: XLA compiles its programs for the chip's description.
+
+Nothing runs. Memory is the compiler's own plan; operations and traffic are counted in the compiled program,
+so that times are lower bounds. Needs the optional dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA
+plugin for GPUs; neither needs a driver).
+"""
+
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from fcljax.errors import InputError, choose
+from fcljax.mesh import WHOLE, mesh_of, split
+from fcljax.runs.build import Experiment, Machine
+from fcljax.runs.programs import Placement, Program, programs_of
+
+
+class Chip(NamedTuple):
+    """What a vendor says of a chip."""
+
+    kind: str
+    """tpu or gpu."""
+    topology: str
+    """As libtpu names the smallest machine that has it; of a GPU, its own name in `_target`."""
+    memory: int
+    """Bytes that programs may use."""
+    flops: float
+    """Dense bfloat16 operations per second at most."""
+    bandwidth: float
+    """Bytes per second between chip and memory at most."""
+    devices: int = 1
+    """Chips that share the clients."""
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte below which memory bounds a program."""
+        return self.flops / self.bandwidth
+
+
+CHIPS = {
+    "v5e": Chip("tpu", "v5e:2x2", int(15.75 * 2**30), 197e12, 819e9),
+    "v5e-16": Chip("tpu", "v5e:4x4", int(15.75 * 2**30), 197e12, 819e9, 16),
+    "v6e": Chip("tpu", "v6e:2x2", int(31.25 * 2**30), 918e12, 1640e9),
+    "v5p": Chip("tpu", "v5p:2x2x1", int(95.74 * 2**30), 459e12, 2765e9),
+    "h100": Chip("gpu", "h100", 84942979072, 989e12, 3352e9),
+    "h200": Chip("gpu", "h200", 151397597184, 989e12, 4800e9),
+}
+
+
+class Report(NamedTuple):
+    """What the compiler says of one program on one chip."""
+
+    program: str
+    """As in `Program.name`."""
+    memory: int
+    """Bytes of arguments, results and temporaries at the same time."""
+    temporary: int
+    """Bytes of temporaries among them."""
+    flops: float
+    """Of one call, with one step of each loop."""
+    traffic: float
+    """Bytes read and written, in the same way."""
+    useful: float
+    """Matrix products of the program as written over those of the compiled one; 0: it has none."""
+    collectives: dict[str, int]
+    """Instructions that exchange data between chips, by kind."""
+    seconds: float
+    """CPU seconds of the compiler."""
+    steps: int
+    """As in `Program.steps`."""
+
+    def share(self, chip: Chip) -> float:
+        """Share of the chip's peak that the traffic allows."""
+        return min(1.0, self.flops / max(self.traffic, 1.0) / chip.ridge)
+
+    def least_seconds(self, chip: Chip) -> float:
+        """Time of a round's calls, if operations and traffic were perfect."""
+        return max(1, self.steps) * max(self.flops / chip.flops, self.traffic / chip.bandwidth)
+
+
+# ---- chips -------------------------------------------------------------------------------------------------
+
+
+def machine(name: str) -> tuple[Machine, Placement]:
+    """The chips of this name as jax describes them.
+
+    Raises:
+      InputError: for an unknown name, or without the compiler for it.
+    """
+    chip = CHIPS[choose("chip", name, CHIPS)]
+    devices = (_tpus if chip.kind == "tpu" else _gpus)(chip)
+    if chip.devices == 1:
+        one = SingleDeviceSharding(devices[0])
+        return Machine(chip.kind), Placement(one, one)
+    mesh = mesh_of(devices[: chip.devices])
+    return Machine(chip.kind, mesh), Placement(NamedSharding(mesh, WHOLE), NamedSharding(mesh, split()))
+
+
+def _tpus(chip: Chip) -> list[Any]:
+    from jax.experimental import topologies
+
+    _needs("libtpu")
+    # libtpu asks a cloud's metadata server, and lets one process at a time use the chips, which are not here
+    alone = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TPU_LOG_DIR": "disabled",
+    }
+    os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
+    return list(topologies.get_topology_desc(topology_name=chip.topology, platform="tpu").devices)
+
+
+def _gpus(chip: Chip) -> list[Any]:
+    from jax.experimental import topologies
+
+    _needs("jax-cuda13-plugin")
+    jax.devices()  # jax looks for plugins when it is first asked
+    shape = f"1x1x{chip.devices}"
+    found = topologies.get_topology_desc("", "cuda", target_config=_target(chip), topology=shape)
+    return list(found.devices)
+
+
+def _needs(package: str) -> None:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise InputError(
+            f"chip: {package} compiles for it and is not installed; pip install -e '.[accelerators-aot]'"
+        ) from None
+
+
+def _target(chip: Chip) -> str:
+    """A Hopper GPU with this memory, in the words of openxla/xla, xla/backends/gpu/target_config/specs."""
+    clock = 3750000 if chip.topology == "h200" else 2619000  # kHz, of the memory
+    full, boost = 1.8295201, 1.98  # GHz
+    scalar = [(4, 64, 1), (8, 64, 1), (10, 128, 2), (11, 128, 1), (12, 64, 1), (16, 128, 2)]
+    wide = [2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36]
+    matrix = [(kind, full, 1024) for kind in wide]
+    matrix += [(10, full, 512), (11, full, 256), (12, boost, 32), (16, full, 512)]
+
+    def rate(kind: int, clock_rate: float, units: int, operations: int) -> str:
+        return (
+            f"rate_infos {{ key: {kind} value {{ clock_rate_ghz: {clock_rate} units_per_core: {units} "
+            f"ops_per_clock: {operations} }} }} "
+        )
+
+    scalars = "".join(rate(kind, boost, units, operations) for kind, units, operations in scalar)
+    matrices = "".join(rate(kind, ghz, 4, operations) for kind, ghz, operations in matrix)
+    label = f"NVIDIA {chip.topology.upper()}"
+    return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
+shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+memory_bandwidth: {int(chip.bandwidth)} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+device_memory_size: {chip.memory} shared_memory_per_block_optin: 232448
+cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+registers_per_core_limit: 65536 registers_per_block_limit: 65536
+scalar_unit_description {{ {scalars} }} matrix_unit_description {{ {matrices} }}
+thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation"
+platform_version: "Compute Capability 9.0a" device_address_bits: 64 pcie_bandwidth: 34359738368
+ecc_enabled: true name: "{label}"
+model_str: "sm_9.0a with {chip.memory}B RAM, 132 cores, 1980000KHz clock, {clock}KHz mem clock, 52428800B L2$"
+driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+dnn_version: "9.10.0" device_interconnect_info {{ active_links: 18 }} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{label}"
+"""
+
+
+# ---- programs ----------------------------------------------------------------------------------------------
+
+
+def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[Report]:
+    """What the compiler says of the programs of a round, one after the other.
+
+    Args:
+      exp: made for `machine(name)`.
+      placement: of its arguments.
+      only: a regular expression; programs with other names are left out.
+    """
+    for program in programs_of(exp, placement):
+        if re.search(only, program.name):
+            yield report(program)
+
+
+def report(program: Program) -> Report:
+    """Compile a program for where its arguments lie, and read what the compiler says of it."""
+    began = time.process_time()
+    lowered = program.lower()
+    wanted = product_flops(lowered.as_text())
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        need = needed(str(error))
+        if need is None:
+            raise
+        seconds = time.process_time() - began
+        return Report(program.name, need, need, 0.0, 0.0, 0.0, {}, seconds, program.steps)
+    seconds = time.process_time() - began
+    counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    assert memory is not None  # both compilers make one
+    flops, text = float(counted.get("flops", 0.0)), compiled.as_text() or ""
+    return Report(
+        program=program.name,
+        memory=peak(memory),
+        temporary=memory.temp_size_in_bytes,
+        flops=flops,
+        traffic=float(counted.get("bytes accessed", 0.0)),
+        useful=wanted / flops if wanted and flops else 0.0,
+        collectives=dict(Counter(_COLLECTIVE.findall(text))),
+        seconds=seconds,
+        steps=program.steps,
+    )
+
+
+def needed(message: str) -> int | None:
+    """Bytes that a program needs, where a compiler's message says that the chip has fewer; else None."""
+    found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
+    return int(float(found[1]) * 2 ** (10 * (" KMGT".index(found[2])))) if found else None
+
+
+def peak(memory: Any) -> int:
+    """Bytes that a compiled program needs at the same time, of its `memory_analysis`."""
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return given + memory.temp_size_in_bytes
+
+
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+)
+_PRODUCT = re.compile(
+    r"stablehlo\.dot_general .*?contracting_dims = \[([\d, ]*)\] x .*?"
+    r": \(tensor<([^>]*)>, tensor<[^>]*>\) -> tensor<([^>]*)>"
+)
+
+
+def product_flops(text: str) -> float:
+    """Operations of the matrix products in a lowered program: those of a function as often as it is called,
+    of a loop's body once, of a conditional all branches."""
+    own: Counter[str] = Counter()
+    calls: dict[str, Counter[str]] = {}
+    name = "main"
+    for line in text.splitlines():
+        opened = re.match(r"\s*func\.func .*?@([\w.]+)\(", line)
+        if opened:
+            name = opened[1]
+            continue
+        calls.setdefault(name, Counter()).update(re.findall(r"call @([\w.]+)\(", line))
+        for contracted, left, out in _PRODUCT.findall(line):
+            sides = [int(side) for side in left.split("x")[:-1]]
+            inner = math.prod(sides[int(axis)] for axis in contracted.replace(",", " ").split())
+            own[name] += 2 * inner * math.prod(int(side) for side in out.split("x")[:-1])
+
+    def total(function: str) -> float:
+        return own[function] + sum(n * total(inner) for inner, n in calls.get(function, Counter()).items())
+
+    return total("main")

@@ -1,0 +1,37 @@
+"""The scale `mini`: what micro networks and a few dozen steps need in place of the papers' learning rates and
+server training, which are for networks and schedules a hundred times as large.
+
+One table, read by `fcljax run --scale mini` and `fcljax reproduce --scale mini`. A method without values here
+runs as its paper does. Every value was chosen on held-out training images of digits and glyphs, never on test
+images; docs/results/embedded.md has the accuracies.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_PROMPT = {"lr": 1e-2}
+_WHOLE = {"lr": 5e-3, "full_lr": 5e-4}
+_PAIR = {"lora_lr": 1e-3}
+
+MINI: Mapping[str, Mapping[str, Any]] = {
+    "fppl": {},
+    "fedavg": {},
+    "linear": {},
+    "pilora": _PAIR | {"full_lr": 1e-3},
+    "fedncm": {},
+    "fedrecon": {},
+    "fedclm": _PAIR,
+    "ewc": {},
+    "lwf": {},
+    "icarl": {},
+    "hepco": _PROMPT | {"generator_lr": 1e-3},
+    **dict.fromkeys(("fedavg-prompt", "fedprox", "fed-cprompt", "centralized-prompt"), _PROMPT),
+    **dict.fromkeys(("fedavg-ft", "fedlwf-mc", "cfed", "target"), _WHOLE),
+    "fedweit": {},
+    **dict.fromkeys(("glfc", "lga"), {"lr": 3e-2}),
+    **dict.fromkeys(("l2p", "dualprompt", "coda-prompt"), _PROMPT),
+    **dict.fromkeys(("pmae", "l2p-pmae", "dualprompt-pmae", "coda-prompt-pmae"), _PROMPT),
+    "vfcl": {"lr": 0.05, "full_lr": 3e-3},
+    "joint": _PAIR,
+}
+"""Method -> option -> value; options of adapters that a run does not have are left out."""
