@@ -74,6 +74,9 @@ def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
         collide, which only a method from outside the package can have.
     """
     entry, called = find_method(method), name_of(method)
+    if entry.adapter not in ADAPTERS:
+        near = nearest(entry.adapter, ADAPTERS)
+        raise InputError(f"adapter: the entry of {called} has {entry.adapter!r}; {near}")
     choose("adapter", adapter, ADAPTERS)
     if adapter in entry.excludes:
         raise InputError(

@@ -278,6 +278,11 @@ def _loaded(entry: MethodEntry) -> MethodEntry:
         presets = NoOptions
     if isinstance(presets, type):
         presets = {"intended": Preset(presets())}
+    if not isinstance(presets, Mapping) or "intended" not in presets:
+        raise InputError(
+            f"presets: {name_of(entry)} has {type(presets).__name__}; expected the dataclass of its options, "
+            "not an instance, or a mapping with 'intended'"
+        )
     return dataclasses.replace(entry, presets=presets, build=build, elsewhere=elsewhere)
 
 

@@ -21,8 +21,8 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import make_aggregation
 from fcljax.federated.check import Example, describe
 from fcljax.federated.engine import (
+    Lanes,
     RoundInputs,
-    default_lanes,
     init_clients,
     make_engine,
     run_round,
@@ -259,7 +259,8 @@ def _rounds(
     """The server's state after all rounds, and what is known of each."""
     everyone, classes = partition.class_examples.shape
     (task,), key = make_tasks(classes, 1), jax.random.key(seed)
-    lanes = default_lanes(jax.default_backend(), everyone)
+    # batched clients are slower on a CPU
+    lanes = Lanes(1, "loop") if jax.default_backend() == "cpu" else Lanes(min(8, everyone), "vmap")
     room = capacities(method, [partition], lanes.count, everyone, participation)
     engine = make_engine(method, _fetch, lanes, room, Example((), data, task))
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())

@@ -21,7 +21,7 @@ from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.federated.check import Example, check_method
+from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
@@ -199,7 +199,13 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
     run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
-    method = entry.build(config.part(entry.options(settings.adapter), settings), run)
+    try:
+        method = entry.build(config.part(entry.options(settings.adapter), settings), run)
+    except Exception as error:
+        raise in_users_code("build", error) from error
+    if not isinstance(method, Method):
+        kind = type(method).__name__
+        raise InputError(f"method: {describe(entry.build)} returned {kind}, and a Method is needed")
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} is not honoured by {settings.method}, which merges by "
