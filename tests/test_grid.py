@@ -10,6 +10,8 @@ from small_runs import ROOT
 
 from fcljax import cli, config
 from fcljax.errors import InputError
+from fcljax.methods import METHODS
+from fcljax.studies import grid
 from fcljax.studies.grid import name_of, plan_of
 
 
@@ -134,6 +136,12 @@ def test_a_dry_run_lists_the_runs_of_the_example_and_makes_nothing(tmp_path, cap
     monkeypatch.chdir(tmp_path)
     assert cli.main(["sweep", str(ROOT / "experiments" / "sweep_digits.yaml"), "--dry-run"]) == 0
     assert "18 runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_the_sweep_of_embedded_data_has_every_method_with_its_defaults():
+    runs = grid.plan(ROOT / "experiments" / "sweep_embedded.yaml")
+    assert {run.method for run in runs} == set(METHODS) and len(runs) == 6 * len(METHODS)
+    assert {name for run in runs for name in run.given} == {"glyph_train", "dataset", "seed"}
 
 
 TEXTS = st.text(min_size=1, max_size=60) | st.sampled_from(

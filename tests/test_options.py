@@ -9,6 +9,7 @@ import yaml
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS, find_adapter
+from fcljax.commands import running
 from fcljax.errors import InputError
 from fcljax.methods import METHODS, find_method
 from fcljax.methods.mini import MINI
@@ -503,3 +504,14 @@ def test_what_is_given_wins_over_the_scale():
     assert config.from_mapping("hepco", {"lr": 0.5}, "test").lr == 0.5
     with pytest.raises(InputError, match="^scale: unknown value 'tiny'"):
         config.from_mapping("hepco", {"scale": "tiny"}, "test")
+
+
+def test_a_file_with_the_scale_s_values_refuses_another_scale_and_one_without_takes_it(tmp_path):
+    file = tmp_path / "config.yaml"
+    paths = running.Paths(config=str(file))
+    file.write_text(config.to_yaml(config.preset("hepco")))
+    with pytest.raises(InputError, match=r"^scale: '.*config.yaml' has its own lr, generator_lr; leave out"):
+        running.settings("hepco", {"scale": "paper"}, paths)
+    assert running.settings("hepco", {"scale": "mini"}, paths).lr == MINI["hepco"]["lr"]
+    file.write_text("tasks: 3")
+    assert running.settings("hepco", {"scale": "paper"}, paths).lr == 1e-3

@@ -52,7 +52,7 @@ def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, ki
 
 
 @pytest.mark.parametrize("reference", ["linear"], indirect=True)
-def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_path, capsys):
     out = tmp_path / "killed"
     half = out / "checkpoints" / "1.orbax-checkpoint-tmp" / "state"
     half.mkdir(parents=True)
@@ -62,6 +62,7 @@ def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_
     (out / "metrics.jsonl").write_text('{"task": 0, "rou')
     assert resume("linear", out) == 0
     assert_same_run(out, reference)
+    assert "scale: mini, because the network is a micro one" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -334,7 +334,7 @@ def _loss(
 
     def loss_of(drawn: Params) -> tuple[Array, Output]:
         terms, output = _terms(work, context, memory, batch, key, trainable, drawn)
-        return functools.reduce(jnp.add, terms.values()), output
+        return jnp.asarray(functools.reduce(jnp.add, terms.values())), output
 
     return _over_draws(work.learner.sampling, loss_of, batch, key, trainable)
 
