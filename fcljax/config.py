@@ -150,7 +150,7 @@ def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: 
     parts = part(run, chosen.run), part(own, chosen.options), adapted
     values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    small = MINI.get(method, {}) if scale == "mini" else {}
+    small = MINI.get(name_of(method), {}) if method in METHODS and scale == "mini" else {}
     scaled = {name: value for name, value in small.items() if name in values}
     chosen = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
     return values | pixels | scaled | chosen

@@ -71,14 +71,14 @@ class NotebookBar:
 
     def add_task(self, description: str, *, total: int, completed: int = 0, **fields: Any) -> int:
         """Show the bar."""
-        from IPython.display import display
+        from IPython.display import display  # pyrefly: ignore[missing-import]
 
         del description
         self.total, self.done, self.fields = total, completed, fields
         self.handle = display(self, display_id=True)
         return 0
 
-    def update(self, task: int, *, advance: int = 0, **fields: Any) -> None:
+    def update(self, task: Any, *, advance: int = 0, **fields: Any) -> None:
         """Move the bar."""
         del task
         self.done, self.fields = self.done + advance, self.fields | fields

@@ -52,7 +52,7 @@ def _body(config: NetworkConfig) -> dict[str, object]:
     return fields | {"kind": type(config)}
 
 
-def _in_words(config: NetworkConfig) -> str:
+def _in_words(config: ViTConfig | ConvNetConfig) -> str:
     if isinstance(config, ViTConfig):
         return (
             f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Backbone:
         """
         from flax import linen, nnx
 
-        fields = {"name": type(module).__name__} | fields
+        named: dict[str, Any] = {"name": type(module).__name__} | fields
         if isinstance(module, nnx.Module):
             module.eval()
             graph, params, rest = nnx.split(module, nnx.Param, ...)
@@ -59,13 +59,17 @@ class Backbone:
             def of_nnx(params: PyTree, image: Array) -> Array:
                 return nnx.merge(graph, params, rest)(image)
 
-            return cls(of_nnx, nnx.to_pure_dict(params), image_size, **fields)
+            return cls(of_nnx, nnx.to_pure_dict(params), image_size, **named)
         if not isinstance(module, linen.Module) or variables is None:
             raise InputError(
                 f"backbone: {type(module).__name__} is no flax.nnx module, and no flax.linen module with "
                 "variables; nearest: Backbone(apply, params, image_size)"
             )
-        return cls(module.apply, variables, image_size, **fields)
+
+        def of_linen(variables: PyTree, image: Array) -> Array:
+            return cast(Array, module.apply(variables, image))
+
+        return cls(of_linen, variables, image_size, **named)
 
 
 @dataclasses.dataclass(frozen=True)

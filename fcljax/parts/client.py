@@ -315,10 +315,8 @@ def train_step(
     during = _totals([each for each in work.reports if not each.view], step, local)
     examples = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if work.training.loss.reduction == "sum" else loss * examples
-    metrics = {"loss": Weighted(total, examples)}
-    if output.logits is not None:
-        right = correct_examples(work.training.loss, output, batch, context.task)
-        metrics["train_accuracy"] = Weighted(right, examples)
+    right = correct_examples(work.training.loss, output, batch, context.task)
+    metrics = {"loss": Weighted(total, examples), "train_accuracy": Weighted(right, examples)}
     return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
 
 

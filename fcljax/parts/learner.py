@@ -167,8 +167,8 @@ class Params(NamedTuple):
 class Output(NamedTuple):
     """What a learner computes for a batch."""
 
-    logits: Logits | None
-    """Of all classes, unmasked; None for a learner without classes (`parts.simulation`)."""
+    logits: Logits
+    """Of all classes, unmasked."""
     feature: Feature
     """What the classifier read."""
     query: Feature | None = None

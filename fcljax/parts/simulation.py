@@ -152,7 +152,7 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLos
     def forward(
         frozen: PyTree, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
-        del frozen, cached, task, train
+        del frozen, cached, train
         found = loss(model_of(trainable.classifier), batch.image, batch.label)
         shape, wanted = jnp.shape(found), (len(batch.mask),)
         if shape != wanted:
@@ -161,17 +161,21 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLos
                 f"loss: {describe(loss)} returned shape {shape}, and one loss for each example is needed, "
                 f"{wanted}{hint}"
             )
-        return Output(None, found)
+        # there need be no classes: nothing reads these logits
+        return Output(jnp.zeros((len(batch.mask), len(task.seen))), found)
 
     def predict(frozen: PyTree, params: Params, batch: Batch, task: Task) -> Array:
-        del frozen, params  # a simulation asks for no predictions: its caller gets the model
-        return jnp.zeros((len(batch.mask), len(task.seen)))
+        return forward(frozen, params, params, batch, task, False).logits
 
     adapter = Adapter(lambda key, frozen: ())
     classifier = Classifier(lambda key: params, lambda cached, trainable, feature, task: feature)
-    network = Network(lambda key: (), lambda *_: ((), ()), 0, 0, (0, 0, 0))
+    network = Network(lambda key: (), _no_network, 0, 0, (0, 0, 0))
     parts = network, adapter, classifier
     return Learner(*parts, init, _whole, _whole, _trained, _nothing, forward, predict, queries=False)
+
+
+def _no_network(*_: Any) -> Any:
+    raise NotImplementedError("the model is the user's own")
 
 
 def _whole(params: Params, task: Task) -> Params:
@@ -273,5 +277,8 @@ def _rounds(
             (), data, partition, ids, task, r, jax.random.fold_in(key, RunKey.ROUND), last=last
         )
         server, states, report = run_round(engine, server, states, inputs)
-        history.append(report.metrics | {"participants": report.participants, "rejected": report.rejected})
+        history.append(
+            {"loss": report.metrics["loss"]}
+            | {"participants": report.participants, "rejected": report.rejected}
+        )
     return server, history

@@ -62,7 +62,9 @@ class Model:
             )
         parts = [x[i : i + size] for i in range(0, len(x), size)]
         padded = [np.pad(part, [(0, size - len(part)), *[(0, 0)] * 3]) for part in parts]
-        return np.concatenate([np.asarray(self.logits(self.arrays, each)) for each in padded])[: len(x)]
+        return np.concatenate([np.asarray(self.logits(self.arrays, jnp.asarray(each))) for each in padded])[
+            : len(x)
+        ]
 
     def save(self, path: str | Path) -> Path:
         """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs."""
@@ -72,9 +74,10 @@ class Model:
         # numpy's files have no bfloat16
         plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
         arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
-        code = {"program": np.frombuffer(program, np.uint8), "about": np.array(json.dumps(about))}
+        content: dict[str, Any] = {"program": np.frombuffer(program, np.uint8), "labels": self.labels}
+        content |= {"about": np.array(json.dumps(about))} | arrays
         with atomic(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, labels=self.labels, **code, **arrays)
+            np.savez(file, **content)
         return Path(path)
 
     @classmethod

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 from fcljax.federated.engine import RoundReport
 from fcljax.terminal import NotebookBar, progress_bar
@@ -139,7 +138,7 @@ class Clock:
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
 
 
-def rounds_bar(console: Console) -> Progress | NotebookBar:
+def rounds_bar(console: Console) -> Any:
     """A progress bar over rounds, whose task has the fields `last_round`."""
     label = "task {task.fields[t]} round {task.fields[r]}"
     numbers = "loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"

@@ -49,8 +49,9 @@ def dataset_of_arrays(arrays: Sequence[np.ndarray], class_names: Sequence[str] |
     names = tuple(map(str, labels if class_names is None else class_names))
     if len(names) != len(labels):
         raise InputError(f"class_names: {len(names)} names for {len(labels)} classes")
-    found = dict(zip(ARRAYS, (x, y.astype(np.int64), x_test, np.searchsorted(labels, y_test)), strict=True))
-    return Labelled(Dataset(NAME, **found, class_names=names, digest=digest(found)), labels)
+    y, y_test = y.astype(np.int64), np.searchsorted(labels, y_test)
+    sha256 = digest(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
+    return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
 
 
 def _labels(name: str, labels: np.ndarray, examples: int) -> np.ndarray:
