@@ -368,8 +368,6 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         other_digits = type_ in (int, float) and not str(value).isascii()
         if not plain or other_digits or (type_ is int and not _is_whole(value)):
             raise TypeError
-        if type_ in (str, Path) and not str(value).strip():
-            raise InputError(f"{name}: it is empty; give a value, or leave {flag(name)} out")
         if "\0" in str(value):
             raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
         return type_(value)

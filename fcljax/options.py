@@ -51,7 +51,8 @@ def shown_default(field: dataclasses.Field, value: object) -> str:
     meaning = field.metadata.get("unset", "")
     if value is None or value == "":
         return meaning or "none"
-    return f"{value}, {meaning}" if meaning and value == field.metadata["default"] else str(value)
+    explained = meaning not in ("", value) and value == field.metadata["default"]
+    return f"{value}, {meaning}" if explained else str(value)
 
 
 def flag(name: str) -> str:

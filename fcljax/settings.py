@@ -51,6 +51,8 @@ ATTACKS = {
     "scale": "all floating parameters of an upload are multiplied by 1e6",
     "label_flip": "labels are mirrored within the client's task: class a of n becomes class n - 1 - a",
     "nan": "all floating parameters of an upload are NaN",
+    "weight": "the client claims a weight of 1e30",
+    "counts": "integers and numbers of examples in an upload are the largest that there are",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
@@ -68,7 +70,7 @@ class ImageConfig:
     """Data set: a name of `fcljax list`, npz:PATH, folder:PATH or mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
-    class_list: str = option("", unset="none")
+    class_list: str = option("none", unset="none")
     """File with a WordNet id per line, for imagenet100 and imagenet200."""
     skip_corrupt: bool = False
     """Leave out images that cannot be decoded, and list them."""
@@ -249,11 +251,11 @@ class FaultOptions:
 
     malicious: int = option(0, least=0)
     """Number of malicious clients: those with the lowest ids."""
-    attack: Literal["sign_flip", "scale", "label_flip", "nan"] = "sign_flip"
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts"] = "sign_flip"
     """What malicious clients do."""
-    faults: str = option("", unset="none")
+    faults: str = option("none", unset="none")
     """Random faults per client and round with their probabilities, such as drop=0.1,noise=0.2: sign_flip,
-    scale, label_flip, nan, inf, noise, stale, late or drop."""
+    scale, label_flip, nan, weight, counts, inf, noise, stale, late or drop."""
 
 
 @dataclasses.dataclass(frozen=True)

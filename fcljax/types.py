@@ -370,6 +370,16 @@ class ReceiveUpload(Protocol):
         ...
 
 
+class Claim(NamedTuple):
+    """What a client says of itself in an upload, such as its numbers of examples."""
+
+    name: str
+    """Of the quantity, for messages."""
+    holds: Callable[[ClientContext, Upload], Bool[Array, ""]]
+    """holds(context, upload) -> whether a client with so many examples can have sent it. The server knows
+    `context.client.examples`, but not those of each class."""
+
+
 class Program(NamedTuple):
     """Everything a client does in a round."""
 
@@ -386,6 +396,8 @@ class Program(NamedTuple):
 
     A client keeps indices, never images.
     """
+    claims: tuple[Claim, ...] = ()
+    """What its uploads say of the client, besides their weight; an upload that cannot be true is left out."""
 
 
 # ---- what the server does ----------------------------------------------------------------------------------

@@ -2,15 +2,21 @@
 each program compiled once."""
 
 import gc
+import inspect
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import typing
 from importlib import metadata
 from pathlib import Path
 
+import jaxtyping
 import pytest
+from beartype import BeartypeConf, beartype
 from hypothesis import settings
+from jaxtyping import _decorator
 
 flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if metadata.version("jaxlib").startswith("0.10."):
@@ -31,6 +37,9 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # they put the folder's name into the keys
 }
+# A shell's background jobs, and what they start, ignore SIGINT, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish():
@@ -41,6 +50,33 @@ def pytest_sessionfinish():
 # Property tests try the same values every time: what they find belongs to the change that broke it.
 settings.register_profile("fcljax", derandomize=True, deadline=None)
 settings.load_profile("fcljax")
+
+# ---- checks of signatures ----------------------------------------------------------------------------------
+
+with_shapes = jaxtyping.jaxtyped
+without_shapes = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+
+
+def has_shapes(annotation) -> bool:
+    """Whether a type, or a part of it, is one of jaxtyping's. Text may be anything."""
+    if isinstance(annotation, str) or type(annotation).__module__.startswith("jaxtyping"):
+        return True
+    return any(map(has_shapes, typing.get_args(annotation)))
+
+
+def checked(*function, typechecker):
+    """In place of `jaxtyping.jaxtyped`, whose two checkers of each function are costly to make and to call.
+    What has shapes goes through it, and what has none to beartype itself. An inner function without
+    shapes, which is made anew in every call, stays as it is."""
+    if not any(map(inspect.isfunction, function)):
+        return with_shapes(*function, typechecker=typechecker)
+    (own,) = function
+    if any(map(has_shapes, own.__annotations__.values())):
+        return with_shapes(own, typechecker=typechecker)
+    return own if "<locals>" in own.__qualname__ else without_shapes(own)
+
+
+jaxtyping.jaxtyped = _decorator.jaxtyped = checked
 
 OURS = ("test_", "toys", "micro", "small_runs")
 

@@ -235,7 +235,7 @@ def test_every_table_of_vfcl_with_accuracies_is_there():
 def test_the_settings_of_vfcl_are_the_papers(column):
     cfg = own(column)
     assert (cfg.tasks, cfg.epochs, cfg.batch_size, cfg.lr, cfg.full_lr) == (10, 5, 32, 0.01, 0.01)
-    assert (cfg.prior_weight, cfg.global_share, cfg.samples, cfg.exemplars) == (1.0, 0.5, 1, 20)
+    assert (cfg.prior_weight, cfg.global_share, cfg.mc_samples, cfg.exemplars) == (1.0, 0.5, 1, 20)
     assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", 0.0)
     fedweit = column.key in ("table5", "table6")
     assert (cfg.clients, cfg.rounds) == ((5, 20) if fedweit else (10, 10))

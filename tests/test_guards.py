@@ -1,11 +1,28 @@
 """What comes from others is data: files of settings, run directories, uploads. Each test fails when its guard
 is off."""
 
+import json
+import shutil
+
+import jax.numpy as jnp
 import pytest
+import small_runs
 
 from fcljax import cli, config
 from fcljax.errors import InputError
+from fcljax.federated import claims
+from fcljax.methods import pmae
+from fcljax.methods.hepco import hepco
+from fcljax.methods.vfcl import vfcl
+from fcljax.methods.vfcl.conflation import softplus_inverse
+from fcljax.methods.vfcl.posterior import of_gaussian
+from fcljax.parts import reports
+from fcljax.parts.classifiers import Sums
+from fcljax.parts.federate import Payload
+from fcljax.parts.learner import Params
+from fcljax.results import run_folder
 from fcljax.studies import papers
+from fcljax.types import ClientContext, ClientInfo, Upload
 
 # ---- no file runs Python -----------------------------------------------------------------------------------
 
@@ -72,3 +89,85 @@ def test_an_empty_value_is_an_error(name, tmp_path, monkeypatch, capsys):
         assert cli.main(["run", "linear", *words]) == 2
         assert f"{name}: it is empty" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    settings = config.preset("linear")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(settings))  # an option's default may be no text
+    values = config.load_yaml(tmp_path / "config.yaml")
+    assert config.from_mapping("linear", values, "config") == settings
+
+
+# ---- what a client claims ----------------------------------------------------------------------------------
+
+
+def context(examples=10, payload=()):
+    info = ClientInfo(jnp.int32(0), jnp.int32(examples), jnp.zeros(3, jnp.int32), jnp.int32(0))
+    return ClientContext((), payload, (), (), info)
+
+
+@pytest.mark.parametrize("weight", [-1.0, 11.0, 1e30, jnp.nan, jnp.inf])
+def test_a_weight_is_between_nothing_and_the_clients_examples(weight):
+    assert claims.possible_weight(context(), Upload(weight=10))
+    assert claims.possible_weight(context(0), Upload(weight=1.0))
+    assert not claims.possible_weight(context(), Upload(weight=weight))
+
+
+@pytest.mark.parametrize("counts", [[-1, 0, 0], [11, 0, 0], [5, 5, 1], [2**31 - 1] * 3, [jnp.nan, 0, 0]])
+def test_numbers_of_examples_are_those_of_a_client_with_so_many(counts):
+    assert claims.possible_counts(jnp.array([4, 6, 0]), jnp.int32(10))
+    assert not claims.possible_counts(jnp.array(counts), jnp.int32(10))
+    if counts[0] is not jnp.nan:
+        assert not hepco.possible_examples(context(), jnp.array(counts))
+    sums = Sums(jnp.ones((3, 2)), jnp.array(counts, jnp.float32))
+    assert not reports.possible_sums(context(), sums)
+
+
+@pytest.mark.parametrize(
+    ("factor", "possible"), [(1.0, True), (0.2, True), (3.0, True), (0.05, False), (0, False)]
+)
+def test_a_round_of_training_makes_no_posterior_a_hundred_times_as_precise(factor, possible):
+    def params(sigma):
+        return Params(of_gaussian(jnp.zeros(4), jnp.full(4, sigma)), (), {}, ())
+
+    mine = params(0.02)
+    lie = mine.adapter.rho.at[2].set(softplus_inverse(jnp.float32(0.02 * factor)) if factor else -jnp.inf)
+    upload = Upload(params(0.02)._replace(adapter=mine.adapter._replace(rho=lie)), (), {})
+    assert vfcl.possible_precision(context(payload=Payload(mine, {})), upload) == possible
+
+
+def test_images_to_restore_have_patches_that_exist_and_are_no_more_than_the_examples():
+    honest = pmae.Restore(jnp.ones((2, 3, 5, 4)), jnp.zeros((2, 3, 9), jnp.int32), jnp.ones((2, 3), bool))
+    assert pmae.possible_tokens(context(6), honest)
+    assert not pmae.possible_tokens(context(5), honest)
+    for place in (-1, 9, 2**31 - 1):
+        lie = honest._replace(order=honest.order.at[0, 0, 0].set(place))
+        assert not pmae.possible_tokens(context(6), lie)
+
+
+@pytest.mark.parametrize("attack", ["weight", "counts"])
+def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
+    """Two of five clients lie; what the others sent is merged as if there were no others."""
+    method, out = ("fedavg", "weight") if attack == "weight" else ("fedncm", "class_sums")
+    options = ["--clients", "5", "--tasks", "1", "--rounds", "1", "--epochs", "1", "--image-size", "8"]
+    folder = tmp_path / "run"
+    given = ["--dataset", "glyphs", "--attack", attack, "--malicious", "2", *options]
+    assert cli.main(["run", method, *given, "--out", str(folder)]) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rejected_uploads"] == 2 and summary["A_last"] > 0
+    assert f"how often clients made them: {out} (2)" in capsys.readouterr().err
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", run_folder.SEALED)
+def test_a_changed_result_is_told_of(name, tmp_path, capsys):
+    shutil.copytree(small_runs.finished("linear"), tmp_path / "run")
+    assert run_folder.changed(tmp_path / "run") == []
+    with (tmp_path / "run" / name).open("a") as file:
+        file.write("\n")
+    said = f"{name} is not as the run wrote it"
+    for command in (["compare", "run"], ["report", "run"]):
+        assert cli.main([*command[:1], str(tmp_path / "run")]) == 0
+        assert said in capsys.readouterr().err.replace("\n", "")
+    assert said in (tmp_path / "run" / "report.html").read_text()
+    assert cli.main(["run", "linear", "--resume", str(tmp_path / "run")]) == 0
+    assert said in capsys.readouterr().err.replace("\n", "")

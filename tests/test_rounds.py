@@ -199,7 +199,7 @@ def declaring():
 def declare(data):
     """Two rounds of one engine, (server, states, report) of both: of what is given, and then of clients that
     say 4 and 1 with weights 2 and 1."""
-    partition = toys.make_partition([np.array([1]), np.array([2])], np.asarray(data.label))
+    partition = toys.make_partition([np.array([1, 3]), np.array([2])], np.asarray(data.label))
     engine = toys.build(declaring(), [partition], Lanes(2, "vmap"))
     start = toys.begin_run(engine.method)[0]
 

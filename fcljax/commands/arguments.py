@@ -106,6 +106,10 @@ def parse(
         raise InputError(f"option: unknown option {typed!r}; {nearest(typed, known)}")
     if rest:
         raise InputError(f"option: unexpected argument {rest[0]!r}; options start with --")
+    texts = {name: value for name, value in vars(given).items() if isinstance(value, str)}
+    empty = next((name for name, value in texts.items() if not value.strip()), None)
+    if empty:
+        raise InputError(f"{empty}: it is empty; give a value, or leave {flag(empty)} out")
     values = {
         name: value if isinstance(value, bool) else config.typed_value(name, fields[name].type, value)
         for name, value in vars(given).items()

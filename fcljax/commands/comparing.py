@@ -29,6 +29,7 @@ def compare(arguments: list[str]) -> int:
 
     from fcljax.results import page
     from fcljax.results.comparison import compare as compare_runs
+    from fcljax.results.run_folder import changed, run_folders
 
     out = options.out or Path(folders[0]).parent / "accuracy.png"
     html = Path(out).with_suffix(".html") if options.out else Path(out).with_name(page.NAME)
@@ -36,6 +37,8 @@ def compare(arguments: list[str]) -> int:
         raise InputError(f"out: {str(out)!r} is for the figure; nearest: {str(html.with_suffix('.png'))!r}")
     tables, figure = compare_runs(folders, out)
     console = Console()
+    for line in (line for each in folders for run in run_folders(each) for line in changed(run)):
+        say(Console(stderr=True), line)
     for table in tables:
         console.print(table)
     say(console, f"accuracy curve: {figure}")

@@ -26,7 +26,7 @@ from fcljax.federated.rules import (
 from fcljax.federated.sums import cast_like, is_float, widen
 from fcljax.options import check_ranges, check_read
 from fcljax.settings import AggregationOptions, Aggregator
-from fcljax.types import PyTree
+from fcljax.types import Claim, PyTree
 
 SERVER_BETA2 = 0.99  # of the adaptive server optimisers (Reddi et al. 2021, section 5)
 
@@ -86,6 +86,8 @@ class Aggregation(NamedTuple):
     """On what was merged; None: nothing."""
     noise: bool = False
     """Whether `post` adds the noise of differential privacy."""
+    possible: Claim | None = None
+    """What the uploads of this rule say of a client and can be checked; None: nothing but their weight."""
 
 
 _ADAPTIVE = ("adam", "yogi")

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from fcljax.federated import claims
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey
 from fcljax.federated.schedule import Capacity, Chunk
@@ -87,7 +88,8 @@ class Accumulator(NamedTuple):
     weight: Float[Array, " P"]  # of each client
     id: Int[Array, " P"]  # of each client; K where nobody is
     valid: Bool[Array, " P"]  # whether the upload has arrived and was accepted
-    rejected: Int[Array, ""]  # uploads that were not finite, or of negative weight
+    rejected: Int[Array, ""]  # uploads that were not finite, or with an impossible claim
+    impossible: Int[Array, " claims"]  # of these, for each claim, those that cannot be true
     metrics: tuple[Metrics, ...]  # sums of each phase's metrics
 
 
@@ -170,8 +172,8 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
 # ---- what a round receives ---------------------------------------------------------------------------------
 
 
-def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
-    """An empty accumulator for uploads of these shapes."""
+def empty_accumulator(shapes: Shapes, capacity: Capacity, claimed: int) -> Accumulator:
+    """An empty accumulator for uploads of these shapes, with so many claims."""
     p = capacity.participants
     return Accumulator(
         mean=sum_zeros(shapes.upload.mean, floating=True),
@@ -181,20 +183,23 @@ def empty_accumulator(shapes: Shapes, capacity: Capacity) -> Accumulator:
         id=jnp.full(p, capacity.clients, jnp.int32),
         valid=jnp.zeros(p, bool),
         rejected=jnp.zeros((), jnp.int32),
+        impossible=jnp.zeros(claimed, jnp.int32),
         metrics=sum_zeros(shapes.metrics, floating=True),
     )
 
 
 def _receive(
-    acc: Accumulator, upload: Upload, id_: Array, position: Array, end: Array, guarded: Array
+    acc: Accumulator, upload: Upload, held: Array, id_: Array, position: Array, end: Array, guarded: Array
 ) -> tuple[Accumulator, Array]:
     """Add the uploads [L, ...] of the clients that have just finished, where `end` is True. Each goes to its
-    position among the gathered ones.
+    position among the gathered ones. Those of which a claim [L, claims] is not `held` are left out.
 
     If guarded, non-finite uploads, and ones of negative weight, get weight 0 and are counted. Otherwise they
     are added too, and `is_sound` finds out.
     """
     sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), end.shape)
+    lies = end[:, None] & ~held
+    end = end & jnp.all(held, axis=1)
     weight, valid, rejected = jax.lax.cond(
         guarded,
         lambda: finite_guard(upload._replace(weight=sent), sent, end),
@@ -208,7 +213,8 @@ def _receive(
         weight=write(acc.weight, weight),
         id=write(acc.id, id_),
         valid=write(acc.valid, valid),
-        rejected=acc.rejected + rejected,
+        rejected=acc.rejected + rejected + jnp.sum(jnp.any(lies, axis=1), dtype=jnp.int32),
+        impossible=acc.impossible + jnp.sum(lies, axis=0, dtype=jnp.int32),
     ), valid
 
 
@@ -237,9 +243,12 @@ def receive_sent(
     Returns:
       What has been received now, and whether the upload is valid.
     """
+    held = claims.held(program, context, upload)
     upload = program.receive(context, upload) if program.receive else upload
     one = jnp.ones(1, bool)
-    acc, valid = _receive(acc, expand(upload), context.client.id[None], position[None], one, one[0])
+    acc, valid = _receive(
+        acc, expand(upload), held[None], context.client.id[None], position[None], one, one[0]
+    )
     return acc, valid[0]
 
 
@@ -433,11 +442,12 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
     def one(s, local):
         context = context_of(call, s)
         upload, new = program.finish(context, local, _at(carry.states, s))
-        return program.receive(context, upload) if program.receive else upload, new
+        held = claims.held(program, context, upload)
+        return program.receive(context, upload) if program.receive else upload, held, new
 
-    upload, new = each(one)(slot, carry.local)
+    upload, held, new = each(one)(slot, carry.local)
     id_ = call.chunk.id[slot]
-    accumulator, valid = _receive(carry.accumulator, upload, id_, slot, end, jnp.asarray(call.guarded))
+    accumulator, valid = _receive(carry.accumulator, upload, held, id_, slot, end, jnp.asarray(call.guarded))
     there = jnp.where(valid, slot, slots)
     written = carry.written.at[there].set(True, mode="drop")
     return carry._replace(accumulator=accumulator, states=_write(there, carry.states, new), written=written)

@@ -7,6 +7,7 @@ not grow with the number of clients where they only send means and sums.
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.data.streaming import Host, over_windows, ready
 from fcljax.federated.check import Example, check_method
+from fcljax.federated.claims import claims_of
 from fcljax.federated.client_loop import (
     Accumulator,
     Call,
@@ -83,7 +85,9 @@ class RoundReport(NamedTuple):
     participants: int = 0
     """Of the method's first round that was run."""
     rejected: int = 0
-    """Uploads that were left out: not finite, or of negative weight."""
+    """Uploads that were left out: not finite, or with an impossible claim."""
+    impossible: dict[str, int] = {}
+    """Claim -> uploads that were left out because it cannot be true; only those that there were."""
     refused: int = 0
     """Rounds whose result was not finite, so that the server kept its state."""
     examples: int = 0
@@ -247,7 +251,7 @@ def _player(
     begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
 
     def empty():
-        return empty_accumulator(shapes, capacity)
+        return empty_accumulator(shapes, capacity, len(claims_of(program)))
 
     def indices(chunk, key):
         return tuple(indices_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
@@ -566,7 +570,9 @@ def sending(method: Method) -> Method:
             upload, state = each.program.finish(context, local, state)
             return Upload(gather=(upload.mean, upload.sum, upload.gather), weight=upload.weight), state
 
-        return each._replace(program=each.program._replace(finish=finish, receive=None), server=None)
+        return each._replace(
+            program=each.program._replace(finish=finish, receive=None, claims=()), server=None
+        )
 
     return method._replace(rounds=tuple(alone(each) for each in method.rounds))
 
@@ -614,14 +620,17 @@ def _reported(
     each: Round, played: Played, server_metrics, refused, partition: ClientPartition
 ) -> RoundReport:
     accumulator, _, ids, steps = played
-    fetched = jax.device_get((accumulator.rejected, accumulator.metrics, server_metrics, refused))
-    rejected, client_metrics, metrics, refused = fetched
+    rejected, impossible = accumulator.rejected, accumulator.impossible
+    fetched = jax.device_get((rejected, impossible, accumulator.metrics, server_metrics, refused))
+    rejected, impossible, client_metrics, metrics, refused = fetched
+    claims = zip(claims_of(each.program), impossible, strict=True)
     count = partition.count[ids]
     epochs = [phase.view.epochs for phase in each.program.phases]
     return RoundReport(
         metrics={name: _mean(value) for name, value in _added((*client_metrics, metrics)).items()},
         participants=int((count > 0).sum()),
         rejected=int(rejected),
+        impossible={claim.name: int(times) for claim, times in claims if times},
         refused=int(refused),
         examples=int(count.sum()) * sum(epochs),
         training_examples=int(count.sum()) * max(epochs),
@@ -649,6 +658,7 @@ def _together(method: Method, exchanges: dict[int, RoundReport], replayed: Repla
         metrics=metrics,
         participants=found[0].participants,
         rejected=sum(each.rejected for each in found),
+        impossible=dict(sum((Counter(each.impossible) for each in found), Counter())),
         refused=sum(each.refused for each in found) + int(replayed is not None and replayed.refused),
         examples=sum(each.examples for each in found),
         training_examples=found[0].training_examples,

@@ -4,6 +4,7 @@ The faulty clients are either the same in every round (`corrupt`), or drawn in e
 task, round, client) (`with_faults`). Whether a client is faulty is data, so one compiled program serves all.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ FAULTS = ATTACKS | {
     "drop": "the client is not reached: it does not train, and its state stays as it is",
 }
 _DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
+_WEIGHT, _COUNTS = "weight", "counts"
+CLAIMED = 1e30
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
@@ -56,14 +59,14 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
 
 
 def parse_faults(text: str) -> dict[str, float]:
-    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE'.
+    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE', or of 'none'.
 
     Raises:
       InputError: for an unknown fault, one that is given twice, a share outside [0, 1], or shares of more
         than 1 together.
     """
     shares: dict[str, float] = {}
-    for part in text.split(",") if text else ():
+    for part in text.split(",") if text != "none" else ():
         name, _, value = part.strip().partition("=")
         if name not in FAULTS:
             raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")
@@ -131,8 +134,9 @@ class _Fault(NamedTuple):
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
     """The method with clients 0 .. malicious - 1 misbehaving in every round.
 
-    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only; their weight stays. The client's
-    own state and the metrics of its steps are what the honest program makes of its (mirrored) data.
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for "weight" and "counts".
+    The client's own state and the metrics of its steps are what the honest program makes of its (mirrored)
+    data.
 
     Args:
       method: any method.
@@ -184,19 +188,28 @@ def _faulty(each: Round, fault: _Fault) -> Round:
     program = each.program
     if _LABELS in fault.names:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
-    names = [name for name in fault.names if name in _ON_LEAF]
+    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS)]
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         for name in names:
-            upload = _changed(upload, fault.has(context, name), _ON_LEAF[name], context)
+            upload = _changed(upload, fault.has(context, name), name, context)
         return upload, state
 
     return each._replace(program=program._replace(finish=finish) if names else program)
 
 
-def _changed(upload: Upload, faulty: Array, on_leaf: Callable, context: ClientContext) -> Upload:
-    """The upload with its floating leaves changed, if the client is faulty."""
+def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -> Upload:
+    """The upload with its floating leaves, or with what it claims changed, if the client is faulty."""
+    if name == _WEIGHT:
+        weight = jnp.asarray(upload.weight, jnp.float32)
+        return upload._replace(weight=jnp.where(faulty, CLAIMED, weight))
+    if name == _COUNTS:
+        parts = jax.tree.map_with_path(
+            functools.partial(_claimed, faulty), (upload.mean, upload.sum, upload.gather)
+        )
+        return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
+    on_leaf = _ON_LEAF[name]
     leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
 
@@ -208,6 +221,15 @@ def _changed(upload: Upload, faulty: Array, on_leaf: Callable, context: ClientCo
 
     mean, sum_, gather = jax.tree.unflatten(tree, [change(i, leaf) for i, leaf in enumerate(leaves)])
     return upload._replace(mean=mean, sum=sum_, gather=gather)
+
+
+def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
+    """A leaf of integers, or of numbers of examples, at the largest value of its type."""
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jnp.where(faulty, jnp.iinfo(leaf.dtype).max, leaf)
+    counts = "examples" in jax.tree_util.keystr(path) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.where(faulty, jnp.asarray(CLAIMED, leaf.dtype), leaf) if counts else leaf
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:

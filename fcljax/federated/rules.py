@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from fcljax.errors import InputError
 from fcljax.federated.distances import SHRINK, clip, difference, norm
@@ -62,11 +62,33 @@ def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Arr
     low, high = jnp.maximum(count - 1, 0) // 2, count // 2
 
     def median(leaf: Array) -> Array:
-        ranked = jnp.sort(where_valid(leaf, valid, jnp.inf), axis=0)
-        middle = 0.5 * jnp.take(ranked, low, axis=0) + 0.5 * jnp.take(ranked, high, axis=0)
-        return cast_like(jnp.where(count > 0, middle, 0), leaf)
+        wide = where_valid(leaf, valid, jnp.inf)
+        lower = value_of_rank(wide, low)
+        upper = jnp.min(jnp.where(wide > lower, wide, jnp.inf), axis=0)
+        upper = jnp.where(jnp.sum(wide <= lower, axis=0) > high, lower, upper)
+        return cast_like(jnp.where(count > 0, 0.5 * lower + 0.5 * upper, 0), leaf)
 
     return jax.tree.map(median, stacked)
+
+
+def value_of_rank(values: Float[Array, "K ..."], rank: Int[Array, ""]) -> Float[Array, "..."]:
+    """The value [...] of this rank, from 0 on, of every coordinate: exact, as if they were sorted.
+
+    It is found bit by bit, in a pass over the values for each: a sort over 40,000 clients takes 10 s and
+    needs the memory of several copies.
+    """
+    bits = 8 * values.dtype.itemsize
+    kind = jnp.dtype(f"uint{bits}")
+    top = jnp.asarray(1 << (bits - 1), kind)
+    word = jax.lax.bitcast_convert_type(values, kind)
+    ordered = jnp.where(word >= top, ~word, word | top)  # integers in the order of the numbers
+
+    def next_bit(i: Array, found: Array) -> Array:
+        higher = found | (top >> i.astype(kind))
+        return jnp.where(jnp.sum(ordered < higher, axis=0) <= rank, higher, found)
+
+    found = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], kind))
+    return jax.lax.bitcast_convert_type(jnp.where(found >= top, found ^ top, ~found), values.dtype)
 
 
 def trimmed_mean(
@@ -86,11 +108,18 @@ def trimmed_mean(
     count = jnp.sum(valid)
     # tabulated in float64: floor(0.1 * 30) must not become 2 through float32 rounding
     cut = jnp.asarray(np.floor(trim * np.arange(clients + 1) + 1e-9), jnp.int32)[count]
-    middle = (jnp.arange(clients) >= cut) & (jnp.arange(clients) < count - cut)
+    share = 1 / jnp.maximum(count - 2 * cut, 1).astype(jnp.float32)
 
     def mean(leaf: Array) -> Array:
-        ranked = jnp.sort(where_valid(leaf, valid, jnp.inf), axis=0)
-        return cast_like(weighted_mean(ranked, jnp.ones(clients), middle), leaf)
+        wide = where_valid(leaf, valid, jnp.inf)
+        lowest, highest = value_of_rank(wide, cut), value_of_rank(wide, count - 1 - cut)
+        inner = jnp.sum(jnp.where((wide > lowest) & (wide < highest), share * wide, 0), axis=0)
+        # equal values at an end: those that are not cut off
+        low = jnp.sum(wide <= lowest, axis=0) - cut
+        high = jnp.sum((wide >= highest) & align(valid, leaf), axis=0) - cut
+        ends = (share * low) * lowest + (share * high) * highest
+        mean = jnp.where(lowest < highest, inner + ends, lowest)
+        return cast_like(jnp.where(count > 0, mean, 0), leaf)
 
     return jax.tree.map(mean, stacked)
 

@@ -27,6 +27,7 @@ from fcljax.parts.classifiers import Sums, empty_sums, nearest_mean
 from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Params, learner, replaced_loss
+from fcljax.parts.reports import possible_sums
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Batch, ClientContext, Method, RoundContext
 
@@ -84,7 +85,7 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
         sums = jax.tree.map(jnp.add, params.classifier.sums, round.reports["embeddings"])
         return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
 
-    report = Report("embeddings", init, add, merge="sum")
+    report = Report("embeddings", init, add, merge="sum", possible=possible_sums)
     return ServerRule("prototypes", update, reports=(report,), when=when)
 
 

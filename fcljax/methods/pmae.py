@@ -25,6 +25,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
+from fcljax.federated.claims import within
 from fcljax.models.heads import correct, cross_entropy
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option
@@ -212,7 +213,13 @@ def restore_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> Report:
 
     # the server merges none of it, so that any aggregation rule is followed
     view = pass_over(run.training.batch_size)
-    return Report(RESTORE, init, offer, finalize, view, follows_rule=True)
+    return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
+
+
+def possible_tokens(context: ClientContext, sent: Restore) -> Bool[Array, ""]:
+    """Whether there are no more images than the client has examples, with patches in places that exist."""
+    images = jnp.sum(sent.present) <= context.client.examples
+    return images & within(sent.order, 0, sent.order.shape[-1] - 1)
 
 
 def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, pair: Autoencoder) -> Restore:

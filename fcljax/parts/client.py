@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
 from fcljax.federated.keys import StepKey
@@ -250,11 +250,15 @@ class Report:
     follows_rule: bool = False
     """Whether the server rule merges it by the run's aggregation rule, or merges nothing, so that the run may
     choose any rule."""
+    possible: Callable[[ClientContext, PyTree], Bool[Array, ""]] | None = None
+    """possible(context, sent) -> whether a client with `context.client.examples` examples can have sent it;
+    the server leaves out what cannot be."""
 
     def __post_init__(self) -> None:
         choose("merge", self.merge, ("gather", "sum"))
         part = f"report {self.name!r}"
         check_arguments(part, init=(self.init, 1), step=(self.step, 2), finalize=(self.finalize, 2))
+        check_arguments(part, possible=(self.possible, 2))
         if self.follows_rule and self.merge == "sum":
             raise InputError(
                 f"follows_rule: {part} is a sum, which no aggregation rule can merge; nearest: False"

@@ -38,6 +38,7 @@ from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
+    Claim,
     ClientContext,
     Method,
     Metrics,
@@ -402,7 +403,22 @@ def _program(parts: _Parts) -> Program:
     step = functools.partial(client.train_step, work)
     train = Phase(view, step, choose if replay else None, shares)
     phases = (*client.passes_before(work), train, *client.passes_after(work))
-    return Program(start, phases, finish, _receive(parts), stored if replay else None)
+    stored_indices = stored if replay else None
+    return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports))
+
+
+def _claims(parts: _Parts, reports: tuple[Report, ...]) -> tuple[Claim, ...]:
+    """What uploads say of a client, of reports and of the aggregation rule."""
+
+    def claim(report: Report) -> Claim:
+        def holds(context: ClientContext, upload: Upload) -> Array:
+            assert report.possible is not None
+            return report.possible(context, {**upload.gather, **upload.sum}[report.name])
+
+        return Claim(report.name, holds)
+
+    rule = parts.run.aggregation.possible
+    return (*(claim(report) for report in reports if report.possible), *([rule] if rule else []))
 
 
 def _finalized(
@@ -582,7 +598,8 @@ def _report_round(parts: _Parts, number: int) -> Round:
         return state._replace(params=params, rules=states), metrics
 
     phases: tuple[Phase, ...] = client.passes(work, {}, reports)
-    return Round(Program(start, phases, finish), server, who="everyone", when=rule.when)
+    program = Program(start, phases, finish, claims=_claims(parts, reports))
+    return Round(program, server, who="everyone", when=rule.when)
 
 
 def _with_view(report: Report, view: View) -> Report:

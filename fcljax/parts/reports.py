@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
+from fcljax.federated.claims import possible_counts
 from fcljax.models.prototypes import class_means
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
@@ -34,7 +35,12 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
         del context
         return empty_sums(classes, width)
 
-    return Report("class_sums", init, add_features, view=view, merge="sum")
+    return Report("class_sums", init, add_features, view=view, merge="sum", possible=possible_sums)
+
+
+def possible_sums(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
+    """Whether sums over one pass can be those of a client with so many examples."""
+    return possible_counts(sums.examples, context.client.examples)
 
 
 def class_prototypes(

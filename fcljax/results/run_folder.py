@@ -1,5 +1,6 @@
 """The files of finished runs that results are made from, and the folders that hold them."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcljax.errors import InputError
-from fcljax.files import open_regular, write_text
+from fcljax.files import open_regular, read_text, write_text
 
 Summary = dict[str, Any]  # the content of a summary.json
 Number = float | int
 
+DIGESTS = "digests.json"  # sha256 of what a finished run wrote
+SEALED = ("summary.json", "metrics.jsonl", "config.yaml")
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
 MISSING = object()
 SUMMARY_KEYS = (
@@ -54,6 +57,34 @@ def write_json(path: str | Path, obj: object) -> None:
     text = json.dumps(_plain(obj), indent=2, allow_nan=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text + "\n")
+
+
+def seal(run_dir: str | Path) -> None:
+    """Write the sha256 of a finished run's files, so that a later change of one is noticed."""
+    found = {name: _sha256(Path(run_dir) / name) for name in SEALED}
+    write_json(Path(run_dir) / DIGESTS, found)
+
+
+def changed(run_dir: str | Path) -> list[str]:
+    """Warnings, in lines, about files that are not as the run wrote them; none without digests."""
+    try:
+        known = json.loads(read_text(Path(run_dir) / DIGESTS, 1 << 16))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(known, dict):
+        return []
+    names = [name for name in SEALED if known.get(name) != _sha256(Path(run_dir) / name)]
+    return [
+        f"warning: {Path(run_dir) / name} is not as the run wrote it: its sha256 differs" for name in names
+    ]
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        with open_regular(path) as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def load_summary(run_dir: str | Path) -> Summary:

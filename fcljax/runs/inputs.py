@@ -161,7 +161,7 @@ def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
         data_dir=cfg.data_dir,
-        class_list=cfg.class_list,
+        class_list="" if cfg.class_list == "none" else cfg.class_list,
         skip_corrupt=cfg.skip_corrupt,
         glyph_train=cfg.glyph_train,
         glyph_test=cfg.glyph_test,

@@ -16,7 +16,7 @@ from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.results import page, trackers
-from fcljax.results.run_folder import write_json
+from fcljax.results.run_folder import changed, seal, write_json
 from fcljax.runs import checkpoint, memory, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
@@ -144,6 +144,8 @@ def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
     settings, out, observer, hosts, _ = session
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
+    for line in hosts.from_first(lambda: changed(out)):
+        observer.say(line)
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
         if hosts.first and not (out / page.NAME).exists():
             page.try_report([out], out / page.NAME, observer.say)
@@ -196,6 +198,9 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
         if rebuilt and not finished:
             summary["restored"] = measure(*rebuilt)
         if hosts.first:
+            if not finished:
+                write_json(out / "summary.json", summary)
+                seal(out)
             _write_results(session, exp, summary, rebuilt)
             for line in warnings_of(records):
                 observer.say(line)
@@ -207,7 +212,6 @@ def _write_results(
     session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
 ) -> None:
     out, say_line = session.out, session.observer.say
-    write_json(out / "summary.json", summary)
     draw_figures(exp, summary, rebuilt, out / "figures", say_line)
     page.try_report([out], out / page.NAME, say_line)
 

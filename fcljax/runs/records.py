@@ -73,6 +73,7 @@ class Records:
         self.uploads = [a + b for a, b in zip(before, report.uploads, strict=True)]
         self.add(
             rejected=report.rejected,
+            **{f"impossible {name}": times for name, times in report.impossible.items()},
             refused=report.refused,
             client_images=report.examples,
             trained_images=report.training_examples,
@@ -88,6 +89,8 @@ class Records:
             "refused": report.refused,
             "slot_efficiency": report.slot_efficiency,
         }
+        if report.impossible:
+            line["impossible"] = report.impossible
         if evaluated.accuracy is not None:
             line["accuracy"] = [_finite(value) for value in evaluated.accuracy]
             line["A"] = float(np.nanmean(evaluated.accuracy))

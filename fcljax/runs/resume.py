@@ -16,7 +16,7 @@ from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.methods import METHODS
-from fcljax.results.run_folder import load_summary
+from fcljax.results.run_folder import DIGESTS, load_summary
 from fcljax.runs import checkpoint
 from fcljax.runs.inputs import Inputs
 from fcljax.settings import is_owned
@@ -162,6 +162,7 @@ def change_rounds(out: Path, settings: RunConfig, later: list[int]) -> None:
         aside = out / checkpoint.ASIDE
         aside.mkdir(exist_ok=True)
         os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")
+    (out / DIGESTS).unlink(missing_ok=True)
     for step in later:
         checkpoint.set_aside(out / "checkpoints", step)
     write_text(out / "config.yaml", config.to_yaml(settings))

@@ -251,8 +251,12 @@ def warnings_of(records: Records) -> list[str]:
         rounds = sum(line["rejected"] > 0 for line in records.rounds)
         lines.append(
             f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
-            f"rounds: NaN, infinite or of negative weight"
+            f"rounds: NaN, infinite, or with a claim that cannot be true"
         )
+    lies = {name: times for name, times in counts.items() if name.startswith("impossible ")}
+    if lies:
+        said = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
+        lines.append(f"warning: claims that cannot be true, and how often clients made them: {said}")
     empty = _without_upload(records)
     if empty:
         lines.append(

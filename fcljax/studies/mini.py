@@ -24,7 +24,7 @@ VALUES: dict[str, Any] = {
     "dtype": "float32",
     "image_size": None,
     "store_size": None,
-    "class_list": "",
+    "class_list": "none",
     "preprocess": "fppl",
     "normalise": "checkpoint",
     "augment": None,

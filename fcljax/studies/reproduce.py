@@ -23,7 +23,7 @@ from fcljax.results.run_folder import write_json
 from fcljax.studies import paper_tables as tables
 from fcljax.studies import papers, sweeps
 from fcljax.studies.grid import Planned, name_of
-from fcljax.studies.mini import MOST, mini
+from fcljax.studies.mini import MOST, RATES, mini
 from fcljax.studies.paper_tables import Result
 from fcljax.studies.papers import Column, Row, Verified
 from fcljax.studies.sweeps import Outcome
@@ -131,7 +131,9 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
     small: list[tuple[Row, RunConfig | None, str]] = []
     for row, cfg in full:
         # a schedule that the row itself sets is also one of the paper's length
-        kept = varied | (set(row.options) - set(MOST))
+        # another row's weight or switch is what the rows compare; its learning rate is its own
+        compared = {name for each in column.rows if each.method == row.method for name in each.options}
+        kept = varied | (set(row.options) | (compared - set(RATES))) - set(MOST)
         try:
             small.append((row, mini(cfg, kept), ""))
         except InputError as error:

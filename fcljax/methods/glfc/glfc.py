@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.lora import LoraOptions
+from fcljax.federated.claims import within
 from fcljax.methods.glfc.lenet import LeNet
 from fcljax.methods.glfc.proxy import (
     REPORT,
@@ -439,7 +440,14 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
         return Sent(gradient, changed & (work.sums.examples > 0), spread_of(work.sums))
 
     # the proxy merges nothing, so that any aggregation rule is followed
-    return Report(REPORT, finalize=finalize, follows_rule=True)
+    return Report(REPORT, finalize=finalize, follows_rule=True, possible=possible_gradients)
+
+
+def possible_gradients(context: ClientContext, sent: Sent) -> Bool[Array, ""]:
+    """Whether variances are not negative, and the gradient of the classifier's bias, a probability minus 0 or
+    1, lies in [-1, 1]."""
+    del context
+    return within(sent.spread, 0, jnp.inf) & within(sent.gradient.bias, -1.001, 1.001)
 
 
 def encoded_prototypes(

@@ -28,6 +28,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
+from fcljax.federated.claims import possible_counts
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
@@ -37,7 +38,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
-from fcljax.types import Method, Task, Weighted
+from fcljax.types import ClientContext, Method, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
@@ -195,7 +196,8 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         merged = round.learner.merge(params, task, trainable)
         return ServerUpdate(merged, past, losses | {"generator": found})
 
-    reports = (Report("class_examples", finalize=class_examples), OfEachClient("trainable"))
+    counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
+    reports = (counts, OfEachClient("trainable"))
     return ServerRule("latent", update, init, reports=reports)
 
 
@@ -203,6 +205,11 @@ def class_examples(end: ClientEnd, total: tuple) -> Int[Array, " C"]:
     """The numbers of examples of each class that a client reports."""
     del total
     return end.context.client.class_examples
+
+
+def possible_examples(context: ClientContext, sent: Int[Array, " C"]) -> Bool[Array, ""]:
+    """Whether these numbers of examples of each class can be true; they weigh a client as a teacher."""
+    return possible_counts(sent, context.client.examples)
 
 
 def _clients(

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
+from fcljax.federated.claims import within
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import (
@@ -39,7 +40,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.replay import Budget, herded
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method
+from fcljax.types import Claim, ClientContext, Method, Upload
 
 KLScale = Literal["per_sample", "per_parameter", "none"]
 
@@ -186,6 +187,21 @@ def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
 # ---- server: conflation (eq. 10, 11) -----------------------------------------------------------------------
 
 
+MOST_SHARPER = 10.0  # how much smaller a round of training may make a standard deviation
+
+
+def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
+    """Whether no standard deviation is 0 or less than a tenth of the one that was sent: precisions are
+    weights, which clients choose."""
+    trainable: Params = upload.gather.get("mean", upload.mean)
+    sent = context.payload.trainable.adapter.sigma
+
+    def possible(mine: Array, sent: Array) -> Array:
+        return within(mine, jnp.maximum(sent / MOST_SHARPER, jnp.finfo(jnp.float32).tiny), jnp.inf)
+
+    return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(possible, trainable.adapter.sigma, sent))))
+
+
 def conflation(options: VFCLOptions, rule: Aggregation) -> Aggregation:
     """How the clients' Gaussians become one: their product (eq. 11), or the run's rule on means and on rhos.
 
@@ -195,6 +211,7 @@ def conflation(options: VFCLOptions, rule: Aggregation) -> Aggregation:
     Raises:
       InputError: for another rule than the mean where conflation is asked for.
     """
+    rule = rule._replace(possible=Claim("precision", possible_precision))
     if options.merge == "average":
         return rule
     if rule.pre or rule.reduce or rule.post:
