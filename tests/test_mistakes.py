@@ -11,14 +11,12 @@ import pytest
 from micro import DATA, FROZEN, NETWORK, SIZES, STREAM, read
 
 import fcljax
-from fcljax import ClientPass, ClientRule, MethodEntry, Report, ServerRule, ServerUpdate, View, config
+from fcljax import ClientRule, MethodEntry, Report, ServerRule, ServerUpdate, config
 from fcljax.checks import conformance
 from fcljax.errors import InputError
 from fcljax.federated.check import Example, check_method
 from fcljax.methods import find_method
 from fcljax.runs.build import make_method
-
-BATCH = View(1, 4, augment=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +146,6 @@ def test_mistakes_in_the_entry_name_it():
         find_method(dataclasses.replace(entry_of(), presets=Options()))
     with pytest.raises(InputError, match="adapter: the entry of mine has 'liner'; did you mean 'linear'"):
         tried(dataclasses.replace(entry_of(), adapter="liner"))
-    with pytest.raises(InputError, match="when: unknown value 'end'; choose from"):
-        ClientPass("end", BATCH, norm_of)
 
 
 # ---- what only shows when it runs --------------------------------------------------------------------------

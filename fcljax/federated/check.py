@@ -295,7 +295,9 @@ def _call(part: str, function: Callable, *args) -> PyTree:
 
     try:
         return jax.eval_shape(traced, *args)
-    except _AS_A_NUMBER:
+    except _AS_A_NUMBER as error:
+        place = _users_place(error)
+        name = f"{part} ({place})" if place and name == part else name
         raise InputError(
             f"method: {name} uses a traced value as a Python number; a task is data: index arrays with "
             f"task.index, and choose with jnp.where, not with lists, int() or if"
