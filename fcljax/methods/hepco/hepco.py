@@ -188,8 +188,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
         older = Generator((), ())
         if not options.wo_previous:
-            more = steps + options.generator_growth * task.index
-            more = jnp.where((steps > 0) & (task.index > 0), more, 0)
+            more = steps_of_older(options, steps, task.index)
             older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
@@ -272,6 +271,12 @@ def class_weights(
     if kind == "per_class":
         return examples / jnp.maximum(total, 1)
     return examples / (jnp.sum(total) + jnp.sum(total == 0))
+
+
+def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
+    """Steps of the generator of older classes in task number `task`, from 0: more in every task, and none in
+    the first or where nobody takes part (`steps` is 0)."""
+    return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
 
 
 def _odds(examples: Float[Array, " C"]) -> Float[Array, " C"]:
