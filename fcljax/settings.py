@@ -242,6 +242,10 @@ class EngineConfig:
     """Number of clients that train at the same time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
     """How the clients that train at the same time are computed."""
+    microbatch: int = option(0, least=0, unset="the whole batch, on accelerators what fits")
+    """Most images that the network computes at a time; the update is the batch's up to rounding."""
+    remat: bool = False
+    """Compute the blocks of a ViT again for gradients in place of keeping what they computed."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
     checkpoint_every: int = 1

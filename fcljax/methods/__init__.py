@@ -86,6 +86,35 @@ METHODS: dict[str, MethodEntry] = {
         ),
         merges=_MEANS,
     ),
+    "afcl": MethodEntry(
+        "ridge regression of frozen features by recursive least squares, exact for every partition (AFCL)",
+        "afcl:AFCLOptions",
+        "afcl:afcl",
+        "linear",
+        excludes=dict.fromkeys(
+            ("lora", *_PROMPTS, "full"),
+            "nothing trains in AFCL: an adapter would stay at its first values",
+        ),
+        merges=_MEANS,
+    ),
+    "fedranpac": MethodEntry(
+        "ridge regression on a random projection of features, ridge chosen on held-out examples (FedRanPAC)",
+        "fedranpac:PRESETS",
+        "fedranpac:fedranpac",
+        "linear",
+        excludes=dict.fromkeys(
+            ("prompts", "pool", "dualprompt", "coda"),
+            "its features change with the task, and sums of features are kept over all tasks",
+        ),
+        merges=_MEANS,
+    ),
+    "fedslca": MethodEntry(
+        "a slow learner, class Gaussians of all clients, classifier alignment on drawn features (FedSLCA)",
+        "fedslca:PRESETS",
+        "fedslca:fedslca",
+        "full",
+        merges="its class statistics are sums over examples, which are added up",
+    ),
     "fedrecon": MethodEntry(
         "merged class prototypes of an embedding that is frozen, or trained in the first task (FedRecon)",
         "fedrecon:FedReconOptions",
@@ -126,6 +155,32 @@ METHODS: dict[str, MethodEntry] = {
         "fedavg_prompt:FEDPROX",
         "fedavg_prompt:fedavg_prompt",
         "pool",
+    ),
+    "scaffold": MethodEntry(
+        "FedAvg whose clients correct their steps by control variates (SCAFFOLD)",
+        "scaffold:PRESETS",
+        "scaffold:scaffold",
+        "lora",
+        merges="its control variates are sums over examples, which are added up",
+    ),
+    "feddyn": MethodEntry(
+        "FedAvg with dynamic regularisation, whose optimum is that of all clients together (FedDyn)",
+        "feddyn:PRESETS",
+        "feddyn:feddyn",
+        "lora",
+    ),
+    "fedper": MethodEntry(
+        "FedAvg of the adapter; clients keep their classifiers (FedPer)",
+        "fedper:PRESETS",
+        "fedper:fedper",
+        "lora",
+        excludes={"linear": "nothing would be shared: the classifier stays with the client"},
+    ),
+    "ditto": MethodEntry(
+        "FedAvg, and a model of each client's own near the global one (Ditto)",
+        "ditto:PRESETS",
+        "ditto:ditto",
+        "lora",
     ),
     "fed-cprompt": MethodEntry(
         "prompts near the newest global model and far from the last task's (Fed-CPrompt)",

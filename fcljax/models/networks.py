@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from fcljax.errors import InputError
 from fcljax.models.convnet import Colour
 from fcljax.models.densenet import DenseNetConfig, densenet_network
 from fcljax.models.resnet import ResNetConfig, resnet_network
@@ -16,7 +17,11 @@ NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig
 
 
 def make_network(
-    config: NetworkConfig, mean: Colour, std: Colour, autoencoder: Autoencoder | None = None
+    config: NetworkConfig,
+    mean: Colour,
+    std: Colour,
+    autoencoder: Autoencoder | None = None,
+    remat: bool = False,
 ) -> Network:
     """A network as methods see it.
 
@@ -24,12 +29,18 @@ def make_network(
       config: its static shape.
       mean, std: pixel constants of the images that it is given.
       autoencoder: around the same one, where there is a decoder.
+      remat: for gradients, keep what enters each block and compute the rest again.
+
+    Raises:
+      InputError: for `remat` in a network without attention blocks.
     """
+    if remat and not isinstance(config, ViTConfig):
+        raise InputError("remat: only the blocks of a ViT are computed again; leave out --remat")
     if isinstance(config, ResNetConfig):
         return resnet_network(config, mean, std)
     if isinstance(config, DenseNetConfig):
         return densenet_network(config, mean, std)
-    return vit_network(config, mean, std, autoencoder)
+    return vit_network(config, mean, std, autoencoder, remat)
 
 
 def network_name(config: NetworkConfig) -> str:

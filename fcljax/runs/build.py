@@ -25,6 +25,7 @@ from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_lanes
 from fcljax.mesh import device_count
 from fcljax.methods import find_method
+from fcljax.models.microbatch import in_microbatches
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
@@ -120,7 +121,8 @@ def assemble(
       InputError: as `build`.
     """
     inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
-    method = make_method(settings, sizes, network_of(inputs.backbone, inputs.preprocess))
+    network = network_of(inputs.backbone, inputs.preprocess, settings.remat)
+    method = make_method(settings, sizes, network)
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
@@ -171,6 +173,12 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
+    if settings.microbatch and network.split and adapter.network:
+        raise InputError(
+            f"microbatch: {settings.microbatch} is not honoured by a network that trains on the statistics "
+            "of its whole batch; leave it out"
+        )
+    network = in_microbatches(network, settings.microbatch) if settings.microbatch else network
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()

@@ -84,18 +84,19 @@ def load_network(
     )
 
 
-def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Network:
+def network_of(backbone: Pretrained, preprocess: Preprocess | None = None, remat: bool = False) -> Network:
     """The network of a file of weights as methods see it, with its decoder if it has one.
 
     Args:
       backbone: the weights.
       preprocess: gives the pixel constants; None: those of the weights.
+      remat: as of `make_network`.
     """
     pixels, pair = backbone if preprocess is None else preprocess, None
     if backbone.decoder and isinstance(backbone.config, ViTConfig):
         decoder = backbone.decoder
         pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
-    return make_network(backbone.config, pixels.mean, pixels.std, pair)
+    return make_network(backbone.config, pixels.mean, pixels.std, pair, remat)
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:

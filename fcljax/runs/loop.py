@@ -15,7 +15,7 @@ from fcljax.config import RunConfig, explain_scale
 from fcljax.files import write_text
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed, seal, write_json
-from fcljax.runs import checkpoint, memory, resume, signals
+from fcljax.runs import checkpoint, fit, memory, resume, signals
 from fcljax.runs.build import Experiment, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
@@ -107,8 +107,9 @@ def run(
         return _resume(session)
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
+    session = session._replace(settings=exp.settings)  # with what was chosen for the device
     with contextlib.ExitStack() as stack:
-        hosts.from_first(lambda: stack.enter_context(created(session.out, settings)))
+        hosts.from_first(lambda: stack.enter_context(created(session.out, exp.settings)))
         return _complete(session, exp, None)
 
 
@@ -118,7 +119,7 @@ def _build(session: Session) -> Experiment:
     def checked() -> Experiment:
         exp = build(session.settings)
         memory.check_memory(exp)
-        return exp
+        return fit.on_devices(exp, session.observer.say)
 
     exp = session.hosts.agree(checked)
     origin = resume.origin(session.settings, exp.inputs)
@@ -172,7 +173,10 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
                 followers = trackers.following(observer.track, out, plain, progress.step, observer.say)
                 following = stack.enter_context(followers)
             journal = Journal(manager, resume.origin(settings, exp.inputs), following)
-            exp, state = _play(session, placed(exp), progress, journal)
+            try:
+                exp, state = _play(session, placed(exp), progress, journal)
+            except jax.errors.JaxRuntimeError as error:
+                raise fit.explained(error, exp) from error
             records = progress.records
             with Clock(records.seconds) as clock, clock("eval"):
                 personal, drawn = personal_accuracy(exp, state), sampled_calibration(exp, state)
