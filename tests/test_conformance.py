@@ -45,6 +45,13 @@ OPTIONS = {
     "linear": {},
     "pilora": LORA,
     "fedncm": {},
+    "afcl": {},
+    "fedranpac": {"projection": 24},
+    "fedslca": {"full_lr": RATE, "align_epochs": 2, "align_samples": 8},
+    "scaffold": LORA | SGD,
+    "feddyn": LORA | SGD,
+    "fedper": LORA,
+    "ditto": LORA,
     "fedclm": LORA,
     "joint": LORA,
     "ewc": LORA | SGD,
@@ -84,7 +91,8 @@ OPTIONS = {
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
-STATEFUL = {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit"}  # clients' states change in a round
+STATEFUL = {"scaffold", "feddyn", "fedper", "ditto"}  # clients' states change in a round
+STATEFUL |= {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit"}
 EXAMPLES = ((9, 0, 4, 7),) * 2
 
 

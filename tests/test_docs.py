@@ -220,9 +220,11 @@ def test_pages_use_the_words_of_the_field(page):
 
 def test_every_method_has_a_page_or_a_row():
     pages = {path.stem for path in (DOCS / "methods").iterdir()}
-    rows = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "methods" / "baselines.md").read_text(), re.MULTILINE)
+    tables = ("baselines", "frontier")
+    text = "".join((DOCS / "methods" / f"{page}.md").read_text() for page in tables)
+    rows = re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)
     in_pmae = re.findall(r"`([\w-]+-pmae)`", (DOCS / "methods" / "pmae.md").read_text())
-    assert len(rows) == len(set(rows)) and set(rows) | pages - {"baselines"} | set(in_pmae) == set(METHODS)
+    assert len(rows) == len(set(rows)) and set(rows) | pages - {*tables} | set(in_pmae) == set(METHODS)
 
 
 def test_tables_of_options_have_each_field_with_its_help_and_the_default_that_runs():

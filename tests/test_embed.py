@@ -47,8 +47,8 @@ def settings(folder, checkpoint, **others):
 
 def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_path):
     path, images, labels, params, head = folder
-    summary = embed(settings(path, "with-head", keep_head=True, preprocess="hepco"), tmp_path / "out.npz")
-    with np.load(tmp_path / "out.npz", allow_pickle=False) as file:
+    summary = embed(settings(path, "with-head", keep_head=True, preprocess="hepco"), tmp_path / "out")
+    with np.load(tmp_path / "out", allow_pickle=False) as file:
         found = dict(file)
     both = (
         np.concatenate([images["x_train"], images["x_test"]])[..., None]

@@ -18,8 +18,8 @@ ROW = re.compile(r"^\| `([^`]+)` \| [^|]+ \| ([^|]*`fcljax\.[^|]+) \|$", re.MULT
 
 
 def baselines():
-    """(method, names of functions) of every row of the baselines' tables."""
-    text = (DOCS / "methods" / "baselines.md").read_text()
+    """(method, names of functions) of every row of the tables of smaller methods."""
+    text = "".join((DOCS / "methods" / f"{page}.md").read_text() for page in ("baselines", "frontier"))
     return [(method, re.findall(r"`(fcljax(?:\.\w+)+)`", last)) for method, last in ROW.findall(text)]
 
 

@@ -185,6 +185,13 @@ def test_clients_count_by_their_rows_over_all_rows():
     np.testing.assert_allclose(jax.nn.softmax(H._odds(rows.sum(0))), [0.5, 0.5, 0], rtol=1e-6)
 
 
+def test_the_generator_of_older_classes_trains_longer_in_every_task():
+    """Specification 5.6: 100 + 50 t steps from the second task on; none where nobody takes part."""
+    steps_of = lambda steps, t: int(H.steps_of_older(H.HepcoOptions(), jnp.int32(steps), jnp.int32(t)))
+    assert [steps_of(100, t) for t in range(5)] == [0, 150, 200, 250, 300]
+    assert steps_of(0, 3) == 0
+
+
 @pytest.mark.parametrize("direction, expected", [("client_server", 0.143841), ("server_client", 0.130812)])
 def test_the_divergence_has_both_directions(direction, expected):
     """O8; a class that is not seen says nothing."""

@@ -439,6 +439,24 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     assert float(metrics["loss"].total / metrics["loss"].weight) == pytest.approx(float(loss), rel=1e-4)
 
 
+def test_every_image_is_restored_with_the_prompt_of_its_own_task():
+    server, now = history()[3][0], round_context_of(TASKS[1], 1, True)
+    pool, kept = server.rules[0], method_of("pmae", **VALUES).server_replay.buffer(now, server)
+    task = jnp.arange(len(kept.label)) % 2
+    images = pmae.ReplayBatch(kept.examples, kept.label, task, kept.used, TASKS[1].seen)
+    found = pmae.restored_batch(options_of(**VALUES), now, learner_of(VALUES), pool, images).image
+
+    def with_prompt(of):
+        pixels = PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, pool.prompt[of])
+        return unpatchify(pixels, 1) * 0.25 + 0.5
+
+    own = kept.used[:, None, None, None] & (task == 0)[:, None, None, None]
+    first, second = with_prompt(0), with_prompt(1)
+    expected = jnp.where((task == 0)[:, None, None, None], first, second)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert float(jnp.abs(jnp.where(own, first - second, 0)).max()) > 1e-3
+
+
 def learner_of(values):
     adapter = find_adapter("vpt").build(
         config.part(find_adapter("vpt").options, resolved("pmae", **values)), SIZES, NETWORK

@@ -3,7 +3,8 @@ release (specification 6.2).
 
 The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after them. Training uses
 the current task's E; evaluation, and a server that trains, use the E whose key is nearest to most images of
-the batch. Padding has no vote.
+the batch. Padding has no vote. A client that was sent the current task's E alone uses it also where it reads
+its examples as in evaluation, to choose exemplars for example.
 """
 
 import dataclasses
@@ -106,7 +107,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """A task's prefix for every image."""
-        if train:
+        has_all = slots.whole or isinstance(cached, DualPrompts)
+        if train or not has_all:
             own = slots.counted(trainable, task).own
             return jnp.broadcast_to(own, (len(query), *own.shape))
         every = slots.merge(cached, task, trainable) if isinstance(cached, DualPrompts) else trainable

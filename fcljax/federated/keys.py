@@ -52,6 +52,7 @@ class StepKey(IntEnum):
 class InitKey(IntEnum):
     """What is derived from the key of `Method.init`, which itself is the learner's."""
 
+    PROJECTION = 900  # a random projection of features
     CLIENT_RULE = 1000  # parameters that the first client rule trains; the second has 1001, and so on
 
 

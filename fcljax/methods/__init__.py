@@ -4,6 +4,7 @@ The table is known without the code, and so without JAX: a method is loaded when
 from outside the package is a file or module that holds a `MethodEntry` (`find_method`).
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,28 +12,30 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.options import load
-from fcljax.settings import Preset
+from fcljax.settings import NoOptions, Preset
 
 Loaded = TypeVar("Loaded")
 
 
-class MethodEntry(NamedTuple):
-    """How the command line makes a method. Methods of the package name their presets and function as
+@dataclasses.dataclass(frozen=True, eq=False)
+class MethodEntry:
+    """How `fcljax run` makes a method. Methods of the package name their presets and function as
     "MODULE:NAME" of `fcljax.methods`; `find_method` loads them."""
 
     summary: str
     """One line for `fcljax list`."""
     presets: Any
-    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset."""
+    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset;
+    None: the method has no options."""
     build: Any
     """(options, run: `parts.federate.Run`) -> `types.Method`."""
     adapter: str
     """The default adapter, of `adapters.ADAPTERS`."""
-    excludes: Mapping[str, str] = {}
+    excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Adapters that cannot work -> why."""
     merges: str = ""
     """Why only the plain mean can merge what clients send; "" if any rule can."""
@@ -40,6 +43,8 @@ class MethodEntry(NamedTuple):
     """Whether all tasks' classes come at once."""
     elsewhere: Any = None
     """Options of the method on other adapters than its own, where these are fewer."""
+    name: str = ""
+    """A short name for tables and pages; "": the name of `build`, or of the file."""
 
     def options(self, adapter: str) -> type:
         """The dataclass of the method's options on an adapter."""
@@ -86,6 +91,35 @@ METHODS: dict[str, MethodEntry] = {
         ),
         merges=_MEANS,
     ),
+    "afcl": MethodEntry(
+        "ridge regression of frozen features by recursive least squares, exact for every partition (AFCL)",
+        "afcl:AFCLOptions",
+        "afcl:afcl",
+        "linear",
+        excludes=dict.fromkeys(
+            ("lora", *_PROMPTS, "full"),
+            "nothing trains in AFCL: an adapter would stay at its first values",
+        ),
+        merges=_MEANS,
+    ),
+    "fedranpac": MethodEntry(
+        "ridge regression on a random projection of features, ridge chosen on held-out examples (FedRanPAC)",
+        "fedranpac:PRESETS",
+        "fedranpac:fedranpac",
+        "linear",
+        excludes=dict.fromkeys(
+            ("prompts", "pool", "dualprompt", "coda"),
+            "its features change with the task, and sums of features are kept over all tasks",
+        ),
+        merges=_MEANS,
+    ),
+    "fedslca": MethodEntry(
+        "a slow learner, class Gaussians of all clients, classifier alignment on drawn features (FedSLCA)",
+        "fedslca:PRESETS",
+        "fedslca:fedslca",
+        "full",
+        merges="its class statistics are sums over examples, which are added up",
+    ),
     "fedrecon": MethodEntry(
         "merged class prototypes of an embedding that is frozen, or trained in the first task (FedRecon)",
         "fedrecon:FedReconOptions",
@@ -126,6 +160,32 @@ METHODS: dict[str, MethodEntry] = {
         "fedavg_prompt:FEDPROX",
         "fedavg_prompt:fedavg_prompt",
         "pool",
+    ),
+    "scaffold": MethodEntry(
+        "FedAvg whose clients correct their steps by control variates (SCAFFOLD)",
+        "scaffold:PRESETS",
+        "scaffold:scaffold",
+        "lora",
+        merges="its control variates are sums over examples, which are added up",
+    ),
+    "feddyn": MethodEntry(
+        "FedAvg with dynamic regularisation, whose optimum is that of all clients together (FedDyn)",
+        "feddyn:PRESETS",
+        "feddyn:feddyn",
+        "lora",
+    ),
+    "fedper": MethodEntry(
+        "FedAvg of the adapter; clients keep their classifiers (FedPer)",
+        "fedper:PRESETS",
+        "fedper:fedper",
+        "lora",
+        excludes={"linear": "nothing would be shared: the classifier stays with the client"},
+    ),
+    "ditto": MethodEntry(
+        "FedAvg, and a model of each client's own near the global one (Ditto)",
+        "ditto:PRESETS",
+        "ditto:ditto",
+        "lora",
     ),
     "fed-cprompt": MethodEntry(
         "prompts near the newest global model and far from the last task's (Fed-CPrompt)",
@@ -222,15 +282,18 @@ METHODS: dict[str, MethodEntry] = {
 OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
 
 
-def find_method(name: str) -> MethodEntry:
-    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME or MODULE:NAME.
+def find_method(method: str | MethodEntry) -> MethodEntry:
+    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME, MODULE:NAME or an
+    entry itself.
 
     A method's file is a program: it is run when it is loaded.
 
     Raises:
       InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
     """
-    return _loaded(METHODS[name]) if name in METHODS else _from_outside(name)
+    if isinstance(method, MethodEntry):
+        return _loaded(method)
+    return _loaded(METHODS[method]) if method in METHODS else _from_outside(method)
 
 
 def check_no_code(name: str, where: str, advice: str) -> None:
@@ -245,14 +308,37 @@ def check_no_code(name: str, where: str, advice: str) -> None:
         )
 
 
+def name_of(method: str | MethodEntry) -> str:
+    """What a method is called in settings: its name or file as it was given, or an entry's name."""
+    if isinstance(method, str):
+        return method
+    return method.name or getattr(method.build, "__name__", "own")
+
+
+def short_name(method: str | MethodEntry) -> str:
+    """What a method is called in tables and on pages: its entry's name, else its file's."""
+    if method in METHODS:
+        return str(method)
+    place, _, attribute = name_of(method).partition(":")
+    return find_method(method).name or (Path(place).stem if place.endswith(".py") else attribute or place)
+
+
+@functools.cache
 def _loaded(entry: MethodEntry) -> MethodEntry:
     """The entry with its code, and with presets where a dataclass of options is given."""
     presets, build, elsewhere = (
         load("fcljax.methods", part) for part in (entry.presets, entry.build, entry.elsewhere)
     )
+    if presets is None:
+        presets = NoOptions
     if isinstance(presets, type):
         presets = {"intended": Preset(presets())}
-    return entry._replace(presets=presets, build=build, elsewhere=elsewhere)
+    if not isinstance(presets, Mapping) or "intended" not in presets:
+        raise InputError(
+            f"presets: {name_of(entry)} has {type(presets).__name__}; expected the dataclass of its options, "
+            "not an instance, or a mapping with 'intended'"
+        )
+    return dataclasses.replace(entry, presets=presets, build=build, elsewhere=elsewhere)
 
 
 @functools.cache

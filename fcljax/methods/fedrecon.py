@@ -26,6 +26,7 @@ from fcljax.models.prototypes import class_means, dce_loss, distances
 from fcljax.parts.classifiers import Sums, empty_sums, nearest_mean
 from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate
+from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Params, learner, replaced_loss
 from fcljax.parts.reports import possible_sums
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
@@ -101,17 +102,7 @@ def episodes() -> ClientRule:
         value = episode_loss(step.output.feature, batch.label, task.classes, batch.mask)
         return jnp.where(task.index == 0, value, 0.0)
 
-    def freeze(context: ClientContext, trainable: Params) -> Params:
-        """Weight decay and running statistics stop too."""
-        first, sent = context.task.index == 0, context.payload.trainable
-
-        def pick(new: Array, old: Array) -> Array:
-            return jnp.where(first, new, old)
-
-        adapter = jax.tree.map(pick, trainable.adapter, sent.adapter)
-        return trainable._replace(adapter=adapter, stats=jax.tree.map(pick, trainable.stats, sent.stats))
-
-    return ClientRule("episodes", loss, project=freeze)
+    return first_task_only("episodes", loss)
 
 
 def episode_loss(

@@ -1,13 +1,14 @@
 """Classifiers on features: linear, learned prototypes, class means."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Head, apply_head, class_sums, init_head, init_truncated, mask_logits
+from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.parts.learner import Adapter, Classifier
 from fcljax.types import Batch, Task
@@ -109,26 +110,51 @@ def nearest_mean(
       inner: trains in its place; the means are for evaluation alone (FedCLM).
     """
 
-    def init(key: PRNGKeyArray) -> MeanParams:
-        return MeanParams(inner.init(key) if inner else (), empty_sums(classes, width))
+    def first(key: PRNGKeyArray, inner_params: PyTree) -> MeanParams:
+        del key
+        return MeanParams(inner_params, empty_sums(classes, width))
 
-    def predict(params: MeanParams, trainable: PyTree, feature: Array, task: Task) -> Array:
-        del trainable
+    def predict(params: MeanParams, feature: Array, task: Task) -> Array:
         return mean_logits(feature, params.sums, task.seen, kind)
 
-    if inner is None:
-        return Classifier(init, _no_logits(classes), _nothing, _unchanged, predict=predict)
+    return computed(classes, first, predict, inner)
 
-    def trainable_of(params: MeanParams, task: Task) -> PyTree:
+
+def computed(
+    classes: int,
+    first: Callable[[PRNGKeyArray, PyTree], Any],
+    predict: Callable[[Any, Array, Task], Array],
+    inner: Classifier | None = None,
+) -> Classifier:
+    """A classifier that a server rule computes: no gradient reaches it, and it does not travel.
+
+    Args:
+      classes: C.
+      first: first(key, inner_params) -> its first parameters, a NamedTuple with the field `inner`.
+      predict: predict(params, feature, task) -> logits of evaluation [batch, C].
+      inner: trains in its place; None: nothing trains.
+    """
+
+    def init(key: PRNGKeyArray) -> Any:
+        return first(key, inner.init(key) if inner else ())
+
+    def evaluate(params: Any, trainable: PyTree, feature: Array, task: Task) -> Array:
+        del trainable
+        return predict(params, feature, task)
+
+    if inner is None:
+        return Classifier(init, _no_logits(classes), _nothing, _unchanged, predict=evaluate)
+
+    def trainable_of(params: Any, task: Task) -> PyTree:
         return inner.trainable(params.inner, task)
 
-    def merge(params: MeanParams, task: Task, trainable: PyTree) -> MeanParams:
+    def merge(params: Any, task: Task, trainable: PyTree) -> Any:
         return params._replace(inner=inner.merge(params.inner, task, trainable))
 
-    def cached(params: MeanParams) -> PyTree:
+    def cached(params: Any) -> PyTree:
         return inner.cached(params.inner)
 
-    return Classifier(init, inner.logits, trainable_of, merge, cached, predict)
+    return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate)
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:
@@ -176,4 +202,4 @@ def mean_logits(
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)
     length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(feature @ (mean / length).T, seen & present)
+    return mask_logits(exact_matmul(feature, (mean / length).T), seen & present)

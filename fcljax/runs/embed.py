@@ -79,8 +79,8 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     head = inputs.backbone.head
     if cfg.keep_head and head is not None:
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
-    with atomic(out) as temporary:
-        np.savez(temporary, **arrays)
+    with atomic(out) as temporary, temporary.open("wb") as file:  # to a name, numpy would add .npz
+        np.savez(file, **arrays)
     save_features(cfg, inputs, "train", features[0])
     save_features(cfg, inputs, "test", features[1])
     accuracy = nearest_class_mean(features[0], labels[0], features[1], labels[1])

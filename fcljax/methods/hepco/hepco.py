@@ -32,6 +32,7 @@ from fcljax.federated.claims import possible_counts
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
+from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -188,8 +189,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
         older = Generator((), ())
         if not options.wo_previous:
-            more = steps + options.generator_growth * task.index
-            more = jnp.where((steps > 0) & (task.index > 0), more, 0)
+            more = steps_of_older(options, steps, task.index)
             older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
@@ -274,6 +274,12 @@ def class_weights(
     return examples / (jnp.sum(total) + jnp.sum(total == 0))
 
 
+def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
+    """Steps of the generator of older classes in task number `task`, from 0: more in every task, and none in
+    the first or where nobody takes part (`steps` is 0)."""
+    return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
+
+
 def _odds(examples: Float[Array, " C"]) -> Float[Array, " C"]:
     """Log-probabilities of classes, up to a constant: classes are drawn as often as they occur."""
     return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
@@ -341,7 +347,7 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
     def products(theirs: Params) -> Float[Array, "groups both both"]:
         basis, own_basis = mixed(theirs, nowhere).basis, mixed(own, nowhere).basis
         both = jnp.concatenate([basis, own_basis - basis], axis=1)
-        return jnp.einsum("gmn,gkn->gmk", both, both)
+        return exact_einsum("gmn,gkn->gmk", both, both)
 
     square = jax.lax.map(products, teachers.trainable)
 
@@ -350,7 +356,7 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
 
         def one(theirs: Params, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
             weight = jnp.concatenate([weight_own - mixed(theirs, latent).weight, weight_own], axis=-1)
-            return jnp.einsum("bgm,gmk,bgk->b", weight, square, weight)
+            return exact_einsum("bgm,gmk,bgk->b", weight, square, weight)
 
         return jax.vmap(one)(teachers.trainable, square)
 

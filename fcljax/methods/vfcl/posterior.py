@@ -72,6 +72,8 @@ def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
 def in_blocks(function: Callable[..., Array], *vectors: Float[Array, " N"]) -> Float[Array, " N"]:
     """A function of numbers, one by one, of vectors. Done block by block: XLA would else compute what made a
     vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile."""
+    if not vectors[0].size:  # of an adapter without parameters
+        return vectors[0]
     size = min(_BLOCK, vectors[0].size)
     blocks = -(-vectors[0].size // size)
     stacked = [jnp.pad(x, (0, blocks * size - x.size)).reshape(blocks, size) for x in vectors]

@@ -1,0 +1,70 @@
+"""Ridge regression from sums over examples: what closed-form methods report, and how a server solves it.
+
+The sums of all clients are those of all examples together, whoever holds them: the classifier does not depend
+on the partition. A client's sums have width^2 parameters, however few examples it has.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fcljax.parts.client import ClientStep, Report
+from fcljax.types import ClientContext
+
+
+class Moments(NamedTuple):
+    """Sums over examples with features h and one-hot labels y."""
+
+    gram: Float[Array, "M M"]
+    """Sum of h h^T."""
+    products: Float[Array, "M C"]
+    """Sum of h y^T: the sum of features of each class."""
+    examples: Float[Array, ""]
+    """Number of examples, which is the sum of |y|^2."""
+
+
+def no_moments(width: int, classes: int) -> Moments:
+    """Sums over no examples yet."""
+    return Moments(jnp.zeros((width, width)), jnp.zeros((width, classes)), jnp.zeros(()))
+
+
+def add_examples(
+    total: Moments, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+) -> Moments:
+    """The sums with the examples of a batch that the mask counts."""
+    h = jnp.where(mask[:, None], h, 0.0)
+    y = jax.nn.one_hot(label, total.products.shape[1])
+    more = Moments(h.T @ h, h.T @ y, jnp.sum(mask).astype(jnp.float32))
+    return jax.tree.map(jnp.add, total, more)
+
+
+def moments_report(
+    width: int, classes: int, features: Callable[[ClientStep], Float[Array, "batch M"]]
+) -> Report:
+    """The moments of a client's examples; all classes of the stream have a column, whatever its task.
+
+    Args:
+      width: M.
+      classes: C.
+      features: features(step) -> h of the batch.
+    """
+
+    def init(context: ClientContext) -> Moments:
+        del context
+        return no_moments(width, classes)
+
+    def add(step: ClientStep, total: Moments) -> Moments:
+        return add_examples(total, features(step), step.batch.label, step.batch.mask)
+
+    return Report("moments", init, add, merge="sum")
+
+
+def solve_ridge(
+    gram: Float[Array, "M M"], products: Float[Array, "M C"], ridge: Float[Array, ""] | float
+) -> Float[Array, "M C"]:
+    """(gram + ridge I)^-1 products. It is not finite where rounding makes the matrix singular."""
+    regularised = gram + ridge * jnp.eye(gram.shape[0])
+    return jax.scipy.linalg.solve(regularised, products, assume_a="pos")
