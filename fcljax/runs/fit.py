@@ -113,6 +113,7 @@ def _need(program: Program, beside: int) -> Need:
         if temporary is None:
             raise
         return Need(program.name, temporary + beside, temporary)
+    assert memory is not None  # every backend that runs have makes one
     return Need(program.name, peak(memory) + beside, memory.temp_size_in_bytes)
 
 

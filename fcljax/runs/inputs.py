@@ -46,17 +46,21 @@ class Inputs(NamedTuple):
     surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
 
-def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
+def load_inputs(
+    cfg: InputConfig, dataset: Dataset | None = None, backbone: Pretrained | None = None
+) -> Inputs:
     """Load the backbone and the data set that the settings name.
 
     Args:
       cfg: what to load.
       dataset: images to use instead of those that the settings name.
+      backbone: a network to use instead of the one that the settings name.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
-    backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
+    if backbone is None:
+        backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
     dataset = load_split(cfg, size) if dataset is None else dataset
     # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
