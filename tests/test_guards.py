@@ -71,9 +71,9 @@ def test_the_files_of_reproduce_run_no_program(trap):
     table = {"title": "", "source": "", "metrics": ["A_avg"], "upload": 1, "rows": [row]}
     paper = {"paper": "", "method": "fppl", "seeds": [1], "base": {}, "tables": {"t": table}, "verified": {}}
     with pytest.raises(InputError, match="evil.py.* is a program"):
-        papers.parse("evil.yaml", paper)
+        papers.parse_paper("evil.yaml", paper)
     with pytest.raises(InputError, match="evil.py.* is a program"):
-        papers.parse("evil.yaml", paper | {"method": "./evil.py", "tables": {}})
+        papers.parse_paper("evil.yaml", paper | {"method": "./evil.py", "tables": {}})
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
