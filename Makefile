@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long test-extras mutants lint docs docs-serve wheel-check clean
+.PHONY: demo test test-long test-extras test-accelerators mutants lint docs docs-serve wheel-check clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/fcljax compare $(RUN)/fppl $(RUN)/fedavg
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 # What is long and rarely breaks.
 test-long: .venv/ready
@@ -21,6 +21,10 @@ test-long: .venv/ready
 test-extras: .venv/extras/ready
 	.venv/extras/bin/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
 	  tests/test_sweeps.py tests/test_docs.py
+
+# Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
+test-accelerators: .venv/aot/ready
+	JAX_PLATFORMS=cpu nice -n 19 .venv/aot/bin/python experiments/accelerators.py
 
 # Small errors that the tests must catch, a fixed sample: docs/testing.md.
 mutants: .venv/ready
@@ -47,6 +51,13 @@ docs-serve: .venv/docs
 	.venv/extras/bin/python -m pip install --quiet --requirement requirements.txt
 	.venv/extras/bin/python -m pip install --quiet --editable \
 	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,wandb]'
+	touch $@
+
+# An environment of its own: a run must not find the compilers' plugins for chips that are not here.
+.venv/aot/ready: .venv/ready
+	$(PYTHON) -m venv .venv/aot
+	.venv/aot/bin/python -m pip install --quiet --requirement requirements.txt
+	.venv/aot/bin/python -m pip install --quiet --editable '.[accelerators-aot]'
 	touch $@
 
 # Wheel and sdist, each installed into a fresh environment and run there.

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ import yaml
 from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
-from fcljax.methods import METHODS, MethodEntry, find_method
+from fcljax.methods import METHODS, MethodEntry, find_method, name_of
 from fcljax.methods.mini import MINI
 from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
 from fcljax.settings import (
@@ -36,6 +36,7 @@ from fcljax.settings import (
     Scale,
     SplitConfig,
     TrainConfig,
+    is_owned,
 )
 
 __all__ = [
@@ -65,21 +66,24 @@ MICRO = ("auto", "vit_micro", "resnet_micro")
 # ---- the options of a method with an adapter ---------------------------------------------------------------
 
 
-def option_groups(method: str, adapter: str) -> dict[str, type]:
+def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
     """Title -> dataclass of the options of a run: the run's, the method's and the adapter's.
 
     Raises:
       InputError: for an unknown method or adapter, one that the method cannot work with, or names that
         collide, which only a method from outside the package can have.
     """
-    entry = find_method(method)
+    entry, called = find_method(method), name_of(method)
+    if entry.adapter not in ADAPTERS:
+        near = nearest(entry.adapter, ADAPTERS)
+        raise InputError(f"adapter: the entry of {called} has {entry.adapter!r}; {near}")
     choose("adapter", adapter, ADAPTERS)
     if adapter in entry.excludes:
         raise InputError(
-            f"adapter: {method} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
+            f"adapter: {called} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
             f"{entry.adapter!r}"
         )
-    title = Path(method).stem if method not in METHODS else method
+    title = called if method in METHODS else Path(called).stem
     groups = {"run": RunConfig, title: entry.options(adapter)}
     groups[f"adapter {adapter}"] = find_adapter(adapter).options
     owner: dict[str, str] = {}
@@ -87,14 +91,17 @@ def option_groups(method: str, adapter: str) -> dict[str, type]:
         for field in fields_of(options):
             if owner.setdefault(field.name, group) != group:
                 raise InputError(
-                    f"method: {method} and {owner[field.name]} both have an option {field.name!r}; rename one"
+                    f"method: {called} and {owner[field.name]} both have an option {field.name!r}; rename one"
                 )
     return groups
 
 
 @functools.cache
 def preset(
-    method: str, adapter: str | None = None, fidelity: Fidelity = "intended", scale: Scale = "mini"
+    method: str | MethodEntry,
+    adapter: str | None = None,
+    fidelity: Fidelity = "intended",
+    scale: Scale = "mini",
 ) -> RunConfig:
     """A run's settings as a fidelity preset has them, at a scale.
 
@@ -110,7 +117,7 @@ def preset(
 
 
 @functools.cache
-def run_class(method: str, adapter: str | None = None) -> type:
+def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
     """The dataclass of a run: the shared fields, the method's own and the adapter's. Its defaults are those
     of the preset `intended` at the scale mini.
 
@@ -126,15 +133,15 @@ def run_class(method: str, adapter: str | None = None) -> type:
         for name, value in _values(method, adapter, "intended", "mini").items()
     ]
     return dataclasses.make_dataclass(
-        f"Run_{Path(method).stem}_{adapter}",
+        f"Run_{Path(name_of(method)).stem}_{adapter}",
         fields,
         bases=bases,
         frozen=True,
-        namespace={"__doc__": entry.summary},
+        namespace={"__doc__": entry.summary, "source": method},
     )
 
 
-def _values(method: str, adapter: str, fidelity: Fidelity, scale: Scale) -> dict[str, Any]:
+def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: Scale) -> dict[str, Any]:
     """Field -> value of a preset at a scale."""
     run, own, of_adapter = option_groups(method, adapter).values()
     chosen = _reading(find_method(method).presets, fidelity)
@@ -143,9 +150,9 @@ def _values(method: str, adapter: str, fidelity: Fidelity, scale: Scale) -> dict
     parts = part(run, chosen.run), part(own, chosen.options), adapted
     values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    small = MINI.get(method, {}) if scale == "mini" else {}
+    small = MINI.get(name_of(method), {}) if method in METHODS and scale == "mini" else {}
     scaled = {name: value for name, value in small.items() if name in values}
-    chosen = {"method": method, "adapter": adapter, "fidelity": fidelity, "scale": scale}
+    chosen = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
     return values | pixels | scaled | chosen
 
 
@@ -161,7 +168,7 @@ def part(options: type[Value], config: object) -> Value:
 # ---- values that were given --------------------------------------------------------------------------------
 
 
-def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
+def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) -> RunConfig:
     """A run's settings from names and values, as YAML or the command line give them, checked.
 
     `adapter` decides which options there are; `fidelity` and `scale` decide which values those have that are
@@ -170,9 +177,9 @@ def from_mapping(method: str, values: dict[str, Any], where: str) -> RunConfig:
     Raises:
       InputError: as `fill` and `resolve`, or if the values name another method.
     """
-    named = values.get("method", method)
-    if named != method:
-        raise InputError(f"{where}: the settings are for the method {named!r}, not {method!r}")
+    named, called = values.get("method", name_of(method)), name_of(method)
+    if named != called:
+        raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
     adapter = values.get("adapter") or find_method(method).adapter
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
@@ -207,7 +214,7 @@ def explain_scale(config: RunConfig) -> str:
     return f"scale: paper, because the network is {network}; see also --scale mini"
 
 
-def check_known(method: str, adapter: str, names: Iterable[str], where: str) -> None:
+def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], where: str) -> None:
     """Tell options that only go with another adapter apart from those that do not exist.
 
     Raises:
@@ -249,7 +256,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
-    usual = preset(config.method, config.adapter, config.fidelity, config.scale)
+    usual = preset(config.source or config.method, config.adapter, config.fidelity, config.scale)
     if config.attack != usual.attack and not config.malicious:
         raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
@@ -277,13 +284,45 @@ def partitioned(config: Run, usual: Run) -> Run:
         )
     if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
         raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
+    if is_owned(config.partition) and config.alpha != usual.alpha:
+        raise InputError(f"alpha: {config.partition!r} is no Dirichlet partition; leave out --alpha")
+    _check_task_sizes(config)
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
+    fixed = "static" if is_owned(config.partition) else fixed
     if config.population not in (fixed, usual.population, "static"):
         raise InputError(
             f"population: {config.partition} clients are {fixed}, not {config.population!r}; nearest: "
             f"{fixed!r}"
         )
     return dataclasses.replace(config, population=fixed)
+
+
+def _check_task_sizes(config: PartitionConfig) -> None:
+    """Only one option says how many classes the tasks have."""
+    by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name) is not None]
+    if config.task_sizes is not None and by_number:
+        raise InputError(f"{by_number[0]}: task_sizes {config.task_sizes!r} has all sizes; leave one out")
+    if config.task_pool != "same" and (by_number or config.task_sizes):
+        name = (*by_number, "task_sizes")[0]
+        raise InputError(f"{name}: nothing reads it with --task-pool {config.task_pool}; leave it out")
+
+
+def check_given(config: RunConfig, given: Collection[str]) -> None:
+    """Check that something reads every option that was given, and that no other one decides it.
+
+    Raises:
+      InputError: naming the first such option.
+    """
+    check_read(config, config, given)
+    if "clients" in given and is_owned(config.partition):
+        raise InputError(
+            f"clients: the partition {config.partition!r} decides their number; leave out --clients"
+        )
+    decides = next(
+        (name for name in ("classes_per_task", "task_sizes") if getattr(config, name) is not None), ""
+    )
+    if "tasks" in given and decides:
+        raise InputError(f"tasks: {decides} decides their number; leave out --tasks")
 
 
 def fill(options: Value, values: dict[str, Any], where: str) -> Value:
@@ -320,7 +359,7 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
             return None
         type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
     if typing.get_origin(type_) is Literal:
-        return choose(name, value, typing.get_args(type_))
+        return _chosen(name, value, typing.get_args(type_))
     if type_ is bool:
         return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
     plain = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
@@ -336,6 +375,17 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         raise
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
+
+
+def _chosen(name: str, value: object, options: tuple) -> Any:
+    """One of the options. Those such as "file:PATH" and "NAME,NAME" stand for any text of their form."""
+    kind, colon, rest = str(value).partition(":")
+    forms = [str(option) for option in options]
+    if colon and rest.strip() and any(form.startswith(f"{kind}:") for form in forms):
+        return str(value)
+    if "," in str(value) and any("," in form for form in forms):
+        return str(value)
+    return choose(name, value, options)
 
 
 def _is_whole(value: object) -> bool:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int, Int64
 
 from fcljax.config import PartitionConfig
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.owners import find_owners
 from fcljax.data.partition import (
     Sample,
     count_matrix,
@@ -21,10 +22,24 @@ from fcljax.data.partition import (
 )
 from fcljax.data.store import ClientIndices, client_indices, merge
 from fcljax.data.streams import own_streams, pool_of, shared_streams
-from fcljax.data.tasks import class_order, make_tasks, python_order, relabel, tasks_of
-from fcljax.errors import InputError
+from fcljax.data.tasks import (
+    chosen_sizes,
+    class_order,
+    listed_order,
+    make_tasks,
+    python_order,
+    relabel,
+    tasks_of,
+    tasks_of_sizes,
+)
+from fcljax.errors import InputError, Value
 from fcljax.federated.schedule import ClientPartition
+from fcljax.files import read_text
+from fcljax.options import replaced
+from fcljax.settings import is_owned
 from fcljax.types import Task
+
+ORDER_BYTES = 1 << 22  # of a file of classes
 
 
 class Scenario(NamedTuple):
@@ -111,9 +126,33 @@ def scenario_of_one(
 
 def _schedule(dataset: Dataset, options: PartitionConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
     """The class order, and the tasks that all clients share."""
-    classes = len(dataset.class_names)
-    order = _class_order(classes, options, np.random.RandomState(options.seed))
-    return order, make_tasks(classes, 1 if joint else options.tasks)
+    order = _class_order(dataset, options, np.random.RandomState(options.seed))
+    return order, make_tasks(len(order), 1) if joint else _tasks(len(order), options)
+
+
+def _tasks(classes: int, options: PartitionConfig) -> tuple[Task, ...]:
+    return tasks_of_sizes(_sizes(classes, options))
+
+
+def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:
+    numbers = options.base_classes, options.classes_per_task
+    return chosen_sizes(classes, options.tasks, *numbers, options.task_sizes)
+
+
+def fitted(options: Value, dataset: Dataset) -> Value:
+    """Options with the numbers of clients and tasks that a partition of the user's own and the sizes of tasks
+    decide.
+
+    Raises:
+      InputError: for a partition or sizes that do not fit the data set.
+    """
+    assert isinstance(options, PartitionConfig)
+    clients, tasks = options.clients, options.tasks
+    if is_owned(options.partition):
+        clients = len(find_owners(dataset, options.partition).names)
+    if options.classes_per_task is not None or options.task_sizes is not None:
+        tasks = len(_sizes(len(dataset.class_names), options))
+    return replaced(options, clients=clients, tasks=tasks)
 
 
 def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
@@ -163,12 +202,12 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     """
     stream = np.random.RandomState(options.seed)
     classes = len(dataset.class_names)
-    order = _class_order(classes, options, stream)
+    order = _class_order(dataset, options, stream)
     used = first_share(dataset.y_train, options.train_share)
     if options.partition == "private":
         return _private(dataset, options, order, used, stream)
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    tasks, reported = make_tasks(classes, options.tasks), None
+    tasks, reported = _tasks(classes, options), None
     whole = options.partition in ("dirichlet", "iid")
 
     def of_task(task: int) -> np.ndarray:
@@ -205,7 +244,15 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
 
     else:
         count = len(tasks)
-        static = [parts(0, stream)] * count if whole else [parts(task, stream) for task in range(count)]
+        if is_owned(options.partition):
+            owned = find_owners(dataset, options.partition).parts()
+            if len(owned) != options.clients:
+                raise InputError(
+                    f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
+                )
+            static = [[np.intersect1d(part, used) for part in owned]] * count
+        else:
+            static = [parts(0, stream)] * count if whole else [parts(task, stream) for task in range(count)]
 
         def drawn(task: int, round_: int) -> list[np.ndarray]:
             del round_
@@ -251,7 +298,7 @@ def _private(
     """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
     label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
     if options.task_pool == "same":
-        tasks = make_tasks(classes, options.tasks)
+        tasks = _tasks(classes, options)
         shared = [np.flatnonzero(task.current) for task in tasks]
         share = options.category_ratio or 0.5
         streams = shared_streams(label[used], shared, options.clients, share, rng)
@@ -283,15 +330,30 @@ def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
     return Task.of_numpy(repeated(shared.index), repeated(shared.classes), current, seen)
 
 
-def _class_order(classes: int, options: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
+def _class_order(dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
     """The class order. Only the shuffled one draws from the stream."""
-    match options.class_order:
+    classes, kind = len(dataset.class_names), options.class_order
+    if kind.startswith("file:"):
+        return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
+    if "," in kind:
+        return listed_order(dataset.class_names, [name.strip() for name in kind.split(",")])
+    match kind:
         case "natural":
             return np.arange(classes)
         case "python":
             return python_order(classes, options.seed)
         case _:
             return class_order(classes, stream)
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a file of classes."""
+    try:
+        text = read_text(path, ORDER_BYTES)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"class_order: cannot read {path!r}: {why}") from None
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _sampled(

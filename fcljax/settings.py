@@ -6,14 +6,24 @@ option must have which value for a field to be read, stand beside the field (`op
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fcljax.options import option
 
 Fidelity = Literal["intended", "paper", "released", "improved"]
 Scale = Literal["auto", "paper", "mini"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
-Partition = Literal["dirichlet", "iid", "quantity", "shards", "task_dirichlet", "sampled", "private"]
+Partition = Literal[
+    "dirichlet",
+    "iid",
+    "quantity",
+    "shards",
+    "task_dirichlet",
+    "sampled",
+    "private",
+    "file:PATH",
+    "column:NAME",
+]
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
 Positions = Literal["antialiased", "plain"]
 Stem = Literal["imagenet", "cifar"]
@@ -29,6 +39,12 @@ Aggregator = Literal[
     "multi_krum",
     "centred_clipping",
 ]
+
+
+def is_owned(partition: str) -> bool:
+    """Whether the user says who has which example: by a file or a column."""
+    return partition.startswith(("file:", "column:"))
+
 
 ATTACKS = {
     "sign_flip": "all floating parameters of an upload are negated",
@@ -127,7 +143,8 @@ class PartitionConfig(SplitConfig):
     """Number of clients K."""
     partition: Partition = "dirichlet"
     """How examples are assigned to clients: dirichlet and iid once for all tasks; quantity, shards and
-    task_dirichlet per task; sampled clients per round (HePCo); private streams of tasks (VFCL)."""
+    task_dirichlet per task; sampled clients per round (HePCo); private streams of tasks (VFCL); a file of
+    example or file name and client, or a column of the data set."""
     classes_per_client: int = 2
     """Classes of a task that a client holds (quantity), or shards of 1/100 of its examples (shards)."""
     alpha: float = option(0.5, positive=True)
@@ -156,8 +173,15 @@ class PartitionConfig(SplitConfig):
     """Largest number of tasks of one source in the pool of private streams."""
     train_share: float = option(1.0, positive=True, most=1.0)
     """Share of each class's training examples that is used."""
-    class_order: Literal["shuffled", "natural", "python"] = "shuffled"
-    """Order in which tasks take the classes; python shuffles as HePCo's release does."""
+    class_order: Literal["shuffled", "natural", "python", "file:PATH", "NAME,NAME"] = "shuffled"
+    """Order in which tasks take the classes; python shuffles as HePCo's release does. A file has a class in
+    each line; classes are names or numbers from 0."""
+    base_classes: int | None = option(None, unset="as the other tasks")
+    """Classes of the first task; the others share the rest."""
+    classes_per_task: int | None = option(None, unset="all classes over --tasks")
+    """Classes of each task after the first, which then decide the number of tasks."""
+    task_sizes: str | None = option(None, unset="as even as possible")
+    """Classes of each task, such as 50,10,10,30."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +266,10 @@ class EngineConfig:
     """Number of clients that train at the same time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
     """How the clients that train at the same time are computed."""
+    microbatch: int = option(0, least=0, unset="the whole batch, on accelerators what fits")
+    """Most images that the network computes at a time; the update is the batch's up to rounding."""
+    remat: bool = False
+    """Compute the blocks of a ViT again for gradients in place of keeping what they computed."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
     checkpoint_every: int = 1
@@ -265,6 +293,8 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     dp_delta: float = option(0.0, most=1.0, unset="not reported")
     """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
     dependency `privacy`."""
+    source: ClassVar[Any] = None
+    """What `methods.find_method` finds the method by: its name, or the entry itself (`config.run_class`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +315,11 @@ class HostOptions:
     def seconds(self) -> int:
         """Of `host_timeout`."""
         return 100 if self.host_timeout is None else self.host_timeout
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """A method without options of its own."""
 
 
 class Preset(NamedTuple):

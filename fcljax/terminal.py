@@ -1,6 +1,10 @@
 """Lines, tables and progress bars on a terminal. Text appears as it is, whatever it contains: file names may
 look like rich's markup, and need not be UTF-8."""
 
+import html
+from types import TracebackType
+from typing import Any
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -49,3 +53,47 @@ def progress_bar(label: str, numbers: str = "", console: Console | None = None) 
         TimeRemainingColumn(),
         console=console,
     )
+
+
+class NotebookBar:
+    """The same in a notebook, without the widgets that rich's bar needs there."""
+
+    def __init__(self, label: str, numbers: str = ""):
+        self.format, self.done, self.total, self.fields = f"{label}  {numbers}", 0, 0, {}
+
+    def __enter__(self) -> "NotebookBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def add_task(self, description: str, *, total: int, completed: int = 0, **fields: Any) -> int:
+        """Show the bar."""
+        from IPython.display import display  # pyrefly: ignore[missing-import]
+
+        del description
+        self.total, self.done, self.fields = total, completed, fields
+        self.handle = display(self, display_id=True)
+        return 0
+
+    def update(self, task: Any, *, advance: int = 0, **fields: Any) -> None:
+        """Move the bar."""
+        del task
+        self.done, self.fields = self.done + advance, self.fields | fields
+        if self.handle:
+            self.handle.update(self)
+
+    def __repr__(self) -> str:
+        """The bar's line in notebooks without HTML."""
+        return f"{self.done}/{self.total} {self._text()}"
+
+    def _text(self) -> str:
+        return self.format.replace("{task.fields[", "{fields[").format(fields=self.fields)
+
+    def _repr_html_(self) -> str:
+        words = html.escape(self._text())
+        return (
+            f'<progress value="{self.done}" max="{self.total}"></progress> {self.done}/{self.total} {words}'
+        )

@@ -46,7 +46,7 @@ def assigned(split) -> list[ClientPartition]:
     for task in STREAM:
         rows = np.flatnonzero(task.current[LABEL])
         owned = [rows[np.asarray(mine, int)] for mine in split(LABEL[rows])]
-        result.append(toys.make_roster(owned, LABEL, SIZES.classes))
+        result.append(toys.make_partition(owned, LABEL, SIZES.classes))
     return result
 
 
@@ -76,19 +76,19 @@ PARTITIONS = {
 @functools.cache
 def engine(name, **options):
     method = {"afcl": afcl, "fedranpac": fedranpac}[name](options_of(name, **options), run_of(False, PIXELS))
-    shapes = [each for deals in PARTITIONS.values() for each in deals]
-    return engine_of(method, deals=shapes, frozen=SCALE)
+    shapes = [each for partitions in PARTITIONS.values() for each in partitions]
+    return engine_of(method, partitions=shapes, frozen=SCALE)
 
 
 def options_of(name, **options):
     return AFCLOptions(0.5) if name == "afcl" else FedRanPACOptions(projection=12, **options)
 
 
-def played(name, deals, **options):
+def played(name, partitions, **options):
     """The server after every round."""
     made = engine(name, **options)
     server, states = begin(made.method, SCALE)
-    return [step[0] for step in play(made, server, states, deals, frozen=SCALE)]
+    return [step[0] for step in play(made, server, states, partitions, frozen=SCALE)]
 
 
 def ridge_of(h, y, ridge):
@@ -210,9 +210,12 @@ def test_a_first_session_trains_the_network_in_the_first_task_alone():
     method = fedranpac(FedRanPACOptions(projection=12), run_of(True, PIXELS))
     assert [each.when for each in method.rounds] == ["round", "task_end"]
     server, states = begin(method, SCALE)
-    deals = PARTITIONS["iid"]
+    partitions = PARTITIONS["iid"]
     history = [
-        s[0] for s in play(engine_of(method, deals=deals, frozen=SCALE), server, states, deals, frozen=SCALE)
+        s[0]
+        for s in play(
+            engine_of(method, partitions=partitions, frozen=SCALE), server, states, partitions, frozen=SCALE
+        )
     ]
     scales = [np.asarray(each.params.adapter["scale"]) for each in history]
     assert np.abs(scales[1] - scales[0]).max() > 1e-4

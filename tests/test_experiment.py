@@ -226,7 +226,7 @@ def counting(options, run):
 
 @pytest.mark.long
 def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
-    monkeypatch.setitem(METHODS, "linear", METHODS["linear"]._replace(build=counting))
+    monkeypatch.setitem(METHODS, "linear", dataclasses.replace(METHODS["linear"], build=counting))
     options = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--partition", "iid"]
     assert cli.main(["run", "linear", *options, "--out", str(tmp_path / "run")]) == 0
     label = relabel(load_dataset("digits").y_test, class_order(CLASSES, np.random.RandomState(2023)))

@@ -35,8 +35,10 @@ OPTIONS = FedSLCAOptions(align_samples=64)
 def test_covariances_merged_over_clients_are_those_of_the_pooled_examples(name):
     method = fedslca(OPTIONS, run_of(False, PIXELS))
     server, states = begin(method, SCALE)
-    deals = PARTITIONS[name]
-    history = play(engine_of(method, deals=deals, frozen=SCALE), server, states, deals, frozen=SCALE)
+    partitions = PARTITIONS[name]
+    history = play(
+        engine_of(method, partitions=partitions, frozen=SCALE), server, states, partitions, frozen=SCALE
+    )
     ((known, *_),) = [history[-1][0].rules]
     for label in range(SIZES.classes):
         mine = FEATURES[label == LABEL]

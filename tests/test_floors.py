@@ -19,7 +19,7 @@ FLOORS = (
     {"results"},
     {"runs"},
     {"studies", "checks", "pretraining", "bridges"},
-    {"commands"},
+    {"commands", "api"},
     {"cli"},
     {"__main__", "worker"},
 )

@@ -412,7 +412,7 @@ def test_fppl_s_prototypes_are_of_augmented_images_unless_improved():
 def entry_with(name):
     """A method's entry with one option of this name."""
     options = dataclasses.make_dataclass("Options", [(name, float, 1.0)], frozen=True)
-    return METHODS["linear"]._replace(presets=options)
+    return dataclasses.replace(METHODS["linear"], presets=options)
 
 
 def test_the_package_s_own_names_do_not_collide():

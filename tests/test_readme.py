@@ -50,9 +50,30 @@ def namespace(block):
     return names
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python_blocks_run(number):
-    assert namespace(blocks("python")[number])
+def by_cost(block):
+    """Blocks with whole runs are executed in `make test-long`."""
+    return pytest.param(block, marks=pytest.mark.long) if "fcljax.run(" in block else block
+
+
+@pytest.mark.parametrize(
+    "block",
+    [by_cost(block) for block in blocks("python")],
+    ids=lambda block: str(blocks("python").index(block)),
+)
+def test_python_blocks_run(block):
+    assert namespace(block)
+
+
+def test_federated_averaging_of_a_module_takes_six_lines():
+    """README's block: what is neither an import nor the data."""
+    block = block_with("fcljax.simulate(average")
+    lines = [
+        line for line in block.splitlines() if line and "import" not in line and "load_digits" not in line
+    ]
+    names = namespace(block)
+    right = names["trained"](names["x"]).argmax(-1) == names["y"]
+    assert len(lines) <= 6 and max(map(len, lines)) <= 110
+    assert len(names["history"]) == 5 and float(right.mean()) > 0.5
 
 
 def test_the_comments_beside_the_aggregation_rules_are_right():

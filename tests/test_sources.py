@@ -152,10 +152,10 @@ def test_gray_images_get_three_equal_channels(tmp_path, shape):
     "changes, words",
     [
         ({"y_test": None}, "no array 'y_test'"),
-        ({"x_train": ARRAYS["x_train"] / 255}, "x_train is float64; expected uint8"),
+        ({"x_train": ARRAYS["x_train"] / 100}, "expected uint8, grey levels 0..255, or float in [0, 1]"),
         ({"x_train": ARRAYS["x_train"].astype(np.int64)}, "x_train is int64; expected uint8"),
         ({"x_train": ARRAYS["x_train"][..., :2]}, "x_train has shape (6, 4, 5, 2)"),
-        ({"x_train": ARRAYS["x_train"].transpose(0, 3, 1, 2)}, "x_train has shape (6, 3, 4, 5)"),
+        ({"x_train": ARRAYS["x_train"].transpose(3, 0, 1, 2)}, "x_train has shape (3, 6, 4, 5)"),
         ({"x_test": ARRAYS["x_test"][0, 0]}, "x_test has shape (5, 3)"),
         ({"x_train": ARRAYS["x_train"][:5]}, "x_train has 5 examples but y_train has 6"),
         ({"x_test": ARRAYS["x_test"][:0], "y_test": ARRAYS["y_test"][:0]}, "x_test is empty"),

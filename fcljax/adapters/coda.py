@@ -18,6 +18,7 @@ from fcljax.adapters.pool import check_even, prefix_injection
 from fcljax.adapters.slots import Slots
 from fcljax.errors import InputError
 from fcljax.models.heads import unit
+from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.options import option
 from fcljax.parts.learner import Adapter
@@ -155,7 +156,7 @@ def combined(
     attended = unit(query[:, None, None, None] * params.attention, EPSILON)
     weight = jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
-    return jnp.einsum("btmk,tmkld->bmld", jnp.where(seen, weight, 0.0), params.prompt)
+    return exact_einsum("btmk,tmkld->bmld", jnp.where(seen, weight, 0.0), params.prompt)
 
 
 def orthogonal_start(
@@ -180,8 +181,10 @@ def orthogonal_start(
 def rejected(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " width"]:
     """A row minus its projections on all rows before it, as a vector of length 1."""
     before = jnp.arange(len(rows)) < index
-    share = jnp.where(before, rows @ rows[index] / jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON), 0.0)
-    row = rows[index] - share @ rows
+    share = jnp.where(
+        before, exact_matmul(rows, rows[index]) / jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON), 0.0
+    )
+    row = rows[index] - exact_matmul(share, rows)
     return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
 
 
@@ -190,5 +193,5 @@ def apart_from_orthonormal(x: Float[Array, "tasks blocks n *shape"], task: Array
     tasks, blocks, each = x.shape[:3]
     rows = jnp.moveaxis(x, 1, 0).reshape(blocks, tasks * each, -1)
     seen = jnp.repeat(jnp.arange(tasks) <= task, each)
-    apart = jnp.einsum("bnd,bmd->bnm", rows, rows) - jnp.eye(tasks * each)
+    apart = exact_einsum("bnd,bmd->bnm", rows, rows) - jnp.eye(tasks * each)
     return jnp.sum(apart**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2

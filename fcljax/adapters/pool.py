@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.models.heads import cosine
+from fcljax.models.products import exact_matmul
 from fcljax.models.vit import Injection, Prefix, check_blocks
 from fcljax.options import option
 from fcljax.parts.learner import Adapter, Mixture
@@ -95,7 +96,7 @@ def weighted_prompts(
     """
     blocks, size, length, width = pool.prompt.shape
     pairs = zip(weights(pool, query), pool.prompt, strict=True)
-    prompts = [own @ prompt.reshape(size, -1) for own, prompt in pairs]
+    prompts = [exact_matmul(own, prompt.reshape(size, -1)) for own, prompt in pairs]
     return jnp.stack(prompts, axis=1).reshape(-1, blocks, length, width)
 
 

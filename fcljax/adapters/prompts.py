@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.slots import Slots
 from fcljax.models.heads import cosine, mask_logits
+from fcljax.models.products import exact_einsum
 from fcljax.models.vit import Injection, check_blocks
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
@@ -63,7 +64,7 @@ def fuse(
     The other prompts are constants, so only `current` gets a gradient.
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
-    return jnp.einsum(
+    return exact_einsum(
         "bt,tmld->bmld", weights, jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
     )
 

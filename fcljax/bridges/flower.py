@@ -253,7 +253,7 @@ def serve(
     inputs = node.load_server(settings, service.test)
     mine = node.server_facts(settings, inputs, service.test)
     nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine)
-    tasks = 1 if find_method(settings.method).joint else settings.tasks
+    tasks = 1 if find_method(settings.source).joint else settings.tasks
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link, records = Link(nodes, exp, service.timeout, say_line), Records()
     with created(out, settings) if out else contextlib.nullcontext():

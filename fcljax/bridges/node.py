@@ -129,7 +129,7 @@ def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
     Raises:
       InputError: for settings or files that cannot work.
     """
-    joint = find_method(settings.method).joint
+    joint = find_method(settings.source).joint
     if own is None:
         inputs = load_inputs(settings)
         scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
@@ -268,7 +268,7 @@ def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndar
     Raises:
       InputError: for settings that cannot work.
     """
-    joint = find_method(settings.method).joint
+    joint = find_method(settings.source).joint
     scenario = scenario_of_counts(inputs.dataset, settings, settings.rounds, joint, examples)
     return with_queries(assemble(settings, inputs, scenario, sizes_of(scenario)), ("test",))
 

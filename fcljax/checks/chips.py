@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from fcljax.errors import InputError, choose
 from fcljax.mesh import WHOLE, mesh_of, split
 from fcljax.runs.build import Experiment, Machine
+from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.programs import Placement, Program, programs_of
 
 
@@ -202,7 +203,7 @@ def report(program: Program) -> Report:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        need = needed(str(error))
+        need = exhausted(error)
         if need is None:
             raise
         seconds = time.process_time() - began
@@ -222,18 +223,6 @@ def report(program: Program) -> Report:
         seconds=seconds,
         steps=program.steps,
     )
-
-
-def needed(message: str) -> int | None:
-    """Bytes that a program needs, where a compiler's message says that the chip has fewer; else None."""
-    found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
-    return int(float(found[1]) * 2 ** (10 * (" KMGT".index(found[2])))) if found else None
-
-
-def peak(memory: Any) -> int:
-    """Bytes that a compiled program needs at the same time, of its `memory_analysis`."""
-    given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return given + memory.temp_size_in_bytes
 
 
 _COLLECTIVE = re.compile(

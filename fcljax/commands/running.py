@@ -14,7 +14,7 @@ from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
 from fcljax.methods.mini import MINI
-from fcljax.options import check_read, fields_of, flag, option, replaced
+from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
@@ -237,7 +237,7 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):
         raise InputError(f"scale: {source!r} has its own {', '.join(fixed)}; leave out --scale")
     made = config.from_mapping(method, values | given, source or "options")
-    check_read(made, made, given)
+    config.check_given(made, given)
     if given.get("population", made.population) != made.population:
         raise InputError(
             f"population: {made.partition} clients are {made.population}, not {given['population']!r}; "

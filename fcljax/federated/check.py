@@ -6,6 +6,8 @@ names the function, where the user wrote it, what it returned and what was expec
 
 import functools
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -92,6 +94,27 @@ def _code(function: Callable):
         function = function.func
     function = inspect.unwrap(function)
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+
+
+def in_users_code(part: str, error: Exception) -> Exception:
+    """What to raise for an exception of a function of a method: one line that names the user's file if the
+    user's code was running, else the exception itself."""
+    place = _users_place(error)
+    if place is None or isinstance(error, InputError):
+        return error
+    return InputError(f"method: {part}: {place}: {type(error).__name__}: {_line(error)}")
+
+
+def _users_place(error: Exception) -> str | None:
+    """The last line of the user's own code in a traceback: "my_method.py:12 loss()"."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}()" if own else None
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file belongs neither to this package nor to Python and its libraries."""
+    theirs = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in theirs)
 
 
 def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes, ...]:
@@ -272,15 +295,18 @@ def _call(part: str, function: Callable, *args) -> PyTree:
 
     try:
         return jax.eval_shape(traced, *args)
-    except _AS_A_NUMBER:
+    except _AS_A_NUMBER as error:
+        place = _users_place(error)
+        name = f"{part} ({place})" if place and name == part else name
         raise InputError(
             f"method: {name} uses a traced value as a Python number; a task is data: index arrays with "
             f"task.index, and choose with jnp.where, not with lists, int() or if"
         ) from None
-    except TypeError as error:
-        if returned:  # the function has ended: what it returned is no pytree of arrays
+    except Exception as error:
+        if returned and isinstance(error, TypeError):
+            # the function has ended: what it returned is no pytree of arrays
             raise InputError(f"method: {name} returned something that is no array: {_line(error)}") from None
-        raise
+        raise in_users_code(part, error) from error
 
 
 def _pair(part: str, function: Callable, result: PyTree, expected: str) -> tuple:

@@ -4,6 +4,7 @@ The table is known without the code, and so without JAX: a method is loaded when
 from outside the package is a file or module that holds a `MethodEntry` (`find_method`).
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,28 +12,30 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fcljax.errors import InputError, nearest
 from fcljax.options import load
-from fcljax.settings import Preset
+from fcljax.settings import NoOptions, Preset
 
 Loaded = TypeVar("Loaded")
 
 
-class MethodEntry(NamedTuple):
-    """How the command line makes a method. Methods of the package name their presets and function as
+@dataclasses.dataclass(frozen=True, eq=False)
+class MethodEntry:
+    """How `fcljax run` makes a method. Methods of the package name their presets and function as
     "MODULE:NAME" of `fcljax.methods`; `find_method` loads them."""
 
     summary: str
     """One line for `fcljax list`."""
     presets: Any
-    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset."""
+    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset;
+    None: the method has no options."""
     build: Any
     """(options, run: `parts.federate.Run`) -> `types.Method`."""
     adapter: str
     """The default adapter, of `adapters.ADAPTERS`."""
-    excludes: Mapping[str, str] = {}
+    excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Adapters that cannot work -> why."""
     merges: str = ""
     """Why only the plain mean can merge what clients send; "" if any rule can."""
@@ -40,6 +43,8 @@ class MethodEntry(NamedTuple):
     """Whether all tasks' classes come at once."""
     elsewhere: Any = None
     """Options of the method on other adapters than its own, where these are fewer."""
+    name: str = ""
+    """A short name for tables and pages; "": the name of `build`, or of the file."""
 
     def options(self, adapter: str) -> type:
         """The dataclass of the method's options on an adapter."""
@@ -277,15 +282,18 @@ METHODS: dict[str, MethodEntry] = {
 OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
 
 
-def find_method(name: str) -> MethodEntry:
-    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME or MODULE:NAME.
+def find_method(method: str | MethodEntry) -> MethodEntry:
+    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME, MODULE:NAME or an
+    entry itself.
 
     A method's file is a program: it is run when it is loaded.
 
     Raises:
       InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
     """
-    return _loaded(METHODS[name]) if name in METHODS else _from_outside(name)
+    if isinstance(method, MethodEntry):
+        return _loaded(method)
+    return _loaded(METHODS[method]) if method in METHODS else _from_outside(method)
 
 
 def check_no_code(name: str, where: str, advice: str) -> None:
@@ -300,14 +308,37 @@ def check_no_code(name: str, where: str, advice: str) -> None:
         )
 
 
+def name_of(method: str | MethodEntry) -> str:
+    """What a method is called in settings: its name or file as it was given, or an entry's name."""
+    if isinstance(method, str):
+        return method
+    return method.name or getattr(method.build, "__name__", "own")
+
+
+def short_name(method: str | MethodEntry) -> str:
+    """What a method is called in tables and on pages: its entry's name, else its file's."""
+    if method in METHODS:
+        return str(method)
+    place, _, attribute = name_of(method).partition(":")
+    return find_method(method).name or (Path(place).stem if place.endswith(".py") else attribute or place)
+
+
+@functools.cache
 def _loaded(entry: MethodEntry) -> MethodEntry:
     """The entry with its code, and with presets where a dataclass of options is given."""
     presets, build, elsewhere = (
         load("fcljax.methods", part) for part in (entry.presets, entry.build, entry.elsewhere)
     )
+    if presets is None:
+        presets = NoOptions
     if isinstance(presets, type):
         presets = {"intended": Preset(presets())}
-    return entry._replace(presets=presets, build=build, elsewhere=elsewhere)
+    if not isinstance(presets, Mapping) or "intended" not in presets:
+        raise InputError(
+            f"presets: {name_of(entry)} has {type(presets).__name__}; expected the dataclass of its options, "
+            "not an instance, or a mapping with 'intended'"
+        )
+    return dataclasses.replace(entry, presets=presets, build=build, elsewhere=elsewhere)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from fcljax.adapters.lora import LoraOptions
 from fcljax.adapters.prompts import PromptOptions
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss, one_key, three_keys, two_keys
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import NoOptions, Preset, RunConfig
 from fcljax.types import Method
 
 
@@ -24,11 +24,6 @@ class FedAvgOptions:
     """Classes in the cross-entropy of the clients."""
     reduction: Literal["mean", "sum"] = "mean"
     """Reduction of the loss over a batch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """The method has no options of its own."""
 
 
 _PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)

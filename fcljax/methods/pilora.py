@@ -29,6 +29,7 @@ from fcljax.federated.distances import EQUAL_DISTANCES
 from fcljax.federated.rules import uniform_mean
 from fcljax.federated.sums import cast_like, where_valid, widen
 from fcljax.models.heads import cross_entropy, reduce_rows
+from fcljax.models.products import exact_einsum
 from fcljax.models.prototypes import Distance, class_means
 from fcljax.models.vit import Lora
 from fcljax.options import option
@@ -224,7 +225,7 @@ def _overlap(
     past: Bool[Array, " tasks"],
 ):
     # in full precision, since the loss drives these products to 0
-    product = jnp.einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new, precision="highest")
+    product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new)
     return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from fcljax.models.products import exact_matmul
+
 Reduction = Literal["mean", "sum"]
 
 
@@ -35,7 +37,7 @@ def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
 
 def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array, "batch classes"]:
     """Logits of all classes."""
-    return feature @ head.kernel + head.bias
+    return exact_matmul(feature, head.kernel) + head.bias
 
 
 def mask_logits(
@@ -120,7 +122,7 @@ def unit(x: Float[Array, "*rows width"], eps: float = 1e-8) -> Float[Array, "*ro
 
 def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
     """Cosine similarity of all pairs; a vector shorter than eps counts as 0."""
-    return unit(a, eps) @ unit(b, eps).T
+    return exact_matmul(unit(a, eps), unit(b, eps).T)
 
 
 def class_sums(
@@ -132,4 +134,6 @@ def class_sums(
     """Sum of features and number of examples per class, as a matrix product: scatter-add is not
     deterministic on GPUs."""
     member = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
-    return member.T @ jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32), jnp.sum(member, axis=0)
+    return exact_matmul(member.T, jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32)), jnp.sum(
+        member, axis=0
+    )

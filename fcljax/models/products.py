@@ -13,6 +13,10 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+# Of float32, where the platform would round the factors of a product (TPUs to bfloat16, NVIDIA GPUs to TF32):
+# for statistics, prototypes, distances, prompts and classifiers. A CPU does not round.
+exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+exact_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:

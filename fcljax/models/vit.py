@@ -6,7 +6,7 @@ and never touch this code. The patch embedding is a reshape and a matrix product
 loops fall off XLA's fast path.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -54,6 +54,21 @@ class Injection(NamedTuple):
     # Tokens between the class token and the patches, from the first block to the last, [batch, length, width]
     # or [length, width], with the class token's position embedding (L2P); their outputs: `Features.prompts`.
     tokens: Float[Array, "..."] | None = None
+
+
+def per_image(injection: Injection | None) -> tuple[list[Array], Callable[[list[Array]], Injection | None]]:
+    """What of an injection belongs to single images, leaves [batch, ...], and a function that puts (some
+    images') values in their places; the rest is the same for all images."""
+    leaves, tree = jax.tree.flatten(injection)
+    keep = None if injection is None else injection.keep
+    # prompts, prefixes and tokens have three axes, of which the first is 1 or missing where all images share
+    own = [leaf is keep or (leaf.ndim == 3 and len(leaf) > 1) for leaf in leaves]
+
+    def join(some: list[Array]) -> Injection | None:
+        given = iter(some)
+        return tree.unflatten([next(given) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)])
+
+    return [leaf for leaf, mine in zip(leaves, own, strict=True) if mine], join
 
 
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
@@ -133,10 +148,12 @@ class ViT(nn.Module):
     """The whole network; see `apply_vit`."""
 
     config: ViTConfig
+    remat: bool = False
 
     @nn.compact
     def __call__(self, image, injection=None, full=False):
         c = self.config
+        block = nn.remat(Block, static_argnums=(5,)) if self.remat else Block  # 5: queries; self is 0
         injection = Injection() if injection is None else injection
         patches = patchify(image, c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
@@ -155,7 +172,7 @@ class ViT(nn.Module):
             # Only the class token and injected tokens are read from the last block: query, projection and
             # MLP are for them alone.
             queries = read if i == c.depth - 1 and not full else None
-            x = Block(c, name=f"block_{i:02d}")(
+            x = block(c, name=f"block_{i:02d}")(
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
             )
             taps[f"block_{i:02d}"] = x
@@ -175,6 +192,7 @@ def apply_vit(
     image: Float[Array, "batch height width_px 3"],
     injection: Injection | None = None,
     full: bool = False,
+    remat: bool = False,
 ) -> Features:
     """Features of normalised images.
 
@@ -184,9 +202,10 @@ def apply_vit(
       image: float images in the range that the checkpoint expects.
       injection: what an adapter adds.
       full: also return all tokens; else the last block computes the class token alone (same value, cheaper).
+      remat: for gradients, keep what enters each block and compute the rest again.
     """
     # pyrefly: ignore[bad-return]  # a pair only where variables may change
-    return ViT(config).apply({"params": params}, image, injection, full)
+    return ViT(config, remat).apply({"params": params}, image, injection, full)
 
 
 def vit_network(
@@ -194,15 +213,17 @@ def vit_network(
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
     std: tuple[float, float, float] = (1.0, 1.0, 1.0),
     autoencoder: Autoencoder | None = None,
+    remat: bool = False,
 ) -> Network:
-    """The ViT as methods see it; `autoencoder` is around the same one, where there is a decoder."""
+    """The ViT as methods see it; `autoencoder` is around the same one, where there is a decoder. `remat`: as
+    of `apply_vit`."""
 
     def init(key: PRNGKeyArray) -> PyTree:
         return init_vit(key, config)
 
     def apply(params, image, injection, train, mask=None):
         del train, mask  # no layer of a ViT depends on training or on other examples
-        return apply_vit(config, params, image, injection), params
+        return apply_vit(config, params, image, injection, remat=remat), params
 
     image = (config.image_size, config.image_size, 3)
     return Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Head, apply_head, class_sums, init_head, init_truncated, mask_logits
+from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.parts.learner import Adapter, Classifier
 from fcljax.types import Batch, Task
@@ -201,4 +202,4 @@ def mean_logits(
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)
     length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(feature @ (mean / length).T, seen & present)
+    return mask_logits(exact_matmul(feature, (mean / length).T), seen & present)

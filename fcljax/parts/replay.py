@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.heads import unit
+from fcljax.models.products import exact_matmul
 from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Replay
 from fcljax.parts.learner import Params
 from fcljax.types import Batch, ClientContext, Sizes, Task, View
@@ -289,7 +290,7 @@ def herd(
     """
     mine = group == jnp.arange(groups)[:, None]
     near = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
-    mean = mine.astype(jnp.float32) @ near / jnp.maximum(jnp.sum(mine, axis=1), 1)[:, None]
+    mean = exact_matmul(mine.astype(jnp.float32), near) / jnp.maximum(jnp.sum(mine, axis=1), 1)[:, None]
     own, half = jnp.maximum(group, 0), jnp.sum(near * near, axis=1) / 2
 
     def choose(carry: tuple, number: Array) -> tuple:

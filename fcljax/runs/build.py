@@ -14,17 +14,21 @@ from jaxtyping import Array
 from fcljax import config
 from fcljax.adapters import find_adapter
 from fcljax.config import RunConfig, TrainConfig
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.sources import hold_out
+from fcljax.data.owners import with_owners
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.federated.check import Example, check_method
+from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_lanes
 from fcljax.mesh import device_count
 from fcljax.methods import find_method
+from fcljax.models.microbatch import in_microbatches
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
@@ -39,7 +43,7 @@ from fcljax.runs.inputs import (
     network_of,
     read_clean,
 )
-from fcljax.scenario import Scenario, make_scenario
+from fcljax.scenario import Scenario, fitted, make_scenario
 from fcljax.types import Frozen, Method, Network, Round, Sizes
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
@@ -82,17 +86,38 @@ class Experiment(NamedTuple):
         return read_clean(self.inputs.preprocess, split, index)
 
 
-def build(settings: RunConfig) -> Experiment:
+class Supplied(NamedTuple):
+    """What a caller has in memory, in place of what the settings name."""
+
+    dataset: Dataset | None = None
+    """Images and labels."""
+    backbone: Pretrained | None = None
+    """A network."""
+    owners: np.ndarray | None = None
+    """The client of each training example [N], for the partition `column:owner`."""
+
+
+NOTHING = Supplied()
+
+
+def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     """Load data and backbone, partition the examples, make the method and its engine.
 
     Args:
       settings: resolved.
+      supplied: what need not be loaded.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
-    inputs = load_inputs(settings)
-    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.method).joint)
+    dataset = supplied.dataset
+    if dataset and settings.holdout:
+        dataset = hold_out(dataset, settings.holdout)
+    inputs = load_inputs(settings, dataset, supplied.backbone)
+    if supplied.owners is not None:
+        inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
+    settings = config.resolve(fitted(settings, inputs.dataset))
+    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
     return assemble(settings, inputs, scenario, sizes_of(scenario))
 
 
@@ -120,7 +145,8 @@ def assemble(
       InputError: as `build`.
     """
     inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
-    method = make_method(settings, sizes, network_of(inputs.backbone, inputs.preprocess))
+    network = network_of(inputs.backbone, inputs.preprocess, settings.remat)
+    method = make_method(settings, sizes, network)
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
@@ -164,18 +190,30 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
     """
-    entry, adapter_entry = find_method(settings.method), find_adapter(settings.adapter)
+    entry, adapter_entry = find_method(settings.source), find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
             f"adapter: {settings.adapter!r} works inside attention, which the backbone does not have; "
             "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
+    if settings.microbatch and network.split and adapter.network:
+        raise InputError(
+            f"microbatch: {settings.microbatch} is not honoured by a network that trains on the statistics "
+            "of its whole batch; leave it out"
+        )
+    network = in_microbatches(network, settings.microbatch) if settings.microbatch else network
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
     run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
-    method = entry.build(config.part(entry.options(settings.adapter), settings), run)
+    try:
+        method = entry.build(config.part(entry.options(settings.adapter), settings), run)
+    except Exception as error:
+        raise in_users_code("build", error) from error
+    if not isinstance(method, Method):
+        kind = type(method).__name__
+        raise InputError(f"method: {describe(entry.build)} returned {kind}, and a Method is needed")
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} is not honoured by {settings.method}, which merges by "

@@ -46,17 +46,21 @@ class Inputs(NamedTuple):
     surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
 
-def load_inputs(cfg: InputConfig, dataset: Dataset | None = None) -> Inputs:
+def load_inputs(
+    cfg: InputConfig, dataset: Dataset | None = None, backbone: Pretrained | None = None
+) -> Inputs:
     """Load the backbone and the data set that the settings name.
 
     Args:
       cfg: what to load.
       dataset: images to use instead of those that the settings name.
+      backbone: a network to use instead of the one that the settings name.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
-    backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
+    if backbone is None:
+        backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
     dataset = load_split(cfg, size) if dataset is None else dataset
     # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
@@ -84,18 +88,19 @@ def load_network(
     )
 
 
-def network_of(backbone: Pretrained, preprocess: Preprocess | None = None) -> Network:
+def network_of(backbone: Pretrained, preprocess: Preprocess | None = None, remat: bool = False) -> Network:
     """The network of a file of weights as methods see it, with its decoder if it has one.
 
     Args:
       backbone: the weights.
       preprocess: gives the pixel constants; None: those of the weights.
+      remat: as of `make_network`.
     """
     pixels, pair = backbone if preprocess is None else preprocess, None
     if backbone.decoder and isinstance(backbone.config, ViTConfig):
         decoder = backbone.decoder
         pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
-    return make_network(backbone.config, pixels.mean, pixels.std, pair)
+    return make_network(backbone.config, pixels.mean, pixels.std, pair, remat)
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:

@@ -12,11 +12,13 @@ from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
 from fcljax.config import RunConfig, explain_scale
+from fcljax.data.owners import owners_csv
+from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed, seal, write_json
-from fcljax.runs import checkpoint, memory, resume, signals
-from fcljax.runs.build import Experiment, build, placed
+from fcljax.runs import checkpoint, fit, memory, resume, signals
+from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
 from fcljax.runs.features import make_fill
@@ -27,9 +29,11 @@ from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_state, make_play_round
 from fcljax.runs.summary import draw_figures, missing_figures, summarize, warnings_of
+from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
 
+PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -61,6 +65,7 @@ class Session(NamedTuple):
     out: Path
     observer: Observer
     hosts: Hosts
+    supplied: Supplied = NOTHING
 
 
 class Progress(NamedTuple):
@@ -80,7 +85,11 @@ class Journal(NamedTuple):
 
 
 def run(
-    settings: RunConfig, out: str | Path, resume: bool = False, observer: Observer | None = None
+    settings: RunConfig,
+    out: str | Path,
+    resume: bool = False,
+    observer: Observer | None = None,
+    supplied: Supplied = NOTHING,
 ) -> dict[str, Any]:
     """Train and evaluate a method, or resume a run that was interrupted.
 
@@ -90,6 +99,7 @@ def run(
       resume: continue from the newest intact checkpoint in `out`; the result equals the uninterrupted run's
         bit for bit.
       observer: who follows the run; None: a progress bar on standard error.
+      supplied: images or a network in memory, in place of those that the settings name.
 
     Returns:
       The content of summary.json.
@@ -102,13 +112,17 @@ def run(
     observer, hosts = observer or Observer(), Hosts.connected()
     if not hosts.first:
         observer = dataclasses.replace(observer, console=Console(quiet=True))
-    session = Session(settings, Path(out), observer, hosts)
+    session = Session(settings, Path(out), observer, hosts, supplied)
     if resume:
         return _resume(session)
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
+    session = session._replace(settings=exp.settings)  # with what was chosen for device and data
     with contextlib.ExitStack() as stack:
-        hosts.from_first(lambda: stack.enter_context(created(session.out, settings)))
+        hosts.from_first(lambda: stack.enter_context(created(session.out, exp.settings)))
+        if hosts.first and is_owned(exp.settings.partition):
+            text = owners_csv(exp.inputs.dataset, exp.settings.partition)
+            write_text(session.out / PARTITION, text)
         return _complete(session, exp, None)
 
 
@@ -116,19 +130,19 @@ def _build(session: Session) -> Experiment:
     """The experiment, which must be the same in all processes."""
 
     def checked() -> Experiment:
-        exp = build(session.settings)
+        exp = build(session.settings, session.supplied)
         memory.check_memory(exp)
-        return exp
+        return fit.on_devices(exp, session.observer.say)
 
     exp = session.hosts.agree(checked)
-    origin = resume.origin(session.settings, exp.inputs)
+    origin = resume.origin(exp.settings, exp.inputs)
     session.hosts.check_same(origin | {"settings": origin["settings"] | dict.fromkeys(resume.FREE)})
     return exp
 
 
 def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
     for line in hosts.from_first(lambda: changed(out)):
         observer.say(line)
@@ -145,8 +159,9 @@ def _resume(session: Session) -> dict[str, Any]:
         before = hosts.from_first(lambda: checkpoint.origin_of(folder))
         since = hosts.agree(lambda: resume.check_settings(before, settings, steps, out))
         exp = _build(session)
+        session = session._replace(settings=exp.settings)
         if before:
-            hosts.agree(lambda: resume.check_digests(before, exp.inputs, out))
+            hosts.agree(lambda: resume.check_digests(before, exp.settings, exp.inputs, out))
         later = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_rounds(out, settings, later))
         return _complete(session, exp, finished)
@@ -160,7 +175,7 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
     """
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     report_notes(exp.inputs.backbone, observer.console)
     observer.say(explain_scale(settings))
     with contextlib.ExitStack() as stack:
@@ -172,7 +187,10 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
                 followers = trackers.following(observer.track, out, plain, progress.step, observer.say)
                 following = stack.enter_context(followers)
             journal = Journal(manager, resume.origin(settings, exp.inputs), following)
-            exp, state = _play(session, placed(exp), progress, journal)
+            try:
+                exp, state = _play(session, placed(exp), progress, journal)
+            except jax.errors.JaxRuntimeError as error:
+                raise fit.explained(error, exp) from error
             records = progress.records
             with Clock(records.seconds) as clock, clock("eval"):
                 personal, drawn = personal_accuracy(exp, state), sampled_calibration(exp, state)
@@ -201,6 +219,26 @@ def _write_results(
     page.try_report([out], out / page.NAME, say_line)
 
 
+def final_state(
+    settings: RunConfig, out: str | Path, supplied: Supplied = NOTHING
+) -> tuple[Experiment, State]:
+    """The experiment of a run, and the state of its newest checkpoint.
+
+    Raises:
+      InputError: as `build`, or if there is no checkpoint, or it is of other images or weights.
+    """
+    folder, exp = Path(out) / "checkpoints", build(settings, supplied)
+    before = checkpoint.origin_of(folder) if folder.exists() else None
+    if before is None:
+        raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
+    resume.check_digests(before, exp.settings, exp.inputs, Path(out))
+    with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
+        found = checkpoint.latest(manager, first_state(exp), Observer().say)
+    if found is None:
+        raise InputError(f"out: no checkpoint in {str(out)!r} is intact")
+    return placed(exp), found.state
+
+
 def _checkpoints(session: Session) -> contextlib.AbstractContextManager[CheckpointManager | None]:
     """The manager of checkpoints, in the first process; None in the others."""
     if not session.hosts.first:
@@ -224,7 +262,7 @@ def _play(
 ) -> tuple[Experiment, State]:
     """Play all remaining rounds. Returns the experiment with the query features that were cached on the way,
     and the state after the last round; `progress.records` are updated."""
-    settings, out, observer, hosts = session
+    settings, out, observer, hosts, _ = session
     (state, records, done), tasks = progress, len(exp.scenario.tasks)
     steps, filled = tasks * settings.rounds, 0
     if journal.manager:

@@ -45,7 +45,10 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
-    one, batch = _forward(exp), exp.engine.lanes.count * exp.settings.batch_size
+    one = _forward(exp)
+    batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
+    if jax.default_backend() != "cpu" and not exp.settings.microbatch:
+        batch = 1  # `fit` chooses lanes and microbatches
     return {
         "the network": (num_bytes(exp.frozen), "--backbone"),
         "images on the device": (sum(image.nbytes for image in resident), "--data-budget"),

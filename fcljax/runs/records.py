@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 from fcljax.federated.engine import RoundReport
-from fcljax.terminal import progress_bar
+from fcljax.terminal import NotebookBar, progress_bar
 
 
 class Evaluated(NamedTuple):
@@ -142,10 +141,13 @@ class Clock:
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
 
 
-def rounds_bar(console: Console) -> Progress:
+def rounds_bar(console: Console) -> Any:
     """A progress bar over rounds, whose task has the fields `last_round`."""
     label = "task {task.fields[t]} round {task.fields[r]}"
-    return progress_bar(label, "loss {task.fields[loss]}  accuracy {task.fields[accuracy]}", console)
+    numbers = "loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"
+    if console.is_jupyter and not console.quiet:
+        return NotebookBar(label, numbers)
+    return progress_bar(label, numbers, console)
 
 
 def last_round(records: Records) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Whether a run may be resumed: the settings and the files that it began with must be those that it has
 now."""
 
+import hashlib
 import os
 import secrets
 from collections.abc import Collection, Sequence
@@ -11,12 +12,14 @@ import yaml
 
 from fcljax import config
 from fcljax.config import RunConfig
+from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.methods import METHODS
 from fcljax.results.run_folder import DIGESTS, load_summary
 from fcljax.runs import checkpoint
 from fcljax.runs.inputs import Inputs
+from fcljax.settings import is_owned
 
 # settings that do not influence a run's results, and may change when it is resumed
 FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
@@ -24,7 +27,10 @@ FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
 
 def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
     """What a run's checkpoints say about its beginning: plain JSON values."""
-    return {"settings": plain_settings(settings), "digests": digests(inputs)}
+    return {
+        "settings": plain_settings(settings),
+        "digests": digests(inputs) | owners_digest(settings, inputs),
+    }
 
 
 def digests(inputs: Inputs) -> dict[str, str]:
@@ -36,6 +42,14 @@ def digests(inputs: Inputs) -> dict[str, str]:
         "decoder's weights": checkpoint.digest(decoder.params) if decoder else "",
         "surrogate images": checkpoint.digest(inputs.surrogate),
     }
+
+
+def owners_digest(settings: RunConfig, inputs: Inputs) -> dict[str, str]:
+    """sha256 of a client partition of the user's own, by name; {} for others."""
+    if not is_owned(settings.partition):
+        return {}
+    text = owners_csv(inputs.dataset, settings.partition)
+    return {"owners of the examples": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def plain_settings(settings: RunConfig) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def check_settings(
         return max(steps, default=0)
     had = before["settings"]["rounds"]
     common = [step for step in steps if step < min(had, settings.rounds)]
-    if settings.method not in METHODS:
+    if settings.source not in METHODS:
         why = f"it is not known how {settings.method} depends on their number"
     elif not common:
         why = "no checkpoint from before the last round of its first task is left"
@@ -124,13 +138,13 @@ def check_settings(
     )
 
 
-def check_digests(before: dict[str, Any], inputs: Inputs, out: Path) -> None:
+def check_digests(before: dict[str, Any], settings: RunConfig, inputs: Inputs, out: Path) -> None:
     """Check that a run is resumed with the files that it began with.
 
     Raises:
       InputError: naming the first that differs.
     """
-    now = digests(inputs)
+    now = digests(inputs) | owners_digest(settings, inputs)
     for name, then in before["digests"].items():
         if now.get(name) != then:
             raise InputError(

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
+from fcljax.methods import short_name
 from fcljax.models.networks import network_name
 from fcljax.parts.client import OWN, SHARE
 from fcljax.results import metrics
@@ -82,7 +83,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
     counts, confusion = records.counts, np.asarray(records.confusion)
     by_part = {name: communication.scalars(tree) for name, tree in payloads.trainable.items()}
     return {
-        "method": settings.method,
+        "method": short_name(settings.source),
         "dataset": settings.dataset,
         "backbone": network_name(exp.inputs.backbone.config),
         "seed": settings.seed,

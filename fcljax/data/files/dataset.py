@@ -1,9 +1,14 @@
 """Labelled images in two splits, wherever they come from."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64, UInt8
+from jaxtyping import Int, Int32, Int64, UInt8
+
+from fcljax.errors import InputError
 
 
 class Dataset(NamedTuple):
@@ -25,3 +30,33 @@ class Dataset(NamedTuple):
     size_test: Int32[np.ndarray, "M 2"] | None = None
     digest: str = ""  # sha256 of what the arrays hold
     sources: tuple[int, ...] | None = None  # of a mixture: which of its data sets each class comes from
+    columns: Mapping[
+        str, np.ndarray
+    ] = {}  # what else is known of each training example [N]: a site, a camera
+    folder: Path | None = None  # where it is prepared, with the names of its images
+    kept: Int[np.ndarray, " N"] | None = (
+        None  # of the training images, those that were not held out; None: all
+    )
+    whole: int = 0  # training images before some were held out
+
+
+def names_file(folder: Path, split: str) -> Path:
+    """Where the names of a split's prepared images are."""
+    return folder / f"names_{split}.json"
+
+
+def image_names(dataset: Dataset, split: str) -> list[str] | None:
+    """The names of all images of a split, before any were held out; None for images that are no files.
+
+    Raises:
+      InputError: for data that an earlier version prepared, which kept no names.
+    """
+    if dataset.folder is None:
+        return None
+    try:
+        return json.loads(names_file(dataset.folder, split).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(
+            f"dataset: {str(dataset.folder)!r} does not know the names of its images; prepare it again: "
+            f"fcljax data prepare {dataset.name} --force"
+        ) from None

@@ -32,6 +32,7 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
         size_train=_sizes([(part.size_train, part.x_train) for part in parts]),
         size_test=_sizes([(part.size_test, part.x_test) for part in parts]),
         digest=hashlib.sha256(digests.encode()).hexdigest(),
+        columns={"source": np.repeat([part.name for part in parts], [len(part.y_train) for part in parts])},
         sources=tuple(i for i, part in enumerate(parts) for _ in part.class_names),
     )
 

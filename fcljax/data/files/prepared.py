@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fcljax
+from fcljax.data.files.dataset import names_file
 from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
 from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
@@ -267,6 +268,7 @@ def _write(
         _check_space(work, listing)
         train, left_out = _write_split(work, "train", listing.train)
         test, also = _write_split(work, "test", listing.test)
+    _write_names(folder, listing, {entry["file"] for entry in left_out + also})
     labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
     _check_classes(listing, labels, "no readable")
     arrays = train | test
@@ -282,6 +284,13 @@ def _write(
         "arrays": arrays,
         "digest": _digest({key: entry["sha256"] for key, entry in arrays.items()}),
     }
+
+
+def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> None:
+    """The names of the images that are there, below the folder of the raw data."""
+    for split, images in (("train", listing.train), ("test", listing.test)):
+        names = [name.removeprefix(f"{listing.where}/") for name in images.names if name not in skipped]
+        write_text(names_file(folder, split), json.dumps(names))
 
 
 @contextlib.contextmanager

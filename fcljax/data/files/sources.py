@@ -8,6 +8,7 @@ is one line that names it.
 import hashlib
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from rich.console import Console
 
 from fcljax.archives import read_npz
 from fcljax.data.files import download, listings, prepared
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.arrays import ARRAYS, checked_images, sides
+from fcljax.data.files.dataset import Dataset, image_names
 from fcljax.data.files.image_folders import folder_of_classes
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
@@ -34,8 +36,8 @@ _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names if there are any; x "
-    "uint8 [N, H, W, 3] or [N, H, W]",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and NAME_train "
+    "(columns) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]",
 }
 DATASETS = {
     **_IN_MEMORY,
@@ -44,7 +46,6 @@ DATASETS = {
     **{name: named.what for name, named in NAMED.items()},
 }
 
-_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 _KEPT = ("digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
@@ -71,6 +72,9 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
         y_test=dataset.y_train[away],
         size_train=None if size is None else size[kept],
         size_test=None if size is None else size[away],
+        columns={name: values[kept] for name, values in dataset.columns.items()},
+        kept=kept,
+        whole=len(dataset.y_train),
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
     )
 
@@ -127,7 +131,7 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
     if _kind(name, options) in _KEPT:
         dataset = _in_memory(name, options)
         counts = len(dataset.y_train), len(dataset.y_test)
-        size = sum(getattr(dataset, key).nbytes for key in _ARRAYS)
+        size = sum(getattr(dataset, key).nbytes for key in ARRAYS)
         return PreparedInfo(None, counts, size, dataset.digest, ())
     check_folder(options.folder, "data_dir")
     return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
@@ -197,12 +201,12 @@ def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
         return mixed(name, [load_dataset(source, options, full) for source in sources])
     else:
         dataset = _npz(name, _path(name))
-    arrays = {key: getattr(dataset, key) for key in _ARRAYS}
+    arrays = {key: getattr(dataset, key) for key in ARRAYS}
     return dataset._replace(digest=prepared.digest(arrays))
 
 
 def _dataset(name: str, data: Prepared) -> Dataset:
-    return Dataset(
+    dataset = Dataset(
         name,
         data.x_train,
         data.y_train,
@@ -213,7 +217,14 @@ def _dataset(name: str, data: Prepared) -> Dataset:
         size_train=data.size_train,
         size_test=data.size_test,
         digest=data.digest,
+        folder=data.folder,
     )
+    return dataset._replace(columns={"domain": _first_folders(dataset)}) if name == "domainnet" else dataset
+
+
+def _first_folders(dataset: Dataset) -> np.ndarray:
+    """The first folder of each training image's name: DomainNet's domain."""
+    return np.array([name.partition("/")[0] for name in image_names(dataset, "train") or ()])
 
 
 def _from_cache(
@@ -350,11 +361,35 @@ def _glyphs(train: int, test: int, seed: int) -> Dataset:
 def _npz(name: str, path: Path) -> Dataset:
     (x_train, y_train), (x_test, y_test), named = _read_npz(path, ("train", "test"), "dataset")
     if x_train.shape[1:] != x_test.shape[1:]:
-        sides = f"x_train are {_sides(x_train)} but of x_test {_sides(x_test)}"
-        raise InputError(f"dataset: {str(path)!r}: images of {sides}; make them equal")
+        both = f"x_train are {sides(x_train)} but of x_test {sides(x_test)}"
+        raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
     classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    return Dataset(name, x_train, y_train, x_test, y_test, _class_names(path, named, classes))
+    names, columns = _class_names(path, named, classes), _columns(path, len(y_train))
+    return Dataset(name, x_train, y_train, x_test, y_test, names, columns=columns)
+
+
+class _Columns(Container[str]):
+    """The names NAME_train of arrays besides images and labels."""
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).endswith("_train") and name not in ARRAYS
+
+
+def _columns(path: Path, examples: int) -> dict[str, np.ndarray]:
+    """What else the file knows of each training example: NAME -> its array NAME_train.
+
+    Raises:
+      InputError: for one of another shape.
+    """
+    found = read_npz(path, machine_memory() // 2, _Columns())
+    for key, values in found.items():
+        if values.shape != (examples,) or values.dtype.kind not in "iuU":
+            raise InputError(
+                f"dataset: {str(path)!r}: {key} is {values.dtype} of shape {values.shape}; expected integers "
+                f"or text of shape [{examples}], one for each training example"
+            )
+    return {key.removesuffix("_train"): values for key, values in found.items()}
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
@@ -382,7 +417,7 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
         )
     black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
     arrays = (x, y, *black) if split == "train" else (*black, x, y)
-    digest = prepared.digest(dict(zip(_ARRAYS, arrays, strict=True)))
+    digest = prepared.digest(dict(zip(ARRAYS, arrays, strict=True)))
     return Dataset(name, *arrays, class_names, suggests_crops(name), digest=digest)
 
 
@@ -422,7 +457,7 @@ def _read_npz(path: Path, splits: tuple[str, ...], field: str) -> tuple:
             raise InputError(f"dataset: {str(path)!r} has no array {key!r}; it needs {', '.join(keys)}")
     read = []
     for split in splits:
-        x = _checked_images(path, f"x_{split}", arrays[f"x_{split}"])
+        x = checked_images(f"dataset: {str(path)!r}", f"x_{split}", arrays[f"x_{split}"])
         y = _checked_labels(path, f"y_{split}", arrays[f"y_{split}"])
         if len(x) != len(y):
             raise InputError(
@@ -431,22 +466,6 @@ def _read_npz(path: Path, splits: tuple[str, ...], field: str) -> tuple:
             )
         read.append((x, y))
     return *read, arrays.get("class_names")
-
-
-def _checked_images(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
-    if images.dtype != np.uint8:
-        raise InputError(
-            f"dataset: {str(path)!r}: {key} is {images.dtype}; expected uint8, grey levels 0..255"
-        )
-    if images.ndim == 3:
-        images = images[..., None]
-    if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise InputError(
-            f"dataset: {str(path)!r}: {key} has shape {images.shape}; expected [N, H, W, 3] or [N, H, W]"
-        )
-    if 0 in images.shape:
-        raise InputError(f"dataset: {str(path)!r}: {key} is empty, shape {images.shape}")
-    return np.ascontiguousarray(np.broadcast_to(images, (*images.shape[:3], 3)))
 
 
 def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarray, " N"]:
@@ -459,7 +478,3 @@ def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarra
     if len(wrong):
         raise InputError(f"dataset: {str(path)!r}: {key} holds label {wrong[0]}; labels are integers from 0")
     return labels.astype(np.int64)
-
-
-def _sides(images: np.ndarray) -> str:
-    return f"{images.shape[1]}x{images.shape[2]}"

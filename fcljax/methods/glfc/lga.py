@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fcljax.methods.glfc import glfc
 from fcljax.methods.glfc.glfc import GLFCOptions, Known, LossWeights, compensated, over_mean
 from fcljax.methods.glfc.proxy import Proxy, over_used, shown
+from fcljax.models.products import exact_matmul
 from fcljax.options import option
 from fcljax.parts.federate import Run
 from fcljax.parts.learner import Params
@@ -115,7 +116,7 @@ def class_variance(
     sets = jnp.maximum(jnp.sum(member, axis=0), 1)[:, None]
 
     def mean(values: Float[Array, "sets states D"]) -> Float[Array, "classes D"]:
-        return member.T @ jnp.mean(values, axis=1) / sets
+        return exact_matmul(member.T, jnp.mean(values, axis=1)) / sets
 
     return mean((feature - mean(feature)[label][:, None]) ** 2)
 

@@ -32,6 +32,7 @@ from fcljax.federated.claims import possible_counts
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
+from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -346,7 +347,7 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
     def products(theirs: Params) -> Float[Array, "groups both both"]:
         basis, own_basis = mixed(theirs, nowhere).basis, mixed(own, nowhere).basis
         both = jnp.concatenate([basis, own_basis - basis], axis=1)
-        return jnp.einsum("gmn,gkn->gmk", both, both)
+        return exact_einsum("gmn,gkn->gmk", both, both)
 
     square = jax.lax.map(products, teachers.trainable)
 
@@ -355,7 +356,7 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
 
         def one(theirs: Params, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
             weight = jnp.concatenate([weight_own - mixed(theirs, latent).weight, weight_own], axis=-1)
-            return jnp.einsum("bgm,gmk,bgk->b", weight, square, weight)
+            return exact_einsum("bgm,gmk,bgk->b", weight, square, weight)
 
         return jax.vmap(one)(teachers.trainable, square)
 

@@ -1,0 +1,220 @@
+"""`fcljax.run`: a run from Python, on data, methods and networks that may be objects in memory."""
+
+import base64
+import dataclasses
+import html
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from rich.console import Console
+
+from fcljax import config
+from fcljax.config import RunConfig
+from fcljax.data.files.arrays import NAME, Labelled, dataset_of_arrays
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.owners import OWNER
+from fcljax.errors import InputError
+from fcljax.federated.check import describe
+from fcljax.methods import MethodEntry, check_no_code
+from fcljax.models.own import Backbone, own_config
+from fcljax.models.weights.pretrained import Pretrained
+from fcljax.results import page
+from fcljax.results.comparison import megabytes
+from fcljax.results.run_folder import load_summary
+from fcljax.runs import checkpoint, loop
+from fcljax.runs.build import NOTHING, Supplied
+from fcljax.runs.model import Model, model_of_run
+
+Data = str | Dataset | Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """A finished run. It shows itself in a notebook."""
+
+    metrics: dict[str, Any]
+    """The content of summary.json, such as `metrics["A_last"]`."""
+    folder: Path
+    """The run directory. A temporary one is removed with the result."""
+    settings: RunConfig
+    """All settings of the run."""
+    supplied: Supplied = dataclasses.field(default=NOTHING, repr=False)
+    """What of the run was in memory and is in no file."""
+    labels: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    """The caller's own labels, in the order of the data set's numbers."""
+
+    @classmethod
+    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> "Result":
+        """The result of a run directory, made by `fcljax run` or `fcljax.run`.
+
+        Args:
+          folder: the run directory.
+          method: as of the run; it may be left out for a method of the package.
+
+        Raises:
+          InputError: if the run is not finished, or its method is a program that was not given.
+        """
+        values = config.load_yaml(Path(folder) / "config.yaml")
+        if method is None:
+            method = str(values.get("method"))
+            check_no_code(method, str(folder), "if you trust it, give it: Result.of(folder, method)")
+        settings = config.from_mapping(method, values, "config.yaml")
+        return cls(load_summary(folder), Path(folder), settings)
+
+    @property
+    def accuracy(self) -> Float[np.ndarray, "T T"]:
+        """Class-IL accuracy on the test images of task i after task t, [t, i]; NaN before task i."""
+        return np.array(self.metrics["accuracy"], float)
+
+    @property
+    def figures(self) -> dict[str, Path]:
+        """The run's pictures: name -> file."""
+        return {path.stem: path for path in sorted((self.folder / "figures").glob("*.png"))}
+
+    @property
+    def page(self) -> Path:
+        """The report, for a browser."""
+        return self.folder / page.NAME
+
+    @cached_property
+    def model(self) -> Model:
+        """The final global model."""
+        return self.client_model(None)
+
+    def client_model(self, client: int | None) -> Model:
+        """The final model of a client that keeps one of its own; None: the global one.
+
+        Raises:
+          InputError: if there is no such model.
+        """
+        return model_of_run(self.settings, self.folder, self.supplied, self.labels, client)
+
+    def predict(self, images: Any) -> np.ndarray:
+        """The final model's labels of images, see `Model.predict`."""
+        return self.model.predict(images)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the final model as one file, for `Model.load`."""
+        return self.model.save(path)
+
+    def facts(self) -> dict[str, str]:
+        """The main results, in words."""
+        one, total = self.metrics, self.metrics["communication_total"]
+        sent = total["upload_bytes"] + total["download_bytes"]
+        return {
+            "method": f"{one['method']} on {one['dataset']}, {one['backbone']}",
+            "mean accuracy after the last task": _percent(one["A_last"]),
+            "mean accuracy over all tasks": _percent(one["A_avg"]),
+            "forgetting": _percent(one["forgetting"]["paper"]),
+            "sent and received": f"{megabytes(sent)} MB",
+            "time": f"{sum(one['time'].values()):.0f} s",
+        }
+
+    def __repr__(self) -> str:
+        """A line for each of the main results."""
+        return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td>" for k, v in self.facts().items()
+        )
+        curve = self.figures.get("accuracy")
+        data = base64.b64encode(curve.read_bytes()).decode() if curve else ""
+        picture = f'<img alt="accuracy after each task" width="480" src="data:image/png;base64,{data}">'
+        return f"<table>{rows}</table>{picture if data else ''}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def run(
+    method: str | MethodEntry,
+    data: Data = "digits",
+    *,
+    backbone: str | Backbone = "auto",
+    partition: Any = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> Result:
+    """Train and evaluate a method.
+
+    Args:
+      method: a name of `fcljax list`, FILE.py, or a `MethodEntry`.
+      data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`. Images are uint8, or float
+        in [0, 1]; labels are integers or text.
+      backbone: the name of a network, or one of your own.
+      partition: as `--partition`; or the client of each training example [N], integers or text.
+      out: the run directory, a new one; None: a temporary one, which is removed with the result.
+      resume: continue the run in `out`. What was in memory must be given again.
+      progress: whether a bar shows the rounds.
+      options: any option of `fcljax run METHOD`, such as `tasks=10, clients=20, alpha=0.1`; lists for
+        `class_order` and `task_sizes`.
+
+    Returns:
+      Metrics, figures, the report and the final model.
+
+    Raises:
+      InputError: in one line that names the option, its value and the nearest valid one.
+    """
+    images, labels = _images(data)
+    owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
+    supplied = Supplied(images, _network(backbone), owners)
+    given = {name: _listed(value) for name, value in options.items()} | {
+        "dataset": data if isinstance(data, str) else images.name if images else NAME,
+        "backbone": backbone if isinstance(backbone, str) else "auto",
+    }
+    if partition is not None:
+        given["partition"] = partition if isinstance(partition, str) else f"column:{OWNER}"
+    if resume and out is None:
+        raise InputError("resume: there is no run directory to resume; give out")
+    values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
+    settings = config.from_mapping(method, values | given, "options")
+    config.check_given(settings, options)
+    observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
+    folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
+    try:
+        summary = loop.run(settings, folder, resume, observer, supplied)
+    except BaseException:
+        if out is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    settings = config.from_mapping(method, config.load_yaml(folder / "config.yaml"), "config.yaml")
+    result = Result(summary, folder, settings, supplied, labels)
+    if out is None:
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
+
+
+def _listed(value: Any) -> Any:
+    """Lists as the command line writes them."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _images(data: Data) -> tuple[Dataset | None, np.ndarray | None]:
+    """The images in memory, and the caller's own labels."""
+    if isinstance(data, str):
+        return None, None
+    return (data, None) if isinstance(data, Dataset) else Labelled(*dataset_of_arrays(data))
+
+
+def _network(backbone: Any) -> Pretrained | None:
+    """The caller's own network."""
+    if isinstance(backbone, str):
+        return None
+    if not isinstance(backbone, Backbone):
+        kind = type(backbone).__name__
+        raise InputError(
+            f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, image_size)"
+        )
+    shape, digest = own_config(backbone, describe), checkpoint.digest(backbone.params)
+    return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

@@ -1,0 +1,177 @@
+"""Fits a run's training steps into the memory of its devices, by what the compiler says that they need.
+
+First fewer clients side by side, which costs no operations; then microbatches, which cost another forward
+pass. What is chosen becomes part of the run's settings, so that a run that is resumed computes as before.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from fcljax.data.store import Split
+from fcljax.errors import InputError
+from fcljax.mesh import WHOLE, device_count, split
+from fcljax.models.shapes import ViTConfig
+from fcljax.runs.build import Experiment, Machine, assemble
+from fcljax.runs.inputs import device_memory
+from fcljax.runs.programs import Placement, Program, programs_of
+from fcljax.settings import RunConfig
+
+USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
+TRIALS = 8  # a compilation each
+
+
+class Need(NamedTuple):
+    """What one program needs on a device."""
+
+    program: str
+    """Its name."""
+    total: int
+    """Bytes, with the images that lie beside it."""
+    temporary: int
+    """Bytes of temporaries among them, which grow with the examples that are computed at a time."""
+
+
+def on_devices(exp: Experiment, say_line: Callable[[str], None]) -> Experiment:
+    """The experiment with settings that fit its accelerators; on a CPU as it is.
+
+    Raises:
+      InputError: as `fitted`.
+    """
+    machine = Machine(jax.default_backend(), exp.engine.mesh)
+    if machine.backend == "cpu":
+        return exp
+
+    def again(settings: RunConfig) -> Experiment:
+        return assemble(settings, exp.inputs, exp.scenario, exp.sizes, machine=machine)
+
+    found, line = fitted(exp, device_memory(), again)
+    if line:
+        say_line(line)
+    return found
+
+
+def fitted(
+    exp: Experiment, room: int, again: Callable[[RunConfig], Experiment]
+) -> tuple[Experiment, str | None]:
+    """The experiment with settings whose training steps fit, and a line that says what was chosen.
+
+    Args:
+      exp: as the settings ask for.
+      room: bytes of the memory of a device.
+      again: makes the experiment of other settings.
+
+    Returns:
+      The experiment, whose settings name what was chosen; the line is None where it fits as it is.
+
+    Raises:
+      InputError: if nothing that may be changed is left: what is needed, what there is, the nearest settings.
+    """
+    asked, first = exp.settings, largest_need(exp)
+    need, changed = first, exp
+    for _ in range(TRIALS):
+        if need.total <= USABLE * room:
+            break
+        other = _smaller(changed, asked, need, int(USABLE * room))
+        if other is None:
+            raise InputError(explanation(changed, need.total, room))
+        changed = again(other)
+        need = largest_need(changed)
+    else:
+        raise InputError(explanation(changed, need.total, room))
+    if changed is exp:
+        return exp, None
+    chosen = ", ".join(
+        f"--{name} {getattr(changed.settings, name)}"
+        for name in ("lanes", "microbatch")
+        if getattr(changed.settings, name) != getattr(asked, name)
+    )
+    said = f"memory: a step needs {_gib(first.total)} of the device's {_gib(room)}; chosen: {chosen}"
+    return changed, f"{said} ({_gib(need.total)})"
+
+
+def largest_need(exp: Experiment) -> Need:
+    """Of the loops over steps of a round, the one that needs most, by compiling each."""
+    mesh = exp.engine.mesh
+    placement = Placement()
+    if mesh is not None:
+        sharding = jax.sharding.NamedSharding
+        placement = Placement(sharding(mesh, WHOLE), sharding(mesh, split()))
+    beside = exp.test.image.nbytes if isinstance(exp.test, Split) else 0
+    loops = [program for program in programs_of(exp, placement) if program.steps]
+    return max((_need(program, beside) for program in loops), key=lambda need: need.total)
+
+
+def _need(program: Program, beside: int) -> Need:
+    try:
+        memory = program.lower().compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        temporary = exhausted(error)
+        if temporary is None:
+            raise
+        return Need(program.name, temporary + beside, temporary)
+    assert memory is not None  # every backend that runs have makes one
+    return Need(program.name, peak(memory) + beside, memory.temp_size_in_bytes)
+
+
+def peak(memory: Any) -> int:
+    """Bytes that a compiled program needs at the same time, of its `memory_analysis`."""
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return given + memory.temp_size_in_bytes
+
+
+def exhausted(error: Exception) -> int | None:
+    """Bytes that a program or an allocation wanted, where an error of XLA says that memory is too small (0
+    where it does not say how much); None for other errors."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    found = re.search(r"(?:Used |temporaries \(|allocate )([\d.]+) ?([KMGT]?)", str(error))
+    return int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " "))) if found else 0
+
+
+def _smaller(exp: Experiment, asked: RunConfig, need: Need, room: int) -> RunConfig | None:
+    """Settings with which a step should need `room`, as far as temporaries grow with its examples; None: none
+    are left."""
+    devices, lanes = device_count(exp.engine.mesh), exp.engine.lanes.count
+    share = max(0.0, (room - need.total + need.temporary) / max(1, need.temporary))
+    if not asked.lanes and lanes > devices:
+        fewer = max(1, min(int(share * lanes), lanes - 1) // devices)
+        return dataclasses.replace(exp.settings, lanes=fewer * devices)
+    size = exp.settings.microbatch or exp.settings.batch_size
+    if asked.microbatch or size == 1 or not divisible(exp):
+        return None
+    most = max(1, min(int(share * size), size - 1))
+    return dataclasses.replace(exp.settings, microbatch=2 ** (most.bit_length() - 1), lanes=lanes)
+
+
+def divisible(exp: Experiment) -> bool:
+    """Whether a batch can be divided: not where a network trains on the statistics of the whole."""
+    return exp.settings.adapter == "linear" or isinstance(exp.inputs.backbone.config, ViTConfig)
+
+
+def explanation(exp: Experiment, need: int, room: int) -> str:
+    """One line: what is needed, what there is, the nearest settings."""
+    settings, devices = exp.settings, device_count(exp.engine.mesh)
+    size, nearest = settings.microbatch or settings.batch_size, []
+    if exp.engine.lanes.count > devices:
+        nearest.append(f"--lanes {max(1, exp.engine.lanes.count // devices // 2) * devices}")
+    if size > 1:
+        nearest.append(f"--microbatch {size // 2}" if divisible(exp) else f"--batch-size {size // 2}")
+    if isinstance(exp.train, Split):
+        nearest.append(f"--data-budget {max(1, exp.train.image.nbytes // 2**21)}")
+    nearest.append("a smaller --image-size or --backbone")
+    wanted = f"needs {_gib(need)}" if need else "needs more"
+    return f"memory: a step {wanted} and the device has {_gib(room)}; nearest: {', '.join(nearest)}"
+
+
+def explained(error: Exception, exp: Experiment) -> Exception:
+    """The error; one that says that memory is too small as a line for the user."""
+    need = exhausted(error)
+    return error if need is None else InputError(explanation(exp, need, device_memory()))
+
+
+def _gib(size: float | int) -> str:
+    return f"{size / 2**30:.3g} GiB"

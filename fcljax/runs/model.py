@@ -1,0 +1,158 @@
+"""The model that a run ends with: it predicts, and is saved in one file that needs neither the method's code
+nor the data."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jaxtyping import Array, Float, PyTree
+
+from fcljax.archives import read_npz
+from fcljax.config import RunConfig
+from fcljax.data.augment import clean_view
+from fcljax.data.files.arrays import checked_images
+from fcljax.errors import InputError, reason
+from fcljax.files import atomic, machine_memory
+from fcljax.runs.build import NOTHING, Experiment, Supplied
+from fcljax.runs.checkpoint import State
+from fcljax.runs.loop import final_state
+from fcljax.types import Batch, RoundContext
+
+FORMAT = "fcljax-model-1"
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A trained model of all classes of a run."""
+
+    logits: Callable[[list[Array], Array], Array]
+    """logits(arrays, image [B, H, W, 3] uint8) -> [B, C]; B, H and W are `image`'s."""
+    arrays: list[Array]
+    """What the model is made of."""
+    image: tuple[int, int, int]
+    """B, H, W: images of a call, and their size."""
+    labels: np.ndarray
+    """The label of each class, as the data have it; in the order of the logits."""
+
+    def predict(self, images: Any) -> np.ndarray:
+        """The labels of images [N, H, W, 3], uint8 or float in [0, 1].
+
+        Raises:
+          InputError: for images of another size.
+        """
+        return self.labels[np.argmax(self.scores(images), axis=-1)]
+
+    def scores(self, images: Any) -> Float[np.ndarray, "N C"]:
+        """The logits of images, as `predict` takes them.
+
+        Raises:
+          InputError: for images of another size.
+        """
+        x, (size, height, width) = checked_images("images", "x", np.asarray(images)), self.image
+        if x.shape[1:3] != (height, width):
+            raise InputError(
+                f"images: {x.shape[1]}x{x.shape[2]}; the model was trained on {height}x{width}: resize them"
+            )
+        parts = [x[i : i + size] for i in range(0, len(x), size)]
+        padded = [np.pad(part, [(0, size - len(part)), *[(0, 0)] * 3]) for part in parts]
+        return np.concatenate([np.asarray(self.logits(self.arrays, jnp.asarray(each))) for each in padded])[
+            : len(x)
+        ]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs."""
+        image = jax.ShapeDtypeStruct((*self.image, 3), jnp.uint8)
+        program = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image).serialize()
+        about = {"format": FORMAT, "image": self.image}
+        # numpy's files have no bfloat16
+        plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
+        arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
+        content: dict[str, Any] = {"program": np.frombuffer(program, np.uint8), "labels": self.labels}
+        content |= {"about": np.array(json.dumps(about))} | arrays
+        with atomic(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **content)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Model":
+        """The model of a file that `save` wrote.
+
+        Raises:
+          InputError: for any other file.
+        """
+        try:
+            file = read_npz(Path(path), machine_memory())
+            about, labels = json.loads(str(file["about"])), file["labels"]
+            if about["format"] != FORMAT:
+                raise ValueError(f"it has format {about['format']!r}")
+            program = export.deserialize(bytearray(file["program"].tobytes()))
+            kinds = jax.tree.leaves(program.in_avals)[:-1]
+            arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
+            side = tuple(map(int, about["image"]))
+        except Exception as error:  # whatever a damaged file raises in the parsers
+            raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
+        return cls(program.call, arrays, side, labels)  # pyrefly: ignore[bad-argument-type]
+
+
+def model_of_run(
+    settings: RunConfig,
+    out: str | Path,
+    supplied: Supplied = NOTHING,
+    labels: np.ndarray | None = None,
+    client: int | None = None,
+) -> Model:
+    """The model of a run's newest checkpoint.
+
+    Args:
+      settings: of the run.
+      out: its directory.
+      supplied: as of the run.
+      labels: the caller's own label of each class; None: the data set's numbers.
+      client: whose personal model; None: the global one.
+
+    Raises:
+      InputError: as `loop.final_state`, or for a client that has no model of its own.
+    """
+    exp, state = final_state(settings, out, supplied)
+    if (client is None) == exp.method.personal or (client is not None and not exp.method.predict_client):
+        own = "its clients keep models of their own; nearest: client=0"
+        why = own if exp.method.personal else "all clients have the global model; leave client out"
+        raise InputError(f"client: {client}: {settings.method}: {why}")
+    if client is not None and not 0 <= client < exp.sizes.clients:
+        raise InputError(f"client: {client}; nearest: {min(max(client, 0), exp.sizes.clients - 1)}")
+    dataset, order = exp.inputs.dataset, np.zeros(exp.sizes.classes, int)
+    order[exp.scenario.train_label] = dataset.y_train
+    values, rebuilt = jax.tree.flatten(_model(exp, state, client))
+    own = np.arange(exp.sizes.classes) if labels is None else np.asarray(labels)
+    shape = (settings.eval_batch_size, *dataset.x_test.shape[1:3])
+    return Model(jax.jit(_logits(exp, rebuilt, client)), values, shape, own[order])
+
+
+def _model(exp: Experiment, state: State, client: int | None) -> PyTree:
+    """The arrays that predictions read."""
+    own = () if client is None else jax.tree.map(lambda x: x[client], state.clients)
+    return exp.frozen._replace(decoder=(), surrogate=()), state.server, own
+
+
+def _logits(exp: Experiment, rebuilt: Any, client: int | None) -> Callable[[list[Array], Array], Array]:
+    """The method's prediction after the last task."""
+    method, task, rounds = exp.method, exp.scenario.tasks[-1], exp.sizes.rounds
+
+    def logits(arrays: list[Array], image: Array) -> Array:
+        frozen, server, own = jax.tree.unflatten(rebuilt, arrays)
+        nothing = jnp.zeros(len(image), jnp.int32)
+        batch = Batch(clean_view(exp.inputs.preprocess, image), nothing, nothing == 0, nothing)
+        context = RoundContext.on_host(frozen, task, rounds - 1, True)
+        if client is None:
+            return method.predict(context, server, batch)
+        assert method.predict_client is not None
+        return method.predict_client(context, server, own, batch)
+
+    return logits
