@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/fcljax compare $(RUN)/fppl $(RUN)/fedavg
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 # What is long and rarely breaks.
 test-long: .venv/ready

@@ -58,7 +58,10 @@ def run(method):
     check_method(made, read, Example(FROZEN, DATA, STREAM[1]))
 
 
-@pytest.mark.parametrize("method", NAMED)
+CASES = [pytest.param(name, marks=() if name in PAPERS else pytest.mark.long) for name in NAMED]
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_every_function_that_a_page_names_is_called_when_its_method_runs(method):
     assert len(NAMED[method]) > 0
     assert not_called_by(functools.partial(run, method), NAMED[method]) == []

@@ -55,6 +55,7 @@ def ends(processes, timeout=300):
     return [(code, out, lines) for code, (out, _), lines in zip(codes, said, ours, strict=True)]
 
 
+@pytest.mark.long
 def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(tmp_path):
     """One device each against two devices of one process. The second is given another folder, where
     nothing appears."""
