@@ -462,6 +462,9 @@ def _yaml(rng: random.Random) -> str:
     )
 
 
+EVIL = ("./evil.py", "evil.py:METHOD", "evil:METHOD", "[linear, ./evil.py]")
+
+
 def _letters(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randrange(3, 30))) + "q"
 
@@ -556,6 +559,21 @@ GENERATORS: tuple[Callable[[random.Random], Bad], ...] = (
             str(-rng.randrange(1, 99)) if rng.random() < 0.5 else "9" * 20,
         ],
     ),
+    lambda rng: Bad(
+        "a program in YAML",
+        ["sweep", "a.yaml", *rng.choice(([], ["--dry-run"]))],
+        {"a.yaml": f"method: {rng.choice(EVIL)}\n".encode(), "evil.py": b"open('ran', 'w')\n"},
+    ),
+    lambda rng: Bad(
+        "a key twice",
+        [*RUN_OUT, "--config", "a.yaml"],
+        {"a.yaml": f"lr: 1\n{_letters(rng)}: 2\nlr: 3".encode()},
+    ),
+    lambda rng: Bad("nothing", [*RUN_OUT, rng.choice(("--config", "--dataset", "--faults", "--track")), ""]),
+    lambda rng: Bad(
+        "a large ratio", ["run", "hepco", "--replay-ratio", f"{rng.randrange(1, 9)}e{rng.randrange(3, 38)}"]
+    ),
+    lambda rng: Bad("not UTF-8", ["run", "linear", "--out", f"r\udcff{_letters(rng)[:9]}"]),
     lambda rng: Bad("both", ["run", "linear", "--resume", "a", "--out", "b", "--config", _letters(rng)]),
     lambda rng: Bad(
         "more than there is",

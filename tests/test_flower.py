@@ -249,6 +249,34 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+class Lying(Here):
+    """A fourth node says that it has 1e18 examples, a fifth that it is a client that there is already; and
+    client 2 answers once with an upload of another round."""
+
+    lied = False
+
+    def one(self, message):
+        place, reply = message.metadata.dst_node_id, super().one(message)
+        records = reply.content.config_records
+        if "facts" in records and place == 103:
+            facts = json.loads(str(records["facts"]["json"]))
+            records["facts"]["json"] = json.dumps(facts | {"examples": [10**18, 1]})
+        if "call" in records and place == 102 and not self.lied:
+            records["call"]["round"], self.lied = 7, True
+        return reply
+
+
+@pytest.mark.long
+def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tmp_path, capsys):
+    nodes = [{"partition-id": i} for i in (0, 1, 2, 0, 1)]
+    summary = run_here(Lying(client_app("linear", **TINY), nodes), tmp_path / "out", **TINY)
+    err = " ".join(capsys.readouterr().err.split())
+    assert "a node is refused: client 0: it has 1000000000000000000 examples" in err
+    assert "a node is refused: partition-id: two nodes say that they are client 1" in err
+    assert "client 2 was left out: upload: its round is 7, not 0" in err
+    assert summary["rejected_uploads"] == 1
+
+
 @pytest.mark.long
 def test_clients_with_models_of_their_own_are_not_evaluated_by_the_server(identity, tmp_path):
     grid = Here(client_app("fedweit", **TINY), [{"partition-id": i} for i in range(3)])

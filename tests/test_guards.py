@@ -5,10 +5,13 @@ import json
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import small_runs
+import torch_files
 
 from fcljax import cli, config
+from fcljax.bridges import node
 from fcljax.errors import InputError
 from fcljax.federated import claims
 from fcljax.methods import pmae
@@ -16,6 +19,7 @@ from fcljax.methods.hepco import hepco
 from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
 from fcljax.methods.vfcl.posterior import of_gaussian
+from fcljax.models.weights import torch_zip
 from fcljax.parts import reports
 from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
@@ -171,3 +175,62 @@ def test_a_changed_result_is_told_of(name, tmp_path, capsys):
     assert said in (tmp_path / "run" / "report.html").read_text()
     assert cli.main(["run", "linear", "--resume", str(tmp_path / "run")]) == 0
     assert said in capsys.readouterr().err.replace("\n", "")
+
+
+# ---- weights -----------------------------------------------------------------------------------------------
+
+
+def test_dicts_that_hold_each_other_many_times_over_end():
+    inner = {"a": 1}
+    for _ in range(30):
+        inner = {"a": inner, "b": inner}
+    with pytest.raises(ValueError, match="more than 100,000 entries"):
+        list(torch_zip.named("", inner, float))
+    for _ in range(40):
+        inner = {"a": inner}
+    with pytest.raises(ValueError, match="32 levels"):
+        list(torch_zip.named("", inner, float))
+    assert list(torch_zip.named("", {"a": {"b": 1.0}, "optimizer": {"c": 2.0}, "d": 3.0}, float)) == [
+        ("a.b", 1.0),
+        ("d", 3.0),
+    ]
+
+
+def test_a_tensor_has_no_more_numbers_than_its_storage(tmp_path):
+    few = torch_files.View(np.ones(1, np.float32), 0, (30_000,), (0,))
+    torch_files.save_zip(tmp_path / "a.pt", {"w": few})
+    with pytest.raises(ValueError, match="times the bytes|more numbers than its storage"):
+        torch_zip.read_torch_zip(tmp_path / "a.pt")
+
+
+# ---- a federation on machines ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"client": 7}, "partition-id: 7 of 3"),
+        ({"client": 10**18}, "partition-id"),
+        ({"examples": [10**18, 1]}, "most that a server makes room"),
+        ({"examples": [10**9, 1]}, "most that a server makes room"),
+        ({"examples": [-1, 1]}, "expected a number"),
+        ({"examples": [1]}, "expected a number"),
+    ],
+)
+def test_what_a_node_says_of_itself_is_bounded(said, words):
+    mine = node.Facts(-1, [], {"clients": 3}, {})
+    honest = node.Facts(0, [5, 6], {"clients": 3}, {})
+    node.check_facts(mine, honest, 2)
+    with pytest.raises(InputError, match=words):
+        node.check_facts(mine, honest._replace(**said), 2)
+
+
+def test_a_run_directory_whose_name_is_not_utf8_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "linear", "--out", "r\udcff"]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_ratio_that_no_memory_holds_is_refused(capsys):
+    assert cli.main(["run", "hepco", "--replay-ratio", "1e21"]) == 2
+    assert "replay_ratio: 1e+21 is too large; nearest valid value: 100" in capsys.readouterr().err

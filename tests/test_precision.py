@@ -13,7 +13,7 @@ import fcljax
 ROOT = Path(fcljax.__file__).parent
 ROOMS = ["parts", "methods", "adapters", "federated", "models/heads.py", "models/prototypes.py"]
 NETWORKS = {"lenet.py", "generator.py"}  # of GLFC's gradients and of the servers' images and latents
-PRODUCTS = {"einsum", "matmul", "dot", "tensordot", "vdot", "inner", "dot_general"}
+PRODUCTS = {"einsum", "matmul", "dot", "tensordot", "inner", "dot_general"}
 
 
 def rounded_products(source: str) -> list[int]:

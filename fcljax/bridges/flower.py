@@ -59,6 +59,9 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 HELLO, ROUND = "query.hello", "train.round"
 STATE, CACHED, OWNER = "fcljax.state", "fcljax.cached", "fcljax.owner"  # records of a client's context
+MOST_WEIGHT = 1e9  # of a metric: examples times passes over them
+MOST_FACTS = 1 << 20  # characters of a node's report about itself
+_STAMP = ("index", "task", "round")  # of an exchange: an answer has that of the call
 _CLASSES = "classes.png"  # the figure of examples per class and client, which clients do not report
 
 _SERVER = ("out", "test", "wait", "timeout")  # the part of the run's configuration that only the server reads
@@ -133,7 +136,8 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
-    answer = config({"incomplete": False, "valid": valid, "fresh": fresh})
+    stamp = {name: int(me.call[name]) for name in _STAMP}
+    answer = config({"incomplete": False, "valid": valid, "fresh": fresh, **stamp})
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
 
@@ -252,7 +256,7 @@ def serve(
         check_new(out)
     inputs = node.load_server(settings, service.test)
     mine = node.server_facts(settings, inputs, service.test)
-    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine)
+    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine, say_line)
     tasks = 1 if find_method(settings.source).joint else settings.tasks
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link, records = Link(nodes, exp, service.timeout, say_line), Records()
@@ -312,30 +316,41 @@ class Nodes:
     Nodes come and go, and a restarted node has another number: unknown nodes are asked before every exchange.
     """
 
-    def __init__(self, grid: Grid, clients: int, class_names: tuple[str, ...], mine: Facts):
+    def __init__(
+        self,
+        grid: Grid,
+        clients: int,
+        class_names: tuple[str, ...],
+        mine: Facts,
+        say: Callable[[str], None],
+    ):
         self.grid, self.clients, self.class_names, self.mine = grid, clients, class_names, mine
+        self.say = say
         self.of_client: dict[int, int] = {}  # client -> node
         self.facts: dict[int, Facts] = {}  # of each client
         self.asked: set[int] = set()  # nodes
         self.connected: set[int] = set()  # nodes
 
     def gather(self, wait: float, tasks: int) -> Int[np.ndarray, "T K"]:
-        """Wait for all clients. Returns how many examples each has in each task.
+        """Wait for all clients. Returns how many examples each has in each task. Nodes that cannot take part
+        are named, and the others are waited for.
 
         Raises:
-          InputError: for a client that cannot take part, or if one does not connect in time.
+          InputError: if a client does not connect in time, with the first node that could not take part.
         """
-        end = time.monotonic() + wait
+        end, refused = time.monotonic() + wait, []
         while True:
             for line in self.refresh(tasks, max(end - time.monotonic(), 1.0)):
-                raise InputError(line)
+                refused.append(line)
+                self.say(f"warning: a node is refused: {line}")
             missing = sorted({*range(self.clients)} - {*self.of_client})
             if not missing:
                 break
             if time.monotonic() > end:
                 raise InputError(
                     f"clients: {self.clients} wanted, and after {wait:g} s {len(missing)} had not connected, "
-                    f"the first with partition-id {missing[0]}"
+                    f"the first with partition-id {missing[0]}{'; refused: ' if refused else ''}"
+                    f"{refused[0] if refused else ''}"
                 )
             time.sleep(1.0)
         return np.array([self.facts[client].examples for client in range(self.clients)]).T
@@ -384,11 +399,14 @@ def _facts(reply: Message) -> Facts:
     if reply.has_error():
         raise InputError(f"a node could not answer: {reply.error.reason}")
     try:
-        found = Facts(**json.loads(str(reply.content.config_records["facts"]["json"])))
+        text = str(reply.content.config_records["facts"]["json"])
+        if len(text) > MOST_FACTS:
+            raise ValueError(f"it has {len(text):,} characters, more than {MOST_FACTS:,}")
+        found = Facts(**json.loads(text))
         whole = [type(found.client) is int, all(type(count) is int for count in found.examples)]
         if not (all(whole) and isinstance(found.settings, dict) and isinstance(found.digests, dict)):
             raise ValueError("its values are of other types")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a node did not report what it has: {error}") from None
     return found
 
@@ -427,7 +445,8 @@ class Link:
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
             context = _client_context(round_context, broadcast, partition, client)
-            accumulator = self._receive(index, accumulator, context, replies[client], position)
+            stale = self._stale(call, replies[client])
+            accumulator = self._receive(index, accumulator, context, replies[client], position, stale)
         phases = player.round.program.phases
         steps = sum(int(phase_steps(partition.count[present], phase.view).sum()) for phase in phases)
         self._count(uploads=len(replies), dropped=len(ids) - len(replies))
@@ -460,6 +479,8 @@ class Link:
                     found[client], self.cached[client] = content, _digests(cached)
                     self._begin(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in found]
+        for client in clients:
+            self.say(f"warning: client {client} lacks what it was sent twice; it has dropped out")
         return found
 
     def _begin(self, client: int, fresh: bool) -> None:
@@ -500,12 +521,26 @@ class Link:
             self.say(f"warning: client {client} did not answer")
         return found
 
+    def _stale(self, call: dict[str, Any], content: RecordDict) -> str:
+        """Why an answer is none to this call; empty if it is one."""
+        said = content.config_records["call"]
+        wrong = [name for name in _STAMP if said.get(name) != call[name]]
+        return f"its {wrong[0]} is {said.get(wrong[0])!r}, not {call[wrong[0]]}" if wrong else ""
+
     def _receive(
-        self, index: int, accumulator: Accumulator, context: ClientContext, content: RecordDict, position: int
+        self,
+        index: int,
+        accumulator: Accumulator,
+        context: ClientContext,
+        content: RecordDict,
+        position: int,
+        stale: str,
     ) -> Accumulator:
         """Add an answer. A wrong one is left out and counted, as one that is not finite."""
         player = self.exp.engine.players[index]
         try:
+            if stale:
+                raise InputError(f"upload: {stale}")
             if player.round.server is None:
                 return self._add_metrics(accumulator, content)
             if not content.config_records["call"].get("valid"):
@@ -520,6 +555,9 @@ class Link:
     def _add_metrics(self, accumulator: Accumulator, content: RecordDict) -> Accumulator:
         record = content.metric_records.get("metrics", {})
         metrics = from_metrics(record, accumulator.metrics, "metrics")
+        for weight in (each.weight for phase in metrics for each in phase.values()):
+            if weight < 0 or weight > MOST_WEIGHT:
+                raise InputError(f"metrics: a weight is {float(weight):g}; expected 0 to {MOST_WEIGHT:g}")
         return accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, metrics))
 
 

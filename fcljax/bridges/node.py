@@ -31,6 +31,7 @@ from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
+MOST_EXAMPLES = 1_000_000  # of a client in a task: the server's plan has a place for each
 OWN = "its own"  # stands for the digest of a client's own images
 
 
@@ -145,7 +146,15 @@ def check_client(settings: RunConfig, client: object) -> int:
     Raises:
       InputError: for an id beyond the settings' clients.
     """
-    count = settings.clients
+    return check_client_id(client, settings.clients)
+
+
+def check_client_id(client: object, count: int) -> int:
+    """A client's id, of so many clients.
+
+    Raises:
+      InputError: for anything else than a number below it.
+    """
     if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < count:
         raise InputError(f"partition-id: {client!r} of {count} clients; choose 0 to {count - 1}")
     return client
@@ -285,6 +294,7 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
       InputError: naming what differs.
     """
     who = f"client {theirs.client}"
+    check_client_id(theirs.client, mine.settings["clients"])
     differ = resume.differing(mine.settings, theirs.settings)
     if differ:
         raise InputError(f"{who}: it has other settings: {', '.join(differ.values())}")
@@ -297,6 +307,11 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
     if len(theirs.examples) != tasks or min(theirs.examples) < 0:
         raise InputError(
             f"{who}: it has {theirs.examples} examples; expected a number for each of {tasks} tasks"
+        )
+    if max(theirs.examples) > MOST_EXAMPLES:
+        raise InputError(
+            f"{who}: it has {max(theirs.examples)} examples in a task; the most that a server makes room "
+            f"for are {MOST_EXAMPLES:,}"
         )
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from fcljax.models.products import exact_matmul
 from fcljax.options import option
 from fcljax.parts.classifiers import computed
 from fcljax.parts.client import ClientStep
@@ -63,7 +64,7 @@ def afcl(options: AFCLOptions, run: Run) -> Method:
 
 def _predict(params: Regression, feature: Array, task: Task) -> Array:
     del task
-    return feature @ params.weights
+    return exact_matmul(feature, params.weights)
 
 
 def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRule:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.federated.keys import InitKey
+from fcljax.models.products import exact_matmul
 from fcljax.options import option
 from fcljax.parts.classifiers import computed, linear
 from fcljax.parts.client import ClientStep, Report
@@ -105,7 +106,7 @@ def on_projection(features: int, width: int, classes: int, inner: Classifier | N
 
     def predict(params: Projected, feature: Array, task: Task) -> Array:
         del task
-        return project(feature, params.projection) @ params.weights
+        return exact_matmul(project(feature, params.projection), params.weights)
 
     made = computed(classes, first, predict, inner)
 
@@ -120,7 +121,7 @@ def on_projection(features: int, width: int, classes: int, inner: Classifier | N
 
 def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -> Float[Array, "batch M"]:
     """relu(f^T P) (RanPAC, section 4)."""
-    return jax.nn.relu(feature @ projection)
+    return jax.nn.relu(exact_matmul(feature, projection))
 
 
 # ---- the sums and the ridge --------------------------------------------------------------------------------
@@ -177,5 +178,5 @@ def choose_ridge(split: Split) -> Float[Array, ""]:
 def held_out_error(split: Split, ridge: Float[Array, ""]) -> Float[Array, ""]:
     """Sum of |y - W^T h|^2 over the examples apart, W solved from the others."""
     weights = solve_ridge(split["fit"].gram, split["fit"].products, ridge)
-    explained = jnp.sum(weights * (split["apart"].gram @ weights - 2 * split["apart"].products))
+    explained = jnp.sum(weights * (exact_matmul(split["apart"].gram, weights) - 2 * split["apart"].products))
     return split["apart"].examples + explained

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.full import FullOptions
 from fcljax.models.heads import Head, apply_head, class_sums
+from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.options import option
 from fcljax.parts.classifiers import computed, linear_on
 from fcljax.parts.client import ClientStep, Report
@@ -130,7 +131,7 @@ def statistics(width: int, classes: int) -> Report:
 
         def outer(label: Array) -> Float[Array, "D D"]:
             mine = jnp.where((batch.mask & (batch.label == label))[:, None], x, 0.0)
-            return mine.T @ mine
+            return exact_matmul(mine.T, mine)
 
         more = ClassSums(feature, jax.vmap(outer)(own), examples.astype(jnp.int32))
         return jax.tree.map(jnp.add, total, more)
@@ -229,7 +230,7 @@ def draw(
     normal, order = jax.random.split(key)
     shrink = 1 - SHRUNK + SHRUNK * (known.task + 1) / (task + 1)
     noise = jax.random.normal(normal, (classes, size, width))
-    drawn = (shrink[:, None] * known.mean)[:, None] + jnp.einsum("cnd,ced->cne", noise, known.root)
+    drawn = (shrink[:, None] * known.mean)[:, None] + exact_einsum("cnd,ced->cne", noise, known.root)
     label = jnp.repeat(jnp.arange(classes), size)
     shuffled = jnp.argsort(jax.random.uniform(order, label.shape) + 2.0 * ~known.present[label])
     return drawn.reshape(-1, width)[shuffled], label[shuffled]
@@ -245,7 +246,7 @@ def normalised(
     """
     member = jax.nn.one_hot(known.task, tasks) * known.present[:, None]
     exists = jnp.any(member > 0, axis=0)
-    squares = jnp.maximum(logits**2 @ member, 1e-14)  # whose root has a gradient
+    squares = jnp.maximum(exact_matmul(logits**2, member), 1e-14)  # whose root has a gradient
     length = jnp.sum(jnp.where(exists, jnp.sqrt(squares), 0.0), -1) / jnp.maximum(jnp.sum(exists), 1)
     unit = logits / (temperature * length[:, None])
     return jnp.where(known.present, unit, jnp.finfo(logits.dtype).min)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from fcljax.models.products import exact_matmul
 from fcljax.parts.client import ClientStep, Report
 from fcljax.types import ClientContext
 
@@ -37,7 +38,7 @@ def add_examples(
     """The sums with the examples of a batch that the mask counts."""
     h = jnp.where(mask[:, None], h, 0.0)
     y = jax.nn.one_hot(label, total.products.shape[1])
-    more = Moments(h.T @ h, h.T @ y, jnp.sum(mask).astype(jnp.float32))
+    more = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
     return jax.tree.map(jnp.add, total, more)
 
 

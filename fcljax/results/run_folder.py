@@ -82,7 +82,7 @@ def changed(run_dir: str | Path) -> list[str]:
 def _sha256(path: Path) -> str | None:
     try:
         with open_regular(path) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+            return hashlib.sha256(stream.read()).hexdigest()
     except OSError:
         return None
 

@@ -5,6 +5,7 @@ report.html, and kept/ for methods whose server keeps examples of finished tasks
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,13 @@ def check_new(out: Path) -> None:
     """Check that a new run directory can be made at `out`.
 
     Raises:
-      InputError: if something other than an empty folder is there, or nothing can be written.
+      InputError: if something other than an empty folder is there, nothing can be written, or its name is not
+        UTF-8, which the library that writes checkpoints needs.
     """
+    try:
+        os.fsencode(out.absolute()).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"out: {str(out)!r} is not UTF-8, so no checkpoint can be written there") from None
     _check_empty(out)
     check_folder(out)
 

@@ -70,7 +70,7 @@ class HepcoOptions(PromptedOptions):
     """Width of the generators' embedding of classes."""
     latent_batch: int = 64
     """Latents per step."""
-    replay_ratio: float = 0.5
+    replay_ratio: float = option(0.5, most=100.0)
     """Latents of older classes over those of the task's classes in the distillation."""
     distill_steps: int = 200
     """Steps of the distillation."""

@@ -6,7 +6,6 @@ type and the pixel constants are decided here, and a masked autoencoder's decode
 
 import dataclasses
 import json
-import math
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -489,11 +488,16 @@ def _assumed(mean: Colour, std: Colour, kind: str) -> str:
     return f"{constants}: the checkpoint does not tell them"
 
 
+MOST_COLOUR = 1e6  # of a mean or deviation of pixels
+
+
 def _colour(file: checkpoints.Checkpoint, what: str, value: object) -> Colour:
     values = value if isinstance(value, list) else [value] * 3
-    good = len(values) == 3 and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+    good = len(values) == 3 and all(isinstance(x, int | float) and abs(x) <= MOST_COLOUR for x in values)
     if not good or ("std" in what and min(values) <= 0):
-        raise InputError(f"checkpoint: {file.source!r} has a {what} that is not three numbers: {value!r}")
+        raise InputError(
+            f"checkpoint: {file.source!r} has a {what} that is not three numbers: {str(value)[:80]!r}"
+        )
     red, green, blue = map(float, values)
     return red, green, blue
 

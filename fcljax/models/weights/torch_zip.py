@@ -6,6 +6,7 @@ the objects that it builds hold data and have no behaviour.
 
 import collections
 import io
+import math
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+MOST_NODES, MOST_DEPTH = 100_000, 32  # of nested dicts
+MOST_UNPACKED = 16  # times the bytes of a file; torch packs nothing, but tensors may share a storage
 
 # torch's names of types -> numpy's; a type that is not here is refused
 _TYPES = {
@@ -190,11 +194,20 @@ def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
             raise ValueError("its bytes are in the order of another kind of machine")
-        tensors = named("", _load(archive.read(found[0])), Tensor)
+        size = path.stat().st_size
+        if sum(info.file_size for info in archive.infolist()) > MOST_UNPACKED * size:
+            raise ValueError(f"it unpacks to more than {MOST_UNPACKED} times its size")
+        tensors = dict(named("", _load(archive.read(found[0])), Tensor))
+        if sum(map(_bytes, tensors.values())) > MOST_UNPACKED * size:
+            raise ValueError(f"its tensors have more than {MOST_UNPACKED} times the bytes of the file")
         return {
             name: _array(archive.read(f"{folder}/data/{tensor.storage.member}"), tensor)
-            for name, tensor in tensors
+            for name, tensor in tensors.items()
         }
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.storage.dtype.itemsize
 
 
 def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
@@ -203,16 +216,30 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
     if 0 not in tensor.shape and tensor.offset + reach >= len(data):
         raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
+    if math.prod(tensor.shape) > len(data):
+        raise ValueError(f"a tensor has more numbers than its storage {tensor.storage.member}")
     strides = tuple(data.dtype.itemsize * stride for stride in tensor.stride)
     view = np.lib.stride_tricks.as_strided(data[tensor.offset :], tensor.shape, strides)
     return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
 
 
 def named(prefix: str, content: object, tensor: type) -> Iterator[tuple[str, Any]]:
-    """The values of type `tensor` in nested dicts, with dotted names; an optimiser's are left out."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if isinstance(key, str) and key != "optimizer":
-                yield from named(f"{prefix}.{key}" if prefix else key, value, tensor)
-    elif isinstance(content, tensor):
-        yield prefix, content
+    """The values of type `tensor` in nested dicts, with dotted names; an optimiser's are left out.
+
+    Raises:
+      ValueError: for dicts too deep, or with too much in them: a few that hold each other many times over
+        would take for ever.
+    """
+    waiting, seen = [(prefix, content, 0)], 0
+    while waiting:
+        name, value, depth = waiting.pop()
+        seen += 1
+        if seen > MOST_NODES or depth > MOST_DEPTH:
+            raise ValueError(f"it has more than {MOST_NODES:,} entries, or more than {MOST_DEPTH} levels")
+        if isinstance(value, dict):
+            own = [
+                (key, inner) for key, inner in value.items() if isinstance(key, str) and key != "optimizer"
+            ]
+            waiting += [(f"{name}.{key}" if name else key, inner, depth + 1) for key, inner in reversed(own)]
+        elif isinstance(value, tensor):
+            yield name, value
