@@ -299,8 +299,8 @@ def partitioned(config: Run, usual: Run) -> Run:
 
 def _check_task_sizes(config: PartitionConfig) -> None:
     """Only one option says how many classes the tasks have."""
-    by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name) is not None]
-    if config.task_sizes is not None and by_number:
+    by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name)]
+    if config.task_sizes and by_number:
         raise InputError(f"{by_number[0]}: task_sizes {config.task_sizes!r} has all sizes; leave one out")
     if config.task_pool != "same" and (by_number or config.task_sizes):
         name = (*by_number, "task_sizes")[0]
@@ -318,9 +318,7 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
         raise InputError(
             f"clients: the partition {config.partition!r} decides their number; leave out --clients"
         )
-    decides = next(
-        (name for name in ("classes_per_task", "task_sizes") if getattr(config, name) is not None), ""
-    )
+    decides = next((name for name in ("classes_per_task", "task_sizes") if getattr(config, name)), "")
     if "tasks" in given and decides:
         raise InputError(f"tasks: {decides} decides their number; leave out --tasks")
 

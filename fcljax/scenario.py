@@ -135,8 +135,8 @@ def _tasks(classes: int, options: PartitionConfig) -> tuple[Task, ...]:
 
 
 def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:
-    numbers = options.base_classes, options.classes_per_task
-    return chosen_sizes(classes, options.tasks, *numbers, options.task_sizes)
+    numbers = options.base_classes or None, options.classes_per_task or None
+    return chosen_sizes(classes, options.tasks, *numbers, options.task_sizes or None)
 
 
 def fitted(options: Value, dataset: Dataset) -> Value:
@@ -150,7 +150,7 @@ def fitted(options: Value, dataset: Dataset) -> Value:
     clients, tasks = options.clients, options.tasks
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
-    if options.classes_per_task is not None or options.task_sizes is not None:
+    if options.classes_per_task or options.task_sizes:
         tasks = len(_sizes(len(dataset.class_names), options))
     return replaced(options, clients=clients, tasks=tasks)
 

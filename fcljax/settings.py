@@ -176,11 +176,11 @@ class PartitionConfig(SplitConfig):
     class_order: Literal["shuffled", "natural", "python", "file:PATH", "NAME,NAME"] = "shuffled"
     """Order in which tasks take the classes; python shuffles as HePCo's release does. A file has a class in
     each line; classes are names or numbers from 0."""
-    base_classes: int | None = option(None, unset="as the other tasks")
+    base_classes: int = option(0, least=0, unset="as the other tasks")
     """Classes of the first task; the others share the rest."""
-    classes_per_task: int | None = option(None, unset="all classes over --tasks")
+    classes_per_task: int = option(0, least=0, unset="all classes over --tasks")
     """Classes of each task after the first, which then decide the number of tasks."""
-    task_sizes: str | None = option(None, unset="as even as possible")
+    task_sizes: str = option("", unset="as even as possible")
     """Classes of each task, such as 50,10,10,30."""
 
 

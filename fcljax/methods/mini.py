@@ -37,5 +37,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
     "joint": _PAIR,
+    # not tried yet
+    **dict.fromkeys(("afcl", "fedranpac", "fedslca", "scaffold", "feddyn", "ditto", "fedper"), {}),
 }
 """Method -> option -> value; options of adapters that a run does not have are left out."""
