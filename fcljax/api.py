@@ -214,7 +214,7 @@ def _network(backbone: Any) -> Pretrained | None:
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
         raise InputError(
-            f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, image_size)"
+            f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)"
         )
     shape, digest = own_config(backbone, describe), checkpoint.digest(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

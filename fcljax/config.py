@@ -301,7 +301,9 @@ def _check_task_sizes(config: PartitionConfig) -> None:
     """Only one option says how many classes the tasks have."""
     by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name)]
     if config.task_sizes and by_number:
-        raise InputError(f"{by_number[0]}: task_sizes {config.task_sizes!r} has all sizes; leave one out")
+        raise InputError(
+            f"{by_number[0]}: --task-sizes {config.task_sizes!r} has all sizes; leave one of them out"
+        )
     if config.task_pool != "same" and (by_number or config.task_sizes):
         name = (*by_number, "task_sizes")[0]
         raise InputError(f"{name}: nothing reads it with --task-pool {config.task_pool}; leave it out")

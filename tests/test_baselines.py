@@ -129,7 +129,7 @@ def test_head_and_pair_have_rates_of_their_own():
 
 @pytest.mark.parametrize(("method", "decay"), [("ewc", 0.0), ("lwf", 5e-4), ("icarl", 5e-4)])
 def test_the_baselines_of_target_s_release_train_as_it_does(method, decay):
-    cfg = resolved(method)
+    cfg = resolved(method, scale="paper")
     found = cfg.optimiser, cfg.momentum, cfg.lr, cfg.lora_lr, cfg.weight_decay
     assert found == ("sgd", 0.9, 0.01, 0.01, decay)
     assert resolved(method, optimiser="adam").optimiser == "adam"  # which does not read the momentum

@@ -239,13 +239,15 @@ def test_an_unknown_moment_or_group_is_refused_with_the_nearest(field, wrong, me
     assert str(error.value) == message
 
 
-def test_an_error_of_the_methods_own_is_not_hidden():
+def test_an_error_of_the_methods_own_is_told_with_its_line():
     def step(context, local, batch, key):
         raise ZeroDivisionError("mine")
 
     partition = toys.partitions(toys.examples())[0]
     method = trained(step)
-    with pytest.raises(ZeroDivisionError, match="mine"):
+    with pytest.raises(
+        InputError, match=r"phases\[0\].step: test_check.py:\d+ step\(\): ZeroDivisionError: mine"
+    ):
         make_engine(method, toys.fetch, Lanes(), capacities(method, [partition], 1, 8), SHAPES)
 
 

@@ -561,7 +561,7 @@ def test_help_shows_the_values_that_would_run(capsys):
     assert (released["--lr"], released["--fidelity"], released["--lanes"]) == (
         "0.1",
         "released",
-        "chosen for the device",
+        "0, chosen for the device",
     )
     Path("own.yaml").write_text("method: pilora\nfidelity: paper\nlr: 0.25\nadapter: prompts\n")
     from_file = help_of(capsys, "pilora", "--config", "own.yaml")

@@ -66,7 +66,7 @@ def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_pa
     train, test = found["features"][:30], found["features"][30:]
     nearest = nearest_class_mean(train, labels["y_train"], test, labels["y_test"])
     assert summary["nearest class mean, test accuracy"] == round(nearest, 4) > 0.3
-    assert {path.name for path in tmp_path.iterdir()} == {"out.npz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
 def test_several_devices_give_the_same_features(folder, tmp_path):

@@ -80,7 +80,7 @@ def chosen_sizes(
     assert first is not None
     if each is None:
         if tasks < 2:
-            raise InputError(f"tasks: {tasks} with base_classes {base}; nearest: 2")
+            raise InputError(f"tasks: {tasks} with --base-classes {base}; nearest: 2")
         return (first, *task_sizes(num_classes - first, tasks - 1))
     others, rest = divmod(num_classes - first, each)
     if rest or others < 1:

@@ -63,7 +63,7 @@ class Backbone:
         if not isinstance(module, linen.Module) or variables is None:
             raise InputError(
                 f"backbone: {type(module).__name__} is no flax.nnx module, and no flax.linen module with "
-                "variables; nearest: Backbone(apply, params, image_size)"
+                "variables; nearest: Backbone(apply, params, pixels)"
             )
 
         def of_linen(variables: PyTree, image: Array) -> Array:

@@ -73,7 +73,9 @@ def changed(run_dir: str | Path) -> list[str]:
         return []
     if not isinstance(known, dict):
         return []
-    names = [name for name in SEALED if known.get(name) != _sha256(Path(run_dir) / name)]
+    found = {name: _sha256(Path(run_dir) / name) for name in SEALED}
+    # a file that is gone is told by what needs it, or made again
+    names = [name for name in SEALED if found[name] and found[name] != known.get(name)]
     return [
         f"warning: {Path(run_dir) / name} is not as the run wrote it: its sha256 differs" for name in names
     ]

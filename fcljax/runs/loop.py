@@ -144,9 +144,8 @@ def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
     settings, out, observer, hosts, _ = session
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
-    for line in hosts.from_first(lambda: changed(out)):
-        observer.say(line)
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
+        _say_changed(session)
         if hosts.first and not (out / page.NAME).exists():
             page.try_report([out], out / page.NAME, observer.say)
         return finished
@@ -162,9 +161,16 @@ def _resume(session: Session) -> dict[str, Any]:
         session = session._replace(settings=exp.settings)
         if before:
             hosts.agree(lambda: resume.check_digests(before, exp.settings, exp.inputs, out))
+        _say_changed(session)
         later = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_rounds(out, settings, later))
         return _complete(session, exp, finished)
+
+
+def _say_changed(session: Session) -> None:
+    """Say which results of a run that may be resumed were changed since."""
+    for line in session.hosts.from_first(lambda: changed(session.out)):
+        session.observer.say(line)
 
 
 def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None) -> dict[str, Any]:
