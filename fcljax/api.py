@@ -213,8 +213,6 @@ def _network(backbone: Any) -> Pretrained | None:
         return None
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
-        raise InputError(
-            f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)"
-        )
+        raise InputError(f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)")
     shape, digest = own_config(backbone, describe), checkpoint.digest(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

@@ -146,6 +146,7 @@ def test_images_to_restore_have_patches_that_exist_and_are_no_more_than_the_exam
         assert not pmae.possible_tokens(context(6), lie)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", ["weight", "counts"])
 def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     """Two of five clients lie; what the others sent is merged as if there were no others."""
