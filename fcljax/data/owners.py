@@ -107,6 +107,11 @@ def read_owners(path: str, dataset: Dataset) -> np.ndarray:
             f"partition: {path!r}: its first line is {','.join(head)!r}; expected 'example,client' or "
             "'file,client'"
         )
+    if "task" in head:
+        raise InputError(
+            f"partition: {path!r} has a column 'task', which nothing reads; leave it out, and set tasks with "
+            "--class-order and --task-sizes"
+        )
     count = len(dataset.y_train) if dataset.kept is None else dataset.whole
     find, found = _finder(by, path, dataset, count), np.full(count, NOBODY, object)
     for number, line in enumerate(lines[1:], 2):
