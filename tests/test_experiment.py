@@ -23,7 +23,7 @@ WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
 HEAD = WIDTH * CLASSES + CLASSES
 
 
-@pytest.fixture(params=["linear", "fppl"])
+@pytest.fixture(params=["linear", pytest.param("fppl", marks=pytest.mark.long)])
 def run(request):
     return small_runs.finished(request.param)
 

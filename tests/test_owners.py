@@ -142,7 +142,7 @@ def given(**values):
         ({"partition": "file:a", "alpha": 2.0}, "alpha: 'file:a' is no Dirichlet partition"),
         ({"partition": "column:a", "population": "redrawn"}, "population: column:a clients are static"),
         ({"classes_per_task": 3, "tasks": 2}, "tasks: classes_per_task decides their number"),
-        ({"task_sizes": "5,5", "base_classes": 5}, "base_classes: task_sizes '5,5' has all sizes"),
+        ({"task_sizes": "5,5", "base_classes": 5}, "base_classes: --task-sizes '5,5' has all sizes"),
         ({"task_sizes": "5,4"}, "are 9 classes in 2 tasks; expected whole numbers from 1 that add up to 10"),
         ({"classes_per_task": 4}, "does not divide the 6 classes after the first task; nearest: 3"),
     ],

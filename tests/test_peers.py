@@ -21,6 +21,8 @@ from peers import ablation, accelerator, contest, dense, game, prompted
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 
+pytestmark = pytest.mark.long  # the benches beside which we are measured: nothing of the package needs them
+
 MLP = dense.Dense((6,), (), (5,), 3, (7, 2, 4), batch=3, epochs=2, rate=0.3)
 CNN = dense.Dense((4, 4, 1), (2, 3), (5,), 3, (4, 3), batch=3, rate=0.3)
 MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)

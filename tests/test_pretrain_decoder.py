@@ -28,6 +28,8 @@ from fcljax.pretraining import decoder as module
 from fcljax.pretraining.decoder import PretrainDecoderConfig, pretrain_decoder, random_crops
 from fcljax.runs.inputs import load_inputs
 
+pytestmark = pytest.mark.long  # it trains a decoder; the packaged one is checked elsewhere
+
 ASSET = resources.files("fcljax") / "assets" / "vit_micro_decoder.safetensors"
 SMALL = dict(
     heads=2,

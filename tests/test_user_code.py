@@ -136,6 +136,7 @@ def test_federated_ranpac_is_ridge_regression_on_all_examples_whoever_holds_them
     assert np.abs(expected - ridge_by_numpy(partitions[:1], 12, 0.5)).max() > 0.05
 
 
+@pytest.mark.long
 def test_federated_ranpac_runs_from_its_file_and_does_not_depend_on_the_partition(tmp_path):
     found = []
     for clients in ("1", "3"):
