@@ -47,6 +47,7 @@ OPTIONS = {
     "fedncm": {},
     "afcl": {},
     "fedranpac": {"projection": 24},
+    "lorm": LORA,
     "fedslca": {"full_lr": RATE, "align_epochs": 2, "align_samples": 8},
     "scaffold": LORA | SGD,
     "feddyn": LORA | SGD,

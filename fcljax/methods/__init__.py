@@ -53,6 +53,7 @@ class MethodEntry:
 
 
 _MEANS = "it sends sums over examples, which are added up"
+_PAIRS = "it merges or calibrates LoRA pairs"
 _WHOLE_NETWORK = "its embedding is a whole network"
 _PROMPTS = ("prompts", "pool", "vpt", "l2p", "dualprompt", "coda")
 
@@ -112,6 +113,14 @@ METHODS: dict[str, MethodEntry] = {
             "its features change with the task, and sums of features are kept over all tasks",
         ),
         merges=_MEANS,
+    ),
+    "lorm": MethodEntry(
+        "LoRA pairs merged in closed form to keep their responses, one factor at a time (LoRM)",
+        "lorm:PRESETS",
+        "lorm:lorm",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+        merges="it merges what clients send by the responses of their pairs",
     ),
     "fedslca": MethodEntry(
         "a slow learner, class Gaussians of all clients, classifier alignment on drawn features (FedSLCA)",

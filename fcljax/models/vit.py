@@ -208,6 +208,26 @@ def apply_vit(
     return ViT(config, remat).apply({"params": params}, image, injection, full)
 
 
+def attention_inputs(
+    params: PyTree, features: Features, blocks: int
+) -> Float[Array, "blocks batch tokens width"]:
+    """What queries, keys and values of the first blocks are computed from: norm1 of what enters a block.
+
+    Args:
+      params: of the ViT.
+      features: as from `apply_vit`, with taps.
+      blocks: how many.
+    """
+    norm = nn.LayerNorm(epsilon=ViTConfig.epsilon)  # another epsilon of a checkpoint is as good as 0, too
+    entering = ["embed", *(f"block_{i:02d}" for i in range(blocks - 1))]
+    return jnp.stack(
+        [
+            norm.apply({"params": params[f"block_{i:02d}"]["norm1"]}, features.taps[name])
+            for i, name in enumerate(entering)
+        ]
+    )
+
+
 def vit_network(
     config: ViTConfig,
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0),

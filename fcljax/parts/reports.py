@@ -1,11 +1,15 @@
-"""Reports that several methods share: sums and means of features by class."""
+"""Reports that several methods share: sums and means of features by class, and what LoRA pairs read."""
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from fcljax.federated.claims import possible_counts
 from fcljax.models.prototypes import class_means
+from fcljax.models.vit import attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run
@@ -70,6 +74,28 @@ def class_prototypes(
 def add_features(step: ClientStep, total: Sums) -> Sums:
     """The sums with the features of a batch."""
     return add_batch(total, step.output.feature, step.batch, step.context.task)
+
+
+def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows width"]:
+    """What the LoRA pairs of a ViT's first blocks read, of all tokens of a batch; 0 for padding.
+
+    Args:
+      step: in a pass without training; pairs act as in training.
+      blocks: how many have pairs.
+    """
+    network, adapter, frozen = step.learner.network, step.learner.adapter, step.context.frozen
+    assert adapter.inject is not None
+    cached, task = step.context.cached.adapter, step.context.task
+    injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
+
+    def of_image(image: Array) -> Float[Array, "blocks tokens width"]:
+        # a batch of one has taps whatever the microbatch; vmap makes one computation of them
+        features, _ = network.apply(frozen.network, image[None], injection, False, None)
+        return attention_inputs(frozen.network, features, blocks)[:, 0]
+
+    x = jax.vmap(of_image)(step.batch.image)
+    x = jnp.where(step.batch.mask[:, None, None, None], x, 0.0)
+    return rearrange(x, "batch blocks tokens width -> blocks (batch tokens) width")
 
 
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
