@@ -557,8 +557,8 @@ def test_what_is_not_valid_teaches_nothing():
 
 
 def test_latents_are_compared_with_real_features_class_by_class():
-    """Three classes at (0, 0), (10, 0), (0, 10), each example one away from its mean. Latents of the first are
-    two away from there, those of the second at (4, 0); the third is not made."""
+    """Three classes at (0, 0), (10, 0), (0, 10), every example one away from its mean. Latents of the first
+    are two away from it, those of the second at (4, 0); the third is not made."""
     means = np.array([[0.0, 0], [10, 0], [0, 10]])
     around = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
     points = (means[:, None] + around).reshape(-1, 2)
