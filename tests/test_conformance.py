@@ -52,6 +52,7 @@ OPTIONS = {
     "feddyn": LORA | SGD,
     "fedper": LORA,
     "ditto": LORA,
+    "fedproto": LORA,
     "fedclm": LORA,
     "joint": LORA,
     "ewc": LORA | SGD,

@@ -181,6 +181,13 @@ METHODS: dict[str, MethodEntry] = {
         "lora",
         excludes={"linear": "nothing would be shared: the classifier stays with the client"},
     ),
+    "fedproto": MethodEntry(
+        "FedAvg whose clients keep features near class prototypes of all clients (FedProto)",
+        "fedproto:PRESETS",
+        "fedproto:fedproto",
+        "lora",
+        merges="its prototypes are sums over examples, which are added up",
+    ),
     "ditto": MethodEntry(
         "FedAvg, and a model of each client's own near the global one (Ditto)",
         "ditto:PRESETS",
