@@ -1,7 +1,7 @@
 """Losses and merges written a second time in numpy, number by number, from the papers' equations: VFCL (no
 code was released), HePCo (section 4.2) and SLCA's classifier alignment. They share no function with the
-package, and take float64 and loops where it takes float32 and batches. Gradients are compared with differences
-of the second writing."""
+package, and take float64 and loops where it takes float32 and batches. Gradients are compared with
+differences of the second writing."""
 
 import jax
 import jax.numpy as jnp
