@@ -200,9 +200,10 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
         if past.real is not None:
-            past = past._replace(real=jax.tree.map(jnp.add, past.real, round.reports["features"]))
+            real = jax.tree.map(jnp.add, past.real, round.reports["features"])
+            past = past._replace(real=real)
             made = ("new", new, examples.sum(0)), ("older", older, past.examples * task.old)
-            losses |= diagnosis(study, shape, past.real, made, jax.random.fold_in(round.key, 3))
+            losses |= diagnosis(study, shape, real, made, jax.random.fold_in(round.key, 3))
         merged = round.learner.merge(params, task, trainable)
         return ServerUpdate(merged, past, losses | {"generator": found})
 
