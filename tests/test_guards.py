@@ -14,13 +14,13 @@ from fcljax import cli, config
 from fcljax.bridges import node
 from fcljax.errors import InputError
 from fcljax.federated import claims
-from fcljax.methods import pmae
+from fcljax.methods import fedslca, pmae
 from fcljax.methods.hepco import hepco
 from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
 from fcljax.methods.vfcl.posterior import of_gaussian
 from fcljax.models.weights import torch_zip
-from fcljax.parts import reports
+from fcljax.parts import reports, ridge
 from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params
@@ -122,6 +122,35 @@ def test_numbers_of_examples_are_those_of_a_client_with_so_many(counts):
         assert not hepco.possible_examples(context(), jnp.array(counts))
     sums = Sums(jnp.ones((3, 2)), jnp.array(counts, jnp.float32))
     assert not reports.possible_sums(context(), sums)
+
+
+def test_sums_of_products_are_those_of_a_client_with_so_many_examples():
+    """Features that are all alike reach every bound; anything more is refused."""
+    ones, label = jnp.full((10, 4), 2.0), jnp.zeros(10, jnp.int32)
+    honest = ridge.add_examples(ridge.no_moments(4, 3), ones, label, jnp.ones(10, bool))
+    assert ridge.possible_moments(context(), honest)
+    lies = (
+        honest._replace(gram=honest.gram.at[0, 1].mul(1.1)),
+        honest._replace(gram=honest.gram.at[2, 2].set(-1.0)),
+        honest._replace(products=honest.products.at[0, 0].mul(1.1)),
+        honest._replace(examples=jnp.float32(11)),
+        honest._replace(examples=jnp.float32(-1)),
+        honest._replace(gram=honest.gram.at[0, 0].set(jnp.nan)),
+    )
+    assert not any(ridge.possible_moments(context(), lie) for lie in lies)
+
+
+def test_class_statistics_are_those_of_a_client_with_so_many_examples():
+    x = jnp.full((10, 4), 2.0)
+    honest = fedslca.ClassSums(x.sum(0)[None], (x.T @ x)[None], jnp.array([10]))
+    assert fedslca.possible_statistics(context(), honest)
+    lies = (
+        honest._replace(feature=1.1 * honest.feature),
+        honest._replace(outer=-honest.outer),
+        honest._replace(examples=jnp.array([11])),
+        honest._replace(examples=jnp.array([9])),
+    )
+    assert not any(fedslca.possible_statistics(context(), lie) for lie in lies)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from fcljax.adapters.pool import Pool, PoolOptions, pool, prefix_injection, weig
 from fcljax.data.partition import sample_client
 from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
+from fcljax.methods.hepco import diagnosis as D
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import epoch_factor
@@ -550,6 +551,51 @@ def test_what_is_not_valid_teaches_nothing():
     same(*(played(opts, run, model, params, each, past)[0] for each in (aggregate, other)))
     nobody = aggregate._replace(valid=jnp.zeros(3, bool))
     same(played(opts, run, model, params, nobody, past)[0], params)
+
+
+# ---- the diagnosis -----------------------------------------------------------------------------------------
+
+
+def test_latents_are_compared_with_real_features_class_by_class():
+    """Three classes at (0, 0), (10, 0), (0, 10), every example one away from its mean. Latents of the first
+    are two away from it, those of the second at (4, 0); the third is not made."""
+    means = np.array([[0.0, 0], [10, 0], [0, 10]])
+    around = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+    points = (means[:, None] + around).reshape(-1, 2)
+    labels, every = np.repeat(np.arange(3), 4), jnp.arange(3)
+    # the mask leaves an example out that would move everything
+    points, labels = np.vstack([points, [[1e3, 1e3]]]), np.append(labels, 0)
+    real = D.sums(jnp.asarray(points), jnp.asarray(labels), every, jnp.arange(13) < 12)
+    np.testing.assert_allclose(D.spread_of(real).mean, means, atol=1e-5)
+    np.testing.assert_allclose(D.spread_of(real).variance, np.ones(3), rtol=1e-4)
+    label = np.repeat(np.arange(3), D.PER_CLASS)
+    latent = np.zeros((len(label), 2))
+    latent[label == 0, 1] = np.tile([2.0, -2], D.PER_CLASS // 2)
+    latent[label == 1] = [4, 0]
+    logits = np.zeros((len(label), 3))
+    logits[label == 0, 0] = 50  # sure and right
+    logits[label == 1, 2] = 50  # says the third, which is not seen, so that the first two are equal
+    drawn, seen = jnp.array([True, True, False]), jnp.array([True, True, False])
+    given = jnp.asarray(latent), jnp.asarray(label), drawn, jnp.asarray(logits), seen, real
+    found = {name: float(value.total / value.weight) for name, value in D.compare(*given).items()}
+    halves = dict.fromkeys(("recognised", "coverage", "entropy", "nearest"), 0.5)
+    assert found == pytest.approx(halves | {"distance": 3.0, "spread": 1.0}, rel=1e-3)
+
+
+def test_a_diagnosis_records_and_changes_nothing():
+    opts, run, model, params, aggregate, past = world()
+    plain = played(opts, run, model, params, aggregate, past)
+    total = jax.tree.map(jnp.ones_like, D.no_features(run))
+    gather = aggregate.gather | {"features": total}
+    own = dataclasses.replace(opts, diagnose=True)
+    asked = played(own, run, model, params, aggregate._replace(gather=gather), past._replace(real=total))
+    same(plain.params, asked.params)
+    same(asked.state.real, jax.tree.map(lambda x: 2 * x, total))
+    more = set(asked.metrics) - set(plain.metrics)
+    says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
+    assert more == {f"{which}_{what}" for which in ("new", "older") for what in says}
+    reports = [each.name for each in H.latent_distillation(own, run).reports]
+    assert reports == ["class_examples", "trainable", "features"]
 
 
 # ---- the method --------------------------------------------------------------------------------------------

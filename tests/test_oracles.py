@@ -1,6 +1,7 @@
 """Losses and merges written a second time in numpy, number by number, from the papers' equations: VFCL (no
-code was released) and HePCo (section 4.2). They share no function with the package, and take float64 and
-loops where it takes float32 and batches. Gradients are compared with differences of the second writing."""
+code was released), HePCo (section 4.2) and SLCA's classifier alignment. They share no function with the
+package, and take float64 and loops where it takes float32 and batches. Gradients are compared with
+differences of the second writing."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from test_hepco import world
 from test_vfcl import fresh, method_of, run_of
 
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align, draw
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.posterior import Posterior
@@ -214,3 +216,52 @@ def test_hepcos_losses_and_their_gradients():
     every = zip([*z, *old_z], [*labels, *old_labels], strict=True)
     expected = np.mean([surprise(server, one, label) for one, label in every])
     close(H.label_loss(study, previous, server, batch), expected)
+
+
+# ---- SLCA --------------------------------------------------------------------------------------------------
+
+
+def alignment_loss(weights, x, y, task_of, temperature):
+    """SLCA, section 3.3: cross-entropy of logits over their length and a temperature. The length is the mean
+    over tasks of the length of a task's logits."""
+    total = 0.0
+    for feature, label in zip(x, y, strict=True):
+        logits = np.append(feature, 1.0) @ weights
+        lengths = [np.sqrt(np.sum(logits[task_of == t] ** 2)) for t in sorted(set(task_of))]
+        unit = logits / np.mean(lengths) / temperature
+        total += np.log(np.sum(np.exp(unit))) - unit[label]
+    return total / len(y)
+
+
+def aligned_by_hand(weights, epochs, task_of, options):
+    """SGD with momentum and weight decay over batches of as many features as a class has, its rate falling
+    along a cosine over the epochs."""
+    velocity, size = np.zeros_like(weights), options.align_samples
+    for number, (features, labels) in enumerate(epochs):
+        rate = options.align_lr * (1 + np.cos(np.pi * number / len(epochs))) / 2
+        for i in range(len(task_of)):
+            x, y = features[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]
+
+            def loss(w, x=x, y=y):
+                return alignment_loss(w, x, y, task_of, options.logit_norm)
+
+            velocity = 0.9 * velocity + slopes(loss, weights) + options.align_decay * weights
+            weights = weights - rate * velocity
+    return weights
+
+
+def test_slcas_alignment_is_descent_on_normalised_logits():
+    options = FedSLCAOptions(align_epochs=3, align_samples=4, align_lr=0.05, align_decay=0.1)
+    task_of = np.array([0, 0, 1])
+    means = jnp.array([[1.0, 0.2], [-0.3, 2.0], [1.5, 1.0]])
+    roots = 0.3 * jax.random.normal(KEY, (3, 2, 2))
+    known = Gaussians(means, roots, jnp.asarray(task_of), jnp.ones(3, bool))
+    head = Head(jnp.array([[0.5, -0.2, 0.9], [0.1, 0.4, 0.7]]), jnp.array([0.3, -0.1, 2.0]))
+    task, key = jnp.int32(1), jax.random.key(3)
+    drawn = [draw(known, task, options.align_samples, jax.random.fold_in(key, i)) for i in range(3)]
+    epochs = [(np.asarray(x, float), np.asarray(y)) for x, y in drawn]
+    start = np.vstack([np.asarray(head.kernel, float), np.asarray(head.bias, float)])
+    expected = aligned_by_hand(start, epochs, task_of, options)
+    found = align(options, head, known, task, 2, key)
+    assert np.abs(expected - start).max() > 0.05
+    close(np.vstack([found.kernel, found.bias]), expected)

@@ -28,10 +28,10 @@ from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
-from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
+from fcljax.parts.ridge import Moments, add_examples, no_moments, possible_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
-from fcljax.types import Method, Task, Weighted
+from fcljax.types import ClientContext, Method, Task, Weighted
 
 RIDGES = 10.0 ** jnp.arange(-8, 9)
 SPLIT = 0  # the key of the split of examples; no result depends on it but through chance
@@ -154,7 +154,12 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         metrics = {"ridge": Weighted(ridge, jnp.float32(1))}
         return ServerUpdate(params._replace(classifier=head), total, metrics)
 
-    report = Report("split", empty, add, merge="sum")
+    def possible(context: ClientContext, sent: Split) -> Bool[Array, ""]:
+        together = sum(moments.examples for moments in sent.values())
+        alone = [possible_moments(context, moments) for moments in sent.values()]
+        return jnp.all(jnp.stack(alone)) & (together <= context.client.examples)
+
+    report = Report("split", empty, add, merge="sum", possible=possible)
     # the first task's sums are those of the network that it ends with
     when = "task_start" if run.adapter.plain else "task_end"
     return ServerRule("ranpac", update, empty, reports=(report,), when=when)

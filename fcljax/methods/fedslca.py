@@ -21,6 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.full import FullOptions
+from fcljax.federated.claims import possible_counts
 from fcljax.models.heads import Head, apply_head, class_sums
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.options import option
@@ -136,7 +137,16 @@ def statistics(width: int, classes: int) -> Report:
         more = ClassSums(feature, jax.vmap(outer)(own), examples.astype(jnp.int32))
         return jax.tree.map(jnp.add, total, more)
 
-    return Report("statistics", init, add, merge="sum")
+    return Report("statistics", init, add, merge="sum", possible=possible_statistics)
+
+
+def possible_statistics(context: ClientContext, sent: ClassSums) -> Bool[Array, ""]:
+    """Whether these can be sums over the examples of such a client: numbers of examples that it has, and
+    |sum of x|^2 <= n sum of |x|^2 in each class."""
+    n, square = sent.examples.astype(jnp.float32), jnp.trace(sent.outer, axis1=1, axis2=2)
+    length = jnp.sum(sent.feature**2, axis=1)
+    far = jnp.all(length <= n * jnp.maximum(square, 0) * (1 + 1e-3))  # up to rounding
+    return far & possible_counts(sent.examples, context.client.examples)
 
 
 def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "Ct D D"]]:

@@ -10,8 +10,8 @@
     task end   the same between tasks, G_t over all clients:   dW = (sum_t B_t A_t G_t) (sum_t G_t)^+
 
 With both factors free there are infinitely many solutions, so one trains at a time. Clients train a pair
-alone on the pre-trained network, and never with those of earlier tasks. Off the diagonal, Gram matrices of the
-pairs' inputs are dropped, as in the release, so that D parameters travel for each block and not D^2.
+alone on the pre-trained network, and never with those of earlier tasks. Of the Gram matrices of the pairs'
+inputs only the diagonals are used, as in the release: D parameters travel for each block and not D^2.
 
 Clients send how far they moved times G_i, and the server adds it up: the same solution, but what no client
 has an input for stays what was shared, where the pseudo-inverse makes it 0. The merged update is a sum of

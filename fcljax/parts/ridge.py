@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from fcljax.federated.claims import possible_counts
 from fcljax.models.products import exact_matmul
 from fcljax.parts.client import ClientStep, Report
 from fcljax.types import ClientContext
@@ -60,7 +61,18 @@ def moments_report(
     def add(step: ClientStep, total: Moments) -> Moments:
         return add_examples(total, features(step), step.batch.label, step.batch.mask)
 
-    return Report("moments", init, add, merge="sum")
+    return Report("moments", init, add, merge="sum", possible=possible_moments)
+
+
+def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
+    """Whether these can be the sums of a client with so many examples: by Cauchy and Schwarz no entry of the
+    Gram matrix is larger than its diagonal allows, and no sum over a class than its examples do."""
+    square = jnp.diagonal(sent.gram)
+    # up to rounding, which grows with the sums
+    root = jnp.sqrt(jnp.maximum(square, 0)) * (1 + 1e-3)
+    known = jnp.all(square >= 0) & jnp.all(jnp.abs(sent.gram) <= root[:, None] * root)
+    bound = jnp.all(jnp.abs(sent.products) <= (root * jnp.sqrt(jnp.maximum(sent.examples, 0)))[:, None])
+    return known & bound & possible_counts(sent.examples[None], context.client.examples)
 
 
 def solve_ridge(

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import possible_counts
+from fcljax.methods.hepco.diagnosis import PER_CLASS, RealFeatures, compare, no_features, real_features
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
@@ -39,7 +40,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
-from fcljax.types import ClientContext, Method, Task, Weighted
+from fcljax.types import ClientContext, Method, Metrics, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
@@ -94,6 +95,8 @@ class HepcoOptions(PromptedOptions):
     """Ablation: prompts stay averaged."""
     wo_classifier_distillation: bool = False
     """Ablation: the classifier stays averaged."""
+    diagnose: bool = False
+    """Record how generated latents compare with clients' features, of which clients then send sums."""
 
 
 PRESETS = {
@@ -134,6 +137,8 @@ class Past(NamedTuple):
     """The model that the task began with, which is what the task before ended with."""
     examples: Float[Array, " C"]
     """Numbers of examples of each class in all rounds so far."""
+    real: RealFeatures | None = None
+    """Sums of the clients' features in all rounds so far; None: without the diagnosis."""
 
 
 class Teachers(NamedTuple):
@@ -175,13 +180,14 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     )
 
     def init(params: Params, trainable: Params) -> Past:
-        return Past(no_start(params, trainable), jnp.zeros(sizes.classes))
+        real = no_features(run) if options.diagnose else None
+        return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
 
     def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
         task, keys, anybody = round.task, jax.random.split(round.key, 3), jnp.any(round.valid)
         sent = round.reports["class_examples"]
         examples = jnp.where(round.valid[:, None], sent, 0).astype(jnp.float32)
-        past = Past(began_with(round, past.start), past.examples + examples.sum(0))
+        past = Past(began_with(round, past.start), past.examples + examples.sum(0), past.real)
         clients = _clients(options, round, params, examples)
         previous = _previous(params, past, task)
         study = Study(options, round.learner, params, task)
@@ -193,12 +199,17 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
             older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
+        if past.real is not None:
+            real = jax.tree.map(jnp.add, past.real, round.reports["features"])
+            past = past._replace(real=real)
+            made = ("new", new, examples.sum(0)), ("older", older, past.examples * task.old)
+            losses |= diagnosis(study, shape, real, made, jax.random.fold_in(round.key, 3))
         merged = round.learner.merge(params, task, trainable)
         return ServerUpdate(merged, past, losses | {"generator": found})
 
     counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
-    reports = (counts, OfEachClient("trainable"))
-    return ServerRule("latent", update, init, reports=reports)
+    features = (real_features(run),) if options.diagnose else ()
+    return ServerRule("latent", update, init, reports=(counts, OfEachClient("trainable"), *features))
 
 
 def class_examples(end: ClientEnd, total: tuple) -> Int[Array, " C"]:
@@ -422,6 +433,28 @@ def _conditions(
     first, second = jax.random.split(key)
     noise = jax.random.normal(first, (count, shape.noise))
     return noise, jax.random.categorical(second, odds, shape=(count,))
+
+
+def diagnosis(
+    study: Study,
+    shape: GeneratorConfig,
+    real: RealFeatures,
+    made: tuple[tuple[str, Generator, Float[Array, " C"]], ...],
+    key: PRNGKeyArray,
+) -> Metrics:
+    """`diagnosis.compare` for each generator, by name, with the examples of the classes that it makes; one
+    that was left out says nothing."""
+    found: Metrics = {}
+    label = jnp.repeat(jnp.arange(shape.classes), PER_CLASS)
+    for i, (name, generator, examples) in enumerate(made):
+        if not generator.params:
+            continue
+        noise = jax.random.normal(jax.random.fold_in(key, i), (len(label), shape.noise))
+        latent = generate(shape, generator, noise, label, False)[0]
+        logits = study.logits(study.params, study.trainable, latent)
+        says = compare(latent, label, examples > 0, logits, study.task.seen, real)
+        found |= {f"{name}_{what}": value for what, value in says.items()}
+    return found
 
 
 # ---- distillation ------------------------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""Why HePCo's server step helps or not: generated latents beside the features that clients really have.
+
+For research in a simulation. Clients also send sums of their features, so uploads grow; nothing that trains
+reads them, and a run with the diagnosis ends with the same model as one without.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fcljax.federated.claims import possible_counts
+from fcljax.models.heads import class_sums, mask_logits
+from fcljax.models.products import exact_einsum, exact_matmul
+from fcljax.parts.client import ClientStep, Report
+from fcljax.parts.federate import Run
+from fcljax.types import ClientContext, Metrics, View, Weighted
+
+PER_CLASS = 16  # latents that are drawn of each class
+
+
+class RealFeatures(NamedTuple):
+    """Sums over examples of each class."""
+
+    feature: Float[Array, "C width"]
+    """Of features."""
+    square: Float[Array, " C"]
+    """Of their squared lengths."""
+    examples: Float[Array, " C"]
+    """Numbers of examples."""
+
+
+class Spread(NamedTuple):
+    """Class means, and how far a class's points are from theirs."""
+
+    mean: Float[Array, "C width"]
+    variance: Float[Array, " C"]
+    """The mean squared distance of a class's points from their mean."""
+    present: Bool[Array, " C"]
+    """Classes with two points or more."""
+
+
+def real_features(run: Run) -> Report:
+    """Sums of the features of a client's clean images under the model that it has just trained."""
+    view = View(1, run.training.batch_size, augment=False)
+
+    def init(context: ClientContext) -> RealFeatures:
+        del context
+        return no_features(run)
+
+    def step(step: ClientStep, total: RealFeatures) -> RealFeatures:
+        batch = step.batch
+        more = sums(step.output.feature, batch.label, jnp.arange(run.sizes.classes), batch.mask)
+        return jax.tree.map(jnp.add, total, more)
+
+    return Report("features", init, step, view=view, merge="sum", possible=_possible)
+
+
+def no_features(run: Run) -> RealFeatures:
+    """Sums of no examples yet."""
+    classes = run.sizes.classes
+    return RealFeatures(jnp.zeros((classes, run.network.width)), jnp.zeros(classes), jnp.zeros(classes))
+
+
+def _possible(context: ClientContext, sent: RealFeatures) -> Bool[Array, ""]:
+    return possible_counts(sent.examples, context.client.examples)
+
+
+def sums(
+    feature: Float[Array, "batch width"],
+    label: Int[Array, " batch"],
+    classes: Int[Array, " C"],
+    mask: Bool[Array, " batch"],
+) -> RealFeatures:
+    """The sums of a batch."""
+    total, examples = class_sums(feature, label, classes, mask)
+    square = jnp.sum(feature**2, axis=1, keepdims=True)
+    return RealFeatures(total, class_sums(square, label, classes, mask)[0][:, 0], examples)
+
+
+def spread_of(total: RealFeatures) -> Spread:
+    """E|x|^2 - |E x|^2 of each class."""
+    count = jnp.maximum(total.examples, 1)
+    mean = total.feature / count[:, None]
+    variance = jnp.maximum(total.square / count - jnp.sum(mean**2, axis=1), 0)
+    return Spread(mean, variance, total.examples >= 2)
+
+
+def compare(
+    latent: Float[Array, "latents width"],
+    label: Int[Array, " latents"],
+    drawn: Bool[Array, " C"],
+    logits: Float[Array, "latents C"],
+    seen: Bool[Array, " C"],
+    real: RealFeatures,
+) -> Metrics:
+    """How latents of some classes compare with the real features of all classes seen.
+
+    Args:
+      latent: `PER_CLASS` of every class.
+      label: the classes that they were drawn for.
+      drawn: the classes that the generator was trained for; latents of others do not count.
+      logits: of the averaged model.
+      seen: classes seen so far.
+      real: sums of the clients' features so far.
+
+    Returns:
+      recognised: the share of latents that the averaged model assigns to their class.
+      coverage: the share of classes of which it recognises half of the latents or more.
+      entropy: of its class probabilities, over that of a uniform guess among the classes seen.
+      nearest: the share of latents whose nearest real class mean is that of their class.
+      distance: from the latents' mean to the real one, in standard deviations of the class's real features.
+      spread: the standard deviation of a class's latents over that of its real features.
+    """
+    every, all_of_them = jnp.arange(len(drawn)), jnp.ones(len(label), bool)
+    right = jnp.argmax(mask_logits(logits, seen), axis=1) == label
+    count, of_class = class_sums(right[:, None].astype(jnp.float32), label, every, all_of_them)
+    share = count[:, 0] / of_class
+    made, truth = spread_of(sums(latent, label, every, all_of_them)), spread_of(real)
+    known = drawn & truth.present
+    deviation = jnp.sqrt(jnp.where(known, truth.variance, 1))
+    away = jnp.sqrt(jnp.sum((made.mean - truth.mean) ** 2, axis=1)) / deviation
+    nearest = _nearest(latent, truth) == label
+    return {
+        "recognised": _mean(share, drawn),
+        "coverage": _mean(share >= 0.5, drawn),
+        "entropy": _mean(_entropy(logits, seen), drawn[label]),
+        "nearest": _mean(nearest, known[label]),
+        "distance": _mean(away, known),
+        "spread": _mean(jnp.sqrt(made.variance) / deviation, known),
+    }
+
+
+def _nearest(latent: Float[Array, "latents width"], truth: Spread) -> Int[Array, " latents"]:
+    """|x - m|^2 without |x|^2, which is the same for all classes."""
+    apart = exact_einsum("cw,cw->c", truth.mean, truth.mean) - 2 * exact_matmul(latent, truth.mean.T)
+    return jnp.argmin(jnp.where(truth.present, apart, jnp.inf), axis=1)
+
+
+def _entropy(logits: Float[Array, "latents C"], seen: Bool[Array, " C"]) -> Float[Array, " latents"]:
+    log = jax.nn.log_softmax(mask_logits(logits, seen))
+    each = jnp.where(seen, jnp.exp(log) * log, 0)
+    return -jnp.sum(each, axis=1) / jnp.log(jnp.maximum(jnp.sum(seen), 2))
+
+
+def _mean(value: Array, over: Bool[Array, " n"]) -> Weighted:
+    return Weighted(jnp.sum(jnp.where(over, value, 0.0)), jnp.sum(over).astype(jnp.float32))
