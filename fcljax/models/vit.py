@@ -218,14 +218,14 @@ def attention_inputs(
       features: as from `apply_vit`, with taps.
       blocks: how many.
     """
-    norm = nn.LayerNorm(epsilon=ViTConfig.epsilon)  # another epsilon of a checkpoint is as good as 0, too
+    norm = nn.LayerNorm(epsilon=ViTConfig.epsilon)  # another epsilon of a checkpoint is next to 0 as well
     entering = ["embed", *(f"block_{i:02d}" for i in range(blocks - 1))]
-    return jnp.stack(
-        [
-            norm.apply({"params": params[f"block_{i:02d}"]["norm1"]}, features.taps[name])
-            for i, name in enumerate(entering)
-        ]
-    )
+
+    def normed(block: int, name: str) -> Array:
+        found = norm.apply({"params": params[f"block_{block:02d}"]["norm1"]}, features.taps[name])
+        return jnp.asarray(found)
+
+    return jnp.stack([normed(block, name) for block, name in enumerate(entering)])
 
 
 def vit_network(
