@@ -122,6 +122,14 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
         merges="it merges what clients send by the responses of their pairs",
     ),
+    "dolfin": MethodEntry(
+        "LoRA pairs that read what earlier tasks did not, by a gradient projection memory (DOLFIN)",
+        "dolfin:PRESETS",
+        "dolfin:dolfin",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+        merges="its Gram matrices are sums over examples, which are added up",
+    ),
     "fedslca": MethodEntry(
         "a slow learner, class Gaussians of all clients, classifier alignment on drawn features (FedSLCA)",
         "fedslca:PRESETS",
