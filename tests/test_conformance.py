@@ -48,6 +48,7 @@ OPTIONS = {
     "afcl": {},
     "fedranpac": {"projection": 24},
     "lorm": LORA,
+    "fed-talora": LORA,
     "dolfin": LORA,
     "fedslca": {"full_lr": RATE, "align_epochs": 2, "align_samples": 8},
     "scaffold": LORA | SGD,

@@ -130,6 +130,14 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
         merges="its Gram matrices are sums over examples, which are added up",
     ),
+    "fed-talora": MethodEntry(
+        "one LoRA pair for all tasks; what averaging its factors misses is added to the weights (Fed-TaLoRA)",
+        "fed_talora:PRESETS",
+        "fed_talora:fed_talora",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+        merges="it merges what clients send so that their updates are averaged",
+    ),
     "fedslca": MethodEntry(
         "a slow learner, class Gaussians of all clients, classifier alignment on drawn features (FedSLCA)",
         "fedslca:PRESETS",

@@ -38,7 +38,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
     "joint": _PAIR,
     # not tried yet
-    **dict.fromkeys(("afcl", "fedranpac", "fedslca", "lorm", "dolfin"), {}),
+    **dict.fromkeys(("afcl", "fedranpac", "fedslca", "lorm", "dolfin", "fed-talora"), {}),
     **dict.fromkeys(("scaffold", "feddyn", "ditto", "fedper", "fedproto"), {}),
 }
 """Method -> option -> value; options of adapters that a run does not have are left out."""

@@ -1,0 +1,163 @@
+"""Fed-TaLoRA: one LoRA pair for all tasks, calibrated after aggregation (arXiv 2505.12318).
+
+    client    trains one pair B, A, which all tasks share, and the classifier
+    server    averages both factors and the classifier, and adds what this average misses to the weights:
+                  R <- R + sum_k p_k B_k A_k - (sum_k p_k B_k) (sum_k p_k A_k)
+
+The mean of products is not the product of means. With the residual R the network computes, for every input,
+what the mean of the clients' updates would: W_0 + R + B A = W_0 + R_old + sum_k p_k B_k A_k. The pair itself
+goes on with a rank of r. R has D^2 parameters for each matrix and is sent to clients in every round.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from fcljax.adapters.lora import LoraOptions
+from fcljax.federated.rules import weighted_mean
+from fcljax.models.products import exact_einsum, exact_matmul
+from fcljax.models.vit import Injection, Lora
+from fcljax.parts.client import ClientRule, OfEachClient
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import Adapter, Learner, Params, cross_entropy_loss
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.settings import NoOptions, Preset
+from fcljax.types import ClientContext, Method, Task
+
+PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))}
+
+
+class Residual(NamedTuple):
+    """What is added to the weights of queries and values."""
+
+    query: Float[Array, "blocks D D"]
+    value: Float[Array, "blocks D D"]
+
+
+class Calibrated(NamedTuple):
+    """The parameters of the adapter."""
+
+    pairs: PyTree
+    """Of LoRA."""
+    residual: Residual
+
+
+def fed_talora(options: NoOptions, run: Run) -> Method:
+    """Fed-TaLoRA as a method."""
+    del options
+    run = run._replace(adapter=calibrated(run.adapter))
+    return federate(
+        run,
+        sends_pair_alone(linear_learner(run)),
+        loss=cross_entropy_loss(),
+        client_rules=(ClientRule("fixed_residual", project=put_back_residual),),
+        server_rules=(ServerRule("calibration", calibrate, reports=(OfEachClient("adapter"),)),),
+    )
+
+
+# ---- the adapter and the client ----------------------------------------------------------------------------
+
+
+def calibrated(lora: Adapter) -> Adapter:
+    """LoRA on weights to which the residual was added."""
+
+    def init(key: PRNGKeyArray, frozen: PyTree) -> Calibrated:
+        pairs: Lora = lora.init(key, frozen)
+        _, blocks, _, width = pairs.a_q.shape
+        nothing = jnp.zeros((blocks, width, width))
+        return Calibrated(pairs, Residual(nothing, nothing))
+
+    def trainable(params: Calibrated, task: Task) -> Calibrated:
+        return params._replace(pairs=lora.trainable(params.pairs, task))
+
+    def merge(params: Calibrated, task: Task, trainable: Calibrated) -> Calibrated:
+        return trainable._replace(pairs=lora.merge(params.pairs, task, trainable.pairs))
+
+    def cached(params: Calibrated) -> PyTree:
+        return lora.cached(params.pairs)
+
+    def counted(trainable: Calibrated, task: Task) -> Lora:
+        del task
+        return trainable.pairs
+
+    def inject(
+        cached: PyTree,
+        trainable: Calibrated,
+        query: PyTree,
+        task: Task,
+        train: bool,
+        mask: Bool[Array, " batch"],
+    ) -> Injection:
+        pairs = cached.pairs if isinstance(cached, Calibrated) else cached
+        assert lora.inject is not None
+        injection: Injection = lora.inject(pairs, trainable.pairs, query, task, train, mask)
+        residual = jax.lax.stop_gradient(trainable.residual)
+        updates = {block: with_residual(pair, residual, block) for block, pair in injection.lora.items()}
+        return injection._replace(lora=updates)
+
+    return lora._replace(
+        init=init, trainable=trainable, merge=merge, cached=cached, inject=inject, counted=counted
+    )
+
+
+def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
+    """A block's update B A + R, as a pair whose rank is larger by D."""
+    same = jnp.eye(pair.a_q.shape[1])
+    return Lora(
+        jnp.concatenate([pair.a_q, same]),
+        jnp.concatenate([pair.b_q, residual.query[block]], axis=1),
+        jnp.concatenate([pair.a_v, same]),
+        jnp.concatenate([pair.b_v, residual.value[block]], axis=1),
+    )
+
+
+def sends_pair_alone(model: Learner) -> Learner:
+    """The learner whose clients do not send the residual back."""
+
+    def sends(trainable: Params, task: Task) -> Params:
+        del task
+        return trainable._replace(adapter=trainable.adapter.pairs)
+
+    return model._replace(sends=sends)
+
+
+def put_back_residual(context: ClientContext, trainable: Params) -> Params:
+    """The residual does not train, also against weight decay."""
+    sent: Calibrated = context.payload.trainable.adapter
+    return trainable._replace(adapter=trainable.adapter._replace(residual=sent.residual))
+
+
+# ---- the server --------------------------------------------------------------------------------------------
+
+
+def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+    """The mean pair, and the residual with what it misses."""
+    pairs: Lora = round.reports["adapter"]
+    old: Calibrated = round.learner.adapter.trainable(params.adapter, round.task)
+    mean: Lora = weighted_mean(pairs, round.weights, round.valid)
+    missing = Residual(
+        missed(pairs.a_q, pairs.b_q, mean.a_q, mean.b_q, round.weights, round.valid),
+        missed(pairs.a_v, pairs.b_v, mean.a_v, mean.b_v, round.weights, round.valid),
+    )
+    new = Calibrated(mean, jax.tree.map(jnp.add, old.residual, missing))
+    somebody = jnp.sum(jnp.where(round.valid, round.weights, 0.0)) > 0
+    kept = jax.tree.map(lambda new, old: jnp.where(somebody, new, old), new, old)
+    adapter = round.learner.adapter.merge(params.adapter, round.task, kept)
+    return ServerUpdate(params._replace(adapter=adapter), state)
+
+
+def missed(
+    a: Float[Array, "P blocks rank D"],
+    b: Float[Array, "P blocks D rank"],
+    mean_a: Float[Array, "blocks rank D"],
+    mean_b: Float[Array, "blocks D rank"],
+    weights: Float[Array, " P"],
+    valid: Bool[Array, " P"],
+) -> Float[Array, "blocks D D"]:
+    """sum_k p_k B_k A_k - mean_b mean_a; of clients that are not valid nothing is read."""
+    share = jnp.where(valid, weights, 0.0)
+    share = share / jnp.maximum(jnp.sum(share), jnp.finfo(share.dtype).tiny)
+    a, b = (jnp.where(valid[:, None, None, None], x, 0.0) for x in (a, b))
+    return exact_einsum("k,kmdr,kmre->mde", share, b, a) - exact_matmul(mean_b, mean_a)
