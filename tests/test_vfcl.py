@@ -35,7 +35,7 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
-from fcljax.methods.vfcl.posterior import Posterior
+from fcljax.methods.vfcl.posterior import Posterior, in_blocks
 from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, two_priors, vfcl
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
@@ -115,6 +115,22 @@ def test_the_loss_of_several_draws_is_their_mean():
 
     spread = {n: np.var([step(n, seed) for seed in range(20)], axis=0).mean() for n in (1, 4)}
     assert spread[4] < 0.5 * spread[1]
+
+
+def test_a_function_done_in_blocks_has_its_value_and_slopes():
+    """Over more than one block and a remainder; of clients side by side, each with a number of its own."""
+    first, second = jax.random.normal(jax.random.key(0), (2, 3, 20_000))
+
+    def total(apply, first, second, share):
+        factor = jnp.where(share < 0, 1.0, share)
+        return jnp.sum(apply(lambda a, b: factor * a * jnp.exp(b), first, second) ** 2)
+
+    def slopes(apply):
+        each = jax.value_and_grad(lambda *args: total(apply, *args), (0, 1))
+        return jax.jit(jax.vmap(each))(first, second, jnp.array([0.1, -1.0, 0.3]))
+
+    plain = slopes(lambda function, *vectors: function(*vectors))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), slopes(in_blocks), plain)
 
 
 # ---- the priors --------------------------------------------------------------------------------------------

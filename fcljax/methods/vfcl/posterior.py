@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fcljax.methods.vfcl.conflation import softplus_inverse
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
-_BLOCK = 2**16  # numbers of `in_blocks`
+_BLOCK = 2**14  # numbers of `in_blocks`
 
 
 class Posterior(NamedTuple):
@@ -71,13 +71,44 @@ def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
 
 def in_blocks(function: Callable[..., Array], *vectors: Float[Array, " N"]) -> Float[Array, " N"]:
     """A function of numbers, one by one, of vectors. Done block by block: XLA would else compute what made a
-    vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile."""
+    vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile.
+
+    The slopes are computed with the value, in one pass: what a loop keeps for its gradient is read and written
+    several times, which costs more than the arithmetic.
+    """
     if not vectors[0].size:  # of an adapter without parameters
         return vectors[0]
-    size = min(_BLOCK, vectors[0].size)
-    blocks = -(-vectors[0].size // size)
-    stacked = [jnp.pad(x, (0, blocks * size - x.size)).reshape(blocks, size) for x in vectors]
-    return jax.lax.map(lambda each: function(*each), tuple(stacked)).reshape(-1)[: vectors[0].size]
+    return _elementwise(function, *vectors)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _elementwise(function: Callable[..., Array], *vectors: Array) -> Array:
+    return _blocks(lambda each: function(*each), vectors)
+
+
+def _value_and_slopes(function: Callable[..., Array], *vectors: Array) -> tuple[Array, tuple[Array, ...]]:
+    def both(each: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+        value, pull = jax.vjp(function, *each)
+        return value, pull(jnp.ones_like(value))
+
+    return _blocks(both, vectors)
+
+
+def _times(function: Callable[..., Array], slopes: tuple[Array, ...], pulled: Array) -> tuple[Array, ...]:
+    del function
+    return tuple(pulled * slope for slope in slopes)
+
+
+_elementwise.defvjp(_value_and_slopes, _times)
+
+
+def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
+    """`function` of blocks of vectors [N], and its results as vectors [N]."""
+    count = vectors[0].size
+    size = min(_BLOCK, count)
+    blocks = -(-count // size)
+    stacked = tuple(jnp.pad(x, (0, blocks * size - count)).reshape(blocks, size) for x in vectors)
+    return jax.tree.map(lambda x: x.reshape(-1)[:count], jax.lax.map(function, stacked))
 
 
 def log_density(params: PyTree, posterior: Posterior) -> PyTree:
