@@ -73,8 +73,8 @@ def in_blocks(function: Callable[..., Array], *vectors: Float[Array, " N"]) -> F
     """A function of numbers, one by one, of vectors. Done block by block: XLA would else compute what made a
     vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile.
 
-    The slopes are computed with the value, in one pass: what a loop keeps for its gradient is read and written
-    several times, which costs more than the arithmetic.
+    The slopes are computed with the value, in one pass: what a loop keeps for its gradient is read and
+    written several times, which costs more than the arithmetic.
     """
     if not vectors[0].size:  # of an adapter without parameters
         return vectors[0]
