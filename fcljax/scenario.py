@@ -215,7 +215,8 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
 
     def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
         mine = of_task(task)
-        return [mine[part] for part in _split(dataset.y_train[mine], options, rng)]
+        owned = ClientIndices.of(_split(dataset.y_train[mine], options, rng))
+        return owned._replace(indices=mine[owned.indices].astype(np.int32)).by_client()
 
     if options.partition == "sampled":
 

@@ -196,6 +196,8 @@ class Batch(NamedTuple):
     """Cached features of the un-prompted backbone, where images are deterministic."""
     keys: Key[Array, " B"] | None = None
     """Keys for draws that belong to examples: they depend on (round, phase, step, example) alone."""
+    measured: Bool[Array, ""] | None = None
+    """Whether the step measures itself too (`Phase.measures`); None: its phase measures nothing."""
 
 
 class ClientContext(NamedTuple):
@@ -310,15 +312,6 @@ class PhaseStep(Protocol):
 
 
 @runtime_checkable
-class Measure(Protocol):
-    """Measures something of a step, which changes nothing."""
-
-    def __call__(self, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray, /) -> Metrics:
-        """Metrics of the step that is about to be taken."""
-        ...
-
-
-@runtime_checkable
 class ChooseReplay(Protocol):
     """Chooses what a client replays in a step."""
 
@@ -336,9 +329,9 @@ class Phase(NamedTuple):
     """What is done with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
-    measure: Measure | None = None
-    """What is measured at one participant of every round, before the step in the middle of its phase; None:
-    nothing."""
+    measures: bool = False
+    """Whether `batch.measured` is True at one participant of every round, in the step in the middle of its
+    phase. Metrics that a step has only then have weight 0 otherwise."""
 
 
 @runtime_checkable

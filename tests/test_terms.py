@@ -329,7 +329,7 @@ def test_shares_depend_on_no_lanes_and_measuring_them_changes_no_bit():
     method = with_rules(prox(0.1))
     (each,) = method.rounds
     (phase,) = each.program.phases
-    plain = each.program._replace(phases=(phase._replace(measure=None),))
+    plain = each.program._replace(phases=(phase._replace(measures=False),))
     without = played(method._replace(rounds=(each._replace(program=plain),)))
     found, alone = played(method), played(method, Lanes())
     for (server, metrics), (other, rest), (_, one) in zip(found, without, alone, strict=True):
@@ -339,4 +339,4 @@ def test_shares_depend_on_no_lanes_and_measuring_them_changes_no_bit():
 
 
 def test_a_loss_of_one_term_measures_nothing():
-    assert all(phase.measure is None for phase in with_rules().rounds[0].program.phases)
+    assert not any(phase.measures for phase in with_rules().rounds[0].program.phases)

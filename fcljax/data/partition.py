@@ -8,6 +8,7 @@ training set at once; a client's examples of one task follow from that.
 parts are indices into the `labels` that were given.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -215,7 +216,10 @@ def count_matrix(
     labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
     """How many examples of each class each client owns."""
-    return np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    label = labels[np.concatenate([np.empty(0, np.int64), *parts])]
+    counts = np.bincount(owner * num_classes + label, minlength=len(parts) * num_classes)
+    return counts.reshape(len(parts), num_classes)
 
 
 def check_clients(examples: int, clients: int, min_size: int) -> None:
@@ -244,12 +248,29 @@ def _check_per_client(per_client: int, most: int, what: str) -> None:
 def _label_owners(
     labels: int, clients: int, per_client: int, rng: np.random.RandomState
 ) -> Bool[np.ndarray, "K L"]:
-    order = rng.permutation(labels)
-    owns = np.zeros((clients, labels), bool)
-    for client, mine in enumerate(owns):
-        mine[order[np.arange(client, max(clients, labels), clients) % labels][:per_client]] = True
-        mine[rng.choice(np.flatnonzero(~mine), per_client - mine.sum(), replace=False)] = True
-    return owns
+    order, turn = rng.permutation(labels), np.arange(max(clients, labels))
+    assigned, client = np.divmod(turn, clients)
+    own = np.full((clients, -(-len(turn) // clients)), labels)  # `labels` stands for none
+    own[client, assigned] = order[turn % labels]
+    own = np.sort(own[:, :per_client], axis=1)
+    have = (own < labels).sum(axis=1)
+    free, missing = (labels - have).tolist(), (per_client - have).tolist()
+    drawn = np.full((clients, per_client), labels)
+    # all that is done client by client: there may be a million of them
+    for others, left, wanted in zip(drawn, free, missing, strict=True):
+        others[:wanted] = rng.permutation(left)[:wanted]
+    for label in own.T:  # from positions among the labels that a client does not have yet to labels
+        drawn += drawn >= label[:, None]
+    owns = np.zeros((clients, labels + 1), bool)
+    for some in (own, np.minimum(drawn, labels)):
+        np.put_along_axis(owns, some, True, axis=1)
+    return owns[:, :labels]
+
+
+def split_at(values: np.ndarray, sizes: Int[np.ndarray, " n"]) -> list[np.ndarray]:
+    """Parts of these sizes, one after the other. `np.split` takes microseconds for each."""
+    ends = np.cumsum(sizes).tolist()
+    return [values[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def even(examples: int, parts: int) -> Int64[np.ndarray, " parts"]:
@@ -296,7 +317,7 @@ def _shares(below: np.ndarray, alpha: float, rng: np.random.RandomState) -> Floa
 def _by_owner(owned: list[_Owned], clients: int) -> Parts:
     members, owners = (np.concatenate(part) for part in zip(*owned, strict=True))
     ordered = members[np.argsort(owners, kind="stable")]
-    return np.split(ordered, np.cumsum(np.bincount(owners, minlength=clients))[:-1])
+    return split_at(ordered, np.bincount(owners, minlength=clients))
 
 
 def _shuffled(parts: Parts, rng: np.random.RandomState) -> Parts:

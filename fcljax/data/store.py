@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
 
+from fcljax.data.partition import split_at
 from fcljax.types import Task
 
 
@@ -34,7 +35,7 @@ class ClientIndices(NamedTuple):
 
     def by_client(self) -> list[Int32[np.ndarray, " _"]]:
         """The indices of each client."""
-        return np.split(self.indices, self.offset[1:-1])
+        return split_at(self.indices, np.diff(self.offset))
 
 
 def client_indices(
@@ -47,8 +48,10 @@ def client_indices(
       labels: positions in the class order, one per example of the store.
       task: whose `current` classes count.
     """
-    current = np.asarray(task.current)
-    return ClientIndices.of([part[current[labels[part]]] for part in parts])
+    every = ClientIndices.of(parts)
+    counts = np.asarray(task.current)[labels[every.indices]]
+    before = np.concatenate([[0], np.cumsum(counts)])
+    return ClientIndices(every.indices[counts], before[every.offset])
 
 
 def merge(tasks: Sequence[ClientIndices]) -> ClientIndices:

@@ -227,11 +227,7 @@ def _check_phase(
         _check_indices(named(f"{where}replay", phase.replay), chosen, wanted)
     batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
     result = _call(f"{where}step", phase.step, context, local, batch, case.key)
-    metrics = _check_local_and_metrics(f"{where}step", phase.step, result, local)
-    if phase.measure is None:
-        return metrics
-    measured = _call(f"{where}measure", phase.measure, context, local, batch, case.key)
-    return metrics | _check_local_and_metrics(f"{where}measure", phase.measure, (local, measured), local)
+    return _check_local_and_metrics(f"{where}step", phase.step, result, local)
 
 
 def _check_indices(name: str, got: PyTree, size: int | None) -> None:

@@ -372,15 +372,15 @@ def run_ticks(
 
     def work(tick, lane, slot, step, active, local):
         context, key, mask, batch_of = at(tick, lane, slot, step, local)
-        new, metrics = _at_width(lambda width: phase.step(context, local, batch_of(width), key), widths, mask)
+        measured = active & _is_measured(phase.view, settings.participants, call, slot, step)
+
+        def stepped(width):
+            batch = batch_of(width)._replace(measured=measured if phase.measures else None)
+            return phase.step(context, local, batch, key)
+
+        new, metrics = _at_width(stepped, widths, mask)
         kept = select(active, new, local) if settings.waits else new
         return kept, {k: _countable(value, active) for k, value in metrics.items()}
-
-    def measured(tick, lane, slot, step, active, local):
-        assert phase.measure is not None
-        context, key, _, batch_of = at(tick, lane, slot, step, local)
-        metrics = phase.measure(context, local, batch_of(widths[-1]), key)
-        return {k: _countable(value, active) for k, value in metrics.items()}
 
     def tick(i, carry: Carry):
         slot, step, start, end, active = (column[i] for column in table)
@@ -389,16 +389,8 @@ def run_ticks(
         # branches at every tick.
         local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
         numbers = (jnp.full_like(slot, i), jnp.arange(lanes.count))
-        accumulator = carry.accumulator
-        if phase.measure:
-            now = active & _is_measured(phase.view, settings.participants, call, slot, step)
-            accumulator = jax.lax.cond(
-                jnp.any(now),
-                lambda: _add_metrics(accumulator, index, each(measured)(*numbers, slot, step, now, local)),
-                lambda: accumulator,
-            )
         local, metrics = each(work)(*numbers, slot, step, active, local)
-        accumulator = _add_metrics(accumulator, index, metrics)
+        accumulator = _add_metrics(carry.accumulator, index, metrics)
         carry = carry._replace(local=local, accumulator=accumulator)
         return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
 
@@ -454,9 +446,9 @@ def _finish(program: Program, index: int, call: Call, each: Callable, slot, end,
 
 
 def _is_measured(
-    view: View, participants: int, call: Call, slot: Int[Array, " L"], step: Int[Array, " L"]
-) -> Bool[Array, " L"]:
-    """Whether `Phase.measure` is due: in the middle of the phase, at one participant. It is another one in
+    view: View, participants: int, call: Call, slot: Int[Array, ""], step: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether a step measures itself: in the middle of the phase, at one participant. It is another one in
     every round, and the same however clients are divided into chunks."""
     chunk = call.chunk
     steps = view.epochs * -(-chunk.count[slot] // view.batch_size)
@@ -465,11 +457,9 @@ def _is_measured(
 
 
 def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accumulator:
-    """Add metrics [L] of the lanes, which are all or some of the phase's."""
+    """Add the phase's metrics [L] of the lanes."""
     before = accumulator.metrics
-    added = {name: before[index][name] for name in metrics}
-    added = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), added, metrics)
-    total = before[index] | added
+    total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), before[index], metrics)
     return accumulator._replace(metrics=(*before[:index], total, *before[index + 1 :]))
 
 
@@ -567,7 +557,8 @@ def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
         return _read(fetch, augment, data, none, none, none > 0, key, key)
 
     batch = padding(view.augment, view.batch_size)
-    return join(batch, padding(False, view.replay)) if phase.replay else batch
+    batch = join(batch, padding(False, view.replay)) if phase.replay else batch
+    return batch._replace(measured=jnp.zeros((), bool)) if phase.measures else batch
 
 
 def context_of(call: Call, slot) -> ClientContext:

@@ -396,7 +396,7 @@ def run_round(
         for index, own_key in _stage_keys(engine.method, stage, key):
             sampled = engine.players[index].round.who == "sampled"
             ids = inputs.ids if sampled else np.flatnonzero(inputs.partition.count)
-            ids = ids[inputs.partition.count[ids] > 0]
+            ids = ids[inputs.partition.count_of(ids) > 0]
             # `Exchange.broadcast` is made where the exchange begins
             exchange = Exchange(index, context, Broadcast(()), inputs.partition, ids, own_key)
             server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
@@ -624,7 +624,7 @@ def _reported(
     fetched = jax.device_get((rejected, impossible, accumulator.metrics, server_metrics, refused))
     rejected, impossible, client_metrics, metrics, refused = fetched
     claims = zip(claims_of(each.program), impossible, strict=True)
-    count = partition.count[ids]
+    count = partition.count_of(ids)
     epochs = [phase.view.epochs for phase in each.program.phases]
     return RoundReport(
         metrics={name: _mean(value) for name, value in _added((*client_metrics, metrics)).items()},

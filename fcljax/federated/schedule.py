@@ -21,6 +21,7 @@ TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
 MOST_LANES = 16  # of one device
 LEAST_USEFUL = 0.85  # of the steps that lanes are paid for, clients must use
+MOST_SHUFFLED = 100_000  # clients; a permutation of a million takes longer than a round of 200 of them
 TRIED_ROUNDS = 16  # of a run, to choose its lanes
 WORTH_EXAMPLES = 1000.0  # the same in examples: the time to compile a ViT-Ti's step on one core of a CPU
 
@@ -43,6 +44,10 @@ class ClientPartition(NamedTuple):
     def count(self) -> Int[np.ndarray, " K"]:
         """Each client's number of examples."""
         return np.diff(self.offset)
+
+    def count_of(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """The number of examples of some clients; of others nothing is computed."""
+        return self.offset[ids + 1] - self.offset[ids]
 
     def of_client(self, client: int | np.integer) -> Int[np.ndarray, " n"]:
         """The indices of one client's examples."""
@@ -101,11 +106,14 @@ def participants(
     seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
 ) -> Int[np.ndarray, " m"]:
     """Sorted ids of the clients that take part: ceil(participation * n) of the eligible ones, sampled
-    uniformly without replacement. The sample depends on (seed, task, round) only."""
+    uniformly without replacement. The sample depends on (seed, task, round) only. Of more than
+    `MOST_SHUFFLED` clients the order is not drawn."""
     if participation >= 1.0:
         return np.sort(eligible)
-    order = np.random.default_rng([seed, task, round_]).permutation(len(eligible))
-    return np.sort(eligible[order[: _wanted(participation, len(eligible))]])
+    draws, wanted = np.random.default_rng([seed, task, round_]), _wanted(participation, len(eligible))
+    if len(eligible) > MOST_SHUFFLED:
+        return np.sort(eligible[draws.choice(len(eligible), wanted, replace=False, shuffle=False)])
+    return np.sort(eligible[draws.permutation(len(eligible))[:wanted]])
 
 
 def _wanted(participation: float, eligible: int) -> int:
@@ -198,7 +206,7 @@ def paying_lanes(
 def _some_counts(partition: ClientPartition, participation: float, round_: int) -> Ints:
     """Examples of clients that could be a round's participants."""
     eligible = np.flatnonzero(partition.count)
-    return partition.count[participants(0, 0, round_, eligible, participation)]
+    return partition.count_of(participants(0, 0, round_, eligible, participation))
 
 
 def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
@@ -308,16 +316,16 @@ def plan_round(
     Raises:
       InputError: more participants than the capacity was made for, which has no entry for their uploads.
     """
-    ids = ids[partition.count[ids] > 0]
+    ids = ids[partition.count_of(ids) > 0]
     if len(ids) > capacity.participants:
         raise InputError(
             f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
             f"participation"
         )
-    by_size = np.argsort(-partition.count[ids], kind="stable")
+    by_size = np.argsort(-partition.count_of(ids), kind="stable")
     groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
     chunks = [_plan_chunk(program, partition, ids, group, round_, lanes, capacity) for group in groups]
-    useful = sum(int(phase_steps(partition.count[ids], phase.view).sum()) for phase in program.phases)
+    useful = sum(int(phase_steps(partition.count_of(ids), phase.view).sum()) for phase in program.phases)
     paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
     return chunks, (useful, paid)
 
@@ -334,7 +342,7 @@ def _plan_chunk(
     """The chunk of the participants `ids[group]`: their indices one after the other, and a table per phase in
     which a client keeps its lane."""
     chosen, n = ids[group], len(group)
-    count, pad = partition.count[chosen], capacity.slots - n
+    count, pad = partition.count_of(chosen), capacity.slots - n
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     queues = pack(np.sum(steps, axis=0), lanes)
     tabulated = [tabulate(queues, s, most) for s, most in zip(steps, capacity.ticks, strict=True)]

@@ -311,8 +311,9 @@ def train_step(
 ) -> tuple[Local, Metrics]:
     """The only training step: the loss, the adapter's loss and all rules; a step of the optimiser."""
     assert work.training.loss is not None
-    loss_of = functools.partial(_loss, work, context, local.memory, batch, key)
-    (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.trainable)
+    descent = functools.partial(_descent, work, context, local, batch, key)
+    found, shares = (descent(), {}) if batch.measured is None else _measured(work, batch, descent)
+    loss, output, gradient = found
     direction, optimiser = work.training.optimiser.update(gradient, local.optimiser, local.trainable)
     moved = _descend(work, context, local.trainable, direction, local.steps)._replace(stats=output.stats)
     step = ClientStep(work.learner, context, local.trainable, output, batch, key, local.trainable)
@@ -320,25 +321,41 @@ def train_step(
     examples = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if work.training.loss.reduction == "sum" else loss * examples
     right = correct_examples(work.training.loss, output, batch, context.task)
-    metrics = {"loss": Weighted(total, examples), "train_accuracy": Weighted(right, examples)}
+    metrics = {"loss": Weighted(total, examples), "train_accuracy": Weighted(right, examples)} | shares
     return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
 
 
-def _loss(
+class Descent(NamedTuple):
+    """What a training step descends, and along which gradient."""
+
+    loss: Float[Array, ""]
+    output: Output
+    gradient: Params
+
+
+def _descent(
     work: ClientWork,
     context: ClientContext,
-    memory: tuple[PyTree, ...],
+    local: Local,
     batch: Batch,
     key: PRNGKeyArray,
-    trainable: Params,
-) -> tuple[Array, Output]:
-    """The loss of trainable parameters on a batch, and the output; means over draws if they are drawn."""
+    weights: Float[Array, " terms"] | None = None,
+) -> Descent:
+    """The loss on a batch, its gradient, and the output; means over draws if parameters are drawn. `weights`:
+    of the loss's terms (`term_names`); None: each counts once."""
 
-    def loss_of(drawn: Params) -> tuple[Array, Output]:
-        terms, output = _terms(work, context, memory, batch, key, trainable, drawn)
-        return jnp.asarray(functools.reduce(jnp.add, terms.values())), output
+    def loss_of(trainable: Params) -> tuple[Array, Output]:
+        def of_draw(drawn: Params) -> tuple[Array, Output]:
+            terms, output = _terms(work, context, local.memory, batch, key, trainable, drawn)
+            values = list(terms.values())
+            if weights is not None:
+                values = [weights[i] * value for i, value in enumerate(values)]
+            return jnp.asarray(functools.reduce(jnp.add, values)), output
 
-    return _over_draws(work.learner.sampling, loss_of, batch, key, trainable)
+        return _over_draws(work.learner.sampling, of_draw, batch, key, trainable)
+
+    (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.trainable)
+    return Descent(loss, output, gradient)
 
 
 def _terms(
@@ -385,30 +402,31 @@ def _over_draws(
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
 
 
-def gradient_shares(
-    work: ClientWork, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray
-) -> Metrics:
-    """How much each term of the loss contributes to a step: the L2 norm of its gradient over the sum of all
-    terms' norms, as the metric "gradient_share_TERM". Nothing if the loss has one term alone."""
+def _measured(
+    work: ClientWork, batch: Batch, descent: Callable[[Float[Array, " terms"]], Descent]
+) -> tuple[Descent, Metrics]:
+    """The descent along all terms and, where the batch is measured, how much each of them contributes: the L2
+    norm of its gradient over the sum of all terms' norms, as the metric "gradient_share_TERM".
 
+    The terms' gradients are computed one after the other by the program that computes the step's own: a
+    further copy of the network would take as long to compile again.
+    """
     names = term_names(work)
+    # each term alone; at last all of them
+    along = jnp.concatenate([jnp.eye(len(names)), jnp.ones((1, len(names)))])
+    shapes = jax.eval_shape(descent, along[-1])
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jnp.zeros(len(along))
 
-    def terms_of(trainable: Params) -> Float[Array, " terms"]:
-        def drawn_terms(drawn: Params) -> Float[Array, " terms"]:
-            terms = _terms(work, context, local.memory, batch, key, trainable, drawn)[0]
-            return jnp.stack([jnp.asarray(terms[name], jnp.float32) for name in names])
+    def one(i: Int[Array, ""], found: tuple[Descent, Array]) -> tuple[Descent, Array]:
+        new = descent(along[i])
+        return new, found[1].at[i].set(optax.tree.norm(new.gradient._replace(stats=())))
 
-        return _over_draws(work.learner.sampling, drawn_terms, batch, key, trainable)
-
-    gradients_of = jax.vjp(terms_of, local.trainable)[1]
-
-    def norm(one_term: Float[Array, " terms"]) -> Float[Array, ""]:
-        (gradient,) = gradients_of(one_term)
-        return optax.tree.norm(gradient._replace(stats=()))
-
-    norms = jax.lax.map(norm, jnp.eye(len(names)))  # one backward pass after the other, compiled once
+    first = jnp.where(batch.measured, 0, len(names))
+    found, norms = jax.lax.fori_loop(first, len(along), one, nothing)
+    norms = norms[:-1]
     shares = norms / jnp.maximum(jnp.sum(norms), jnp.finfo(norms.dtype).tiny)
-    return {SHARE + name: Weighted(shares[i], jnp.ones(())) for i, name in enumerate(names)}
+    counts = jnp.asarray(batch.measured, jnp.float32)
+    return found, {SHARE + name: Weighted(shares[i], counts) for i, name in enumerate(names)}
 
 
 def term_names(work: ClientWork) -> list[str]:

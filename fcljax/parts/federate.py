@@ -399,9 +399,9 @@ def _program(parts: _Parts) -> Program:
         assert replay is not None
         return replay.stored(state[index])
 
-    shares = functools.partial(client.gradient_shares, work) if len(client.term_names(work)) > 1 else None
     step = functools.partial(client.train_step, work)
-    train = Phase(view, step, choose if replay else None, shares)
+    several = len(client.term_names(work)) > 1
+    train = Phase(view, step, choose if replay else None, measures=several)
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     stored_indices = stored if replay else None
     return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports))

@@ -1,6 +1,7 @@
 """One round of a run: the clients train, the server aggregates, the model is evaluated, the result
 recorded."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from fcljax.federated.engine import Clients, RoundInputs, RoundReport, init_clie
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
+from fcljax.mesh import jit
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import make_evaluate
@@ -22,7 +24,7 @@ _PURPOSE = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": 
 
 def first_server(exp: Experiment) -> PyTree:
     """The server's state before the first round."""
-    return jax.jit(exp.method.init)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
+    return jit(exp.method.init, None)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
 
 
 def first_state(exp: Experiment) -> State:
@@ -83,13 +85,15 @@ def _make_play(
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport]]:
     """play(exp, state, past, task, round) -> (state, kept, report): a round, with what comes before the first
     and after the last one of a task."""
-    begin_task, settings = jax.jit(exp.method.begin_task), exp.settings
-    shares = parse_faults(settings.faults)
+    begin_task, settings = jit(exp.method.begin_task, None), exp.settings
+    shares, partitions = parse_faults(settings.faults), exp.scenario.partitions
+    # a static population has the same eligible clients in all rounds of a task
+    eligible = functools.lru_cache(maxsize=1)(lambda t, r: np.flatnonzero(partitions[t][r].count))
+    static = settings.population == "static"
 
     def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
         (server, states, key), task, last = state, exp.scenario.tasks[t], r == settings.rounds - 1
-        partition = exp.scenario.partitions[t][r]
-        everyone = np.flatnonzero(partition.count)
+        partition, everyone = partitions[t][r], eligible(t, 0 if static else r)
         sampled = participants(settings.seed, t, r, everyone, settings.participation)
         sampled = reached(shares, settings.seed, t, r, sampled)
 
