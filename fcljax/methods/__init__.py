@@ -268,6 +268,18 @@ METHODS: dict[str, MethodEntry] = {
         "target:target",
         "full",
     ),
+    "mfcl": MethodEntry(
+        "FedAvg of the whole network, replay of images of a generator that the server trains (MFCL)",
+        "mfcl:PRESETS",
+        "mfcl:mfcl",
+        "full",
+    ),
+    "lander": MethodEntry(
+        "features near anchors of their classes, distillation on images made of the anchors (LANDER)",
+        "lander:PRESETS",
+        "lander:lander",
+        "full",
+    ),
     "glfc": MethodEntry(
         "clients find task changes, weigh examples and replay; a proxy chooses what they distil (GLFC)",
         "glfc.glfc:PRESETS",

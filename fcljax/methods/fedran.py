@@ -246,8 +246,11 @@ def prototypes_of_task(params: Projected, task: Task) -> Sums:
 def pseudo_label(
     feature: Float[Array, "batch D"], sums: Sums, task: Task
 ) -> tuple[Int[Array, " batch"], Bool[Array, ""]]:
-    """The task's class whose prototype, the mean of labelled examples, has the smallest angle; and whether there
-    is any."""
+    """The task's class whose prototype, the mean of labelled examples, has the smallest angle.
+
+    Returns:
+      The labels, and whether any class has a prototype.
+    """
     means, present = class_means(sums.feature, sums.examples)
     likeness = jnp.where(present, cosine(feature, means), -jnp.inf)
     return jnp.maximum(task.classes[jnp.argmax(likeness, axis=1)], 0), jnp.any(present)

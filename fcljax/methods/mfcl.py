@@ -1,12 +1,12 @@
-"""MFCL: a data-free approach to mitigate forgetting in federated class-incremental learning (Babakniya et al.,
-NeurIPS 2023).
+"""MFCL: a data-free approach to mitigate catastrophic forgetting in federated class-incremental learning for
+vision tasks (Babakniya et al., NeurIPS 2023).
 
 client     trains on its examples x and on images z that the generator makes of new noise in every step
                L = L_CE(x; classes of the task)
                  + w_FT L_CE(x and z; all seen classes), for the classifier alone: features are constants
-                 + w_KD mean |V f(.) - V f_old(.)|^2 over x and z,  f_old the features of the model that the task
-                   began with, V its classifier of the old classes
-           the label of z is what that model says
+                 + w_KD mean |V f(.) - V f_old(.)|^2 over x and z
+           f_old and V: features and classifier of old classes of the model that the task began with, which
+           also labels z
 server     averages; after the last round of a task but the last one the generator takes steps on
                L = L_CE(p, argmax p) + w_IE (1 + sum mean(p) log mean(p) / log C)
                  + w_BN KL of the statistics of batches + w_IP |z - smooth(z)|^2
@@ -25,18 +25,17 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from fcljax.adapters.full import FullOptions
 from fcljax.models.heads import cross_entropy, mask_logits
-from fcljax.models.products import exact_matmul
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.synthesis import BatchStatistics, batch_statistics
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
-from fcljax.settings import Preset
+from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method, Task, Weighted
 
-MOMENTUM = 0.9  # of running statistics of batch normalisation (models/convnet.py)
 SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
 
 
@@ -78,11 +77,12 @@ _RELEASED = MFCLOptions(
     noise_width=1000,
     generator_channels=64,
 )
+_RUN = RunConfig(lr=5e-5)
 _WHOLE = (FullOptions(full_lr=5e-5),)
 PRESETS = {
-    "intended": Preset(MFCLOptions(), adapters=_WHOLE, lr=5e-5),
-    "paper": Preset(dataclasses.replace(_RELEASED, label_temperature=1.0), adapters=_WHOLE, lr=5e-5),
-    "released": Preset(_RELEASED, adapters=_WHOLE, lr=5e-5),
+    "intended": Preset(MFCLOptions(), _RUN, _WHOLE),
+    "paper": Preset(dataclasses.replace(_RELEASED, label_temperature=1.0), _RUN, _WHOLE),
+    "released": Preset(_RELEASED, _RUN, _WHOLE),
 }
 
 
@@ -124,9 +124,7 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
 
     def old_classes(step: ClientStep) -> Float[Array, ""]:
         noise = jax.random.normal(jax.random.fold_in(step.key, 1), (options.synthetic_batch, shape.noise))
-        pixels = jax.lax.stop_gradient(
-            generate_images(shape, step.context.payload.sent["generator"].params, noise)
-        )
+        pixels = generate_images(shape, step.context.payload.sent["generator"].params, noise)
         own = Both(step.output, output_for(step, step.trainable, pixels))
         before = teacher(step.context)
         old = jax.lax.stop_gradient(
@@ -147,9 +145,8 @@ def output_for(
     step: ClientStep, trainable: Params, pixels: Float[Array, "images *shape"], train: bool = True
 ) -> Output:
     """What trainable parameters compute for images of nobody, of pixels in [0, 1]."""
-    learner, context = step.learner, step.context
-    batch = unlabelled(learner, pixels)
-    return learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
+    batch = unlabelled(step.learner, pixels)
+    return step._replace(batch=batch).forward(trainable, train)
 
 
 def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
@@ -262,30 +259,22 @@ def certain(logits: Float[Array, "batch C"], temperature: float) -> Float[Array,
 
 
 def imbalance(logits: Float[Array, "batch C"], seen: Bool[Array, " C"]) -> Float[Array, ""]:
-    """1 minus the entropy of the mean prediction, over that of a uniform one: 0 where classes are balanced."""
+    """1 minus the entropy of the mean prediction over that of a uniform one: 0 where classes are balanced."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
     entropy = -jnp.sum(jnp.where(seen, mean * jnp.log(jnp.where(seen & (mean > 0), mean, 1.0)), 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
 
 
 def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """The divergence of a batch's statistics from the running ones, the mean over channels and then over layers
-    of batch normalisation, of normal distributions: KL(running || batch)."""
+    """KL(running || batch) of normal distributions: the mean over channels, then over layers of batch
+    normalisation."""
 
-    def of_layer(layer: dict, moved: dict) -> Float[Array, ""]:
-        mean, var = (
-            (moved[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in ("mean", "var")
-        )  # of the batch
-        var, expected = jnp.maximum(var, 0) + 1e-8, layer["var"] + 1e-8
-        return jnp.mean(
-            0.5 * jnp.log(var / expected) - 0.5 * (1 - (expected + (layer["mean"] - mean) ** 2) / var)
-        )
+    def of_layer(kept: BatchStatistics, own: BatchStatistics) -> Float[Array, ""]:
+        var, expected = jnp.maximum(own.var, 0) + 1e-8, kept.var + 1e-8
+        ratio = (expected + (kept.mean - own.mean) ** 2) / var
+        return jnp.mean(0.5 * jnp.log(var / expected) - 0.5 * (1 - ratio))
 
-    def is_layer(tree: PyTree) -> bool:
-        return isinstance(tree, dict) and "var" in tree
-
-    gaps = jax.tree.map(of_layer, running, after, is_leaf=is_layer)
-    return jnp.mean(jnp.stack(jax.tree.leaves(gaps)))
+    return jnp.mean(jnp.stack([of_layer(*each) for each in batch_statistics(running, after)]))
 
 
 def roughness(pixels: Float[Array, "batch h w 3"]) -> Float[Array, ""]:

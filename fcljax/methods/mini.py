@@ -37,8 +37,10 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
     "joint": _PAIR,
+    # at the rates of the other methods that train the whole network
+    **dict.fromkeys(("mfcl", "lander"), _WHOLE),
     # not tried yet
-    **dict.fromkeys(("afcl", "fedranpac", "fedslca", "lorm", "dolfin", "fed-talora"), {}),
+    **dict.fromkeys(("afcl", "fedranpac", "fedran", "fedslca", "lorm", "dolfin", "fed-talora"), {}),
     **dict.fromkeys(("scaffold", "feddyn", "ditto", "fedper", "fedproto"), {}),
 }
 """Method -> option -> value; options of adapters that a run does not have are left out."""

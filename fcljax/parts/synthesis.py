@@ -18,6 +18,8 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import jitter
 
+MOMENTUM = 0.9  # of running statistics of batch normalisation (models/convnet.py)
+
 
 class Best(NamedTuple):
     """Steps of a generator at work, and the images of the best of them."""
@@ -82,6 +84,28 @@ def output_of(
     """What a model computes for pixels in [0, 1], as in evaluation."""
     batch = unlabelled(round.learner, pixels)
     return round.learner.forward(round.frozen, cached, trainable, batch, round.task, False)
+
+
+class BatchStatistics(NamedTuple):
+    """Of a layer of batch normalisation, [channels]."""
+
+    mean: Float[Array, " c"]
+    var: Float[Array, " c"]
+
+
+def batch_statistics(before: PyTree, after: PyTree) -> list[tuple[BatchStatistics, BatchStatistics]]:
+    """The running statistics of every layer of batch normalisation, and those of a batch, which follow from
+    the running ones after it."""
+
+    def of_layer(layer: dict, moved: dict) -> tuple[BatchStatistics, BatchStatistics]:
+        own = ((moved[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields)
+        return BatchStatistics(layer["mean"], layer["var"]), BatchStatistics(*own)
+
+    def is_layer(tree: PyTree) -> bool:
+        return isinstance(tree, dict) and "var" in tree
+
+    layers, moved = (jax.tree.leaves(tree, is_leaf=is_layer) for tree in (before, after))
+    return [of_layer(*each) for each in zip(layers, moved, strict=True)]
 
 
 class Student(NamedTuple):
