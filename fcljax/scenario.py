@@ -208,60 +208,118 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
         return _private(dataset, options, order, used, stream)
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
     tasks, reported = _tasks(classes, options), None
-    whole = options.partition in ("dirichlet", "iid")
-
-    def of_task(task: int) -> np.ndarray:
-        return used if whole else used[tasks[task].current[label[used]]]
-
-    def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
-        mine = of_task(task)
-        return [mine[part] for part in _split(dataset.y_train[mine], options, rng)]
-
+    available = [used if _is_whole(options) else used[task.current[label[used]]] for task in tasks]
     if options.partition == "sampled":
-
-        def sampled(task: int, round_: int) -> list[Sample]:
-            return _sampled(dataset.y_train, of_task(task), options, (task, round_, rounds))
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            return [sample.indices for sample in sampled(task, round_)]
-
+        sampled = _sampled_clients(dataset, options, available, rounds)
+        drawn = _indices_of(sampled)
         if options.long_tail == "reported":
-            position = relabel(np.arange(classes), order)
-
-            def reported(task: int, round_: int) -> np.ndarray:
-                return _reported(sampled(task, round_), position)
-
+            reported = _reported_classes(sampled, relabel(np.arange(classes), order))
     elif options.population == "redrawn":
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            return parts(task, np.random.RandomState([options.seed, task, round_]))
-
+        drawn = _redrawn(dataset, options, available)
     elif options.population == "independent":
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            seeds = ([options.seed, task, round_, client] for client in range(options.clients))
-            return [parts(task, np.random.RandomState(seed))[seed[-1]] for seed in seeds]
-
+        drawn = _independent(dataset, options, available)
     else:
-        count = len(tasks)
-        if is_owned(options.partition):
-            owned = find_owners(dataset, options.partition).parts()
-            if len(owned) != options.clients:
-                raise InputError(
-                    f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
-                )
-            static = [[np.intersect1d(part, used) for part in owned]] * count
-        else:
-            static = [parts(0, stream)] * count if whole else [parts(task, stream) for task in range(count)]
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            del round_
-            return static[task]
+        drawn = _static(dataset, options, available, stream)
 
     def indices(task: int, round_: int) -> ClientIndices:
         return client_indices(drawn(task, round_), label, tasks[task])
 
     return Assignment(label, test_label, tasks, indices, reported)
+
+
+Drawn = Callable[[int, int], list[np.ndarray]]
+"""(task, round) -> the indices of each client's examples."""
+
+
+def _is_whole(options: PartitionConfig) -> bool:
+    """Whether the partition splits the whole training set at once, and not task by task."""
+    return options.partition in ("dirichlet", "iid")
+
+
+def _parts(
+    dataset: Dataset, options: PartitionConfig, mine: np.ndarray, rng: np.random.RandomState
+) -> list[np.ndarray]:
+    """Each client's share of the examples `mine`."""
+    return [mine[part] for part in _split(dataset.y_train[mine], options, rng)]
+
+
+def _sampled_clients(
+    dataset: Dataset, options: PartitionConfig, available: list[np.ndarray], rounds: int
+) -> Callable[[int, int], list[Sample]]:
+    """HePCo's clients of a round."""
+
+    def sampled(task: int, round_: int) -> list[Sample]:
+        return _sampled(dataset.y_train, available[task], options, (task, round_, rounds))
+
+    return sampled
+
+
+def _indices_of(sampled: Callable[[int, int], list[Sample]]) -> Drawn:
+    def drawn(task: int, round_: int) -> list[np.ndarray]:
+        return [sample.indices for sample in sampled(task, round_)]
+
+    return drawn
+
+
+def _reported_classes(
+    sampled: Callable[[int, int], list[Sample]], position: np.ndarray
+) -> Callable[[int, int], np.ndarray]:
+    """The class counts that sampled clients report, by position in the class order."""
+
+    def reported(task: int, round_: int) -> np.ndarray:
+        return _reported(sampled(task, round_), position)
+
+    return reported
+
+
+def _redrawn(dataset: Dataset, options: PartitionConfig, available: list[np.ndarray]) -> Drawn:
+    """A new partition in each round."""
+
+    def drawn(task: int, round_: int) -> list[np.ndarray]:
+        rng = np.random.RandomState([options.seed, task, round_])
+        return _parts(dataset, options, available[task], rng)
+
+    return drawn
+
+
+def _independent(dataset: Dataset, options: PartitionConfig, available: list[np.ndarray]) -> Drawn:
+    """A partition for each client, who takes its own part of it."""
+
+    def drawn(task: int, round_: int) -> list[np.ndarray]:
+        rngs = (
+            np.random.RandomState([options.seed, task, round_, client]) for client in range(options.clients)
+        )
+        return [_parts(dataset, options, available[task], rng)[client] for client, rng in enumerate(rngs)]
+
+    return drawn
+
+
+def _static(
+    dataset: Dataset, options: PartitionConfig, available: list[np.ndarray], stream: np.random.RandomState
+) -> Drawn:
+    """The same examples in every round of a task.
+
+    Raises:
+      InputError: where a file or column of owners has another number of clients.
+    """
+    if is_owned(options.partition):
+        owned = find_owners(dataset, options.partition).parts()
+        if len(owned) != options.clients:
+            raise InputError(
+                f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
+            )
+        used = first_share(dataset.y_train, options.train_share)
+        static = [[np.intersect1d(part, used) for part in owned]] * len(available)
+    elif _is_whole(options):
+        static = [_parts(dataset, options, available[0], stream)] * len(available)
+    else:
+        static = [_parts(dataset, options, mine, stream) for mine in available]
+
+    def drawn(task: int, round_: int) -> list[np.ndarray]:
+        del round_
+        return static[task]
+
+    return drawn
 
 
 def _joint(assigned: Assignment, classes: int) -> Assignment:
