@@ -239,7 +239,7 @@ class Maker(NamedTuple):
     """The random layers, one for each group of images of a batch."""
 
 
-class Making(NamedTuple):
+class AnchoredRound(NamedTuple):
     """What goes from one round of the synthesis to the next."""
 
     generator: PyTree
@@ -247,7 +247,7 @@ class Making(NamedTuple):
     made: MadeSoFar
 
 
-class Model(NamedTuple):
+class ImageJudge(NamedTuple):
     """A model that judges images: its parameters of all tasks and its trainable ones."""
 
     cached: Params
@@ -288,17 +288,17 @@ def synthesise(
     made them."""
     first, second, third, rest = jax.random.split(round.key, 4)
     learner, task, warm = round.learner, round.task, options.synthesis_warmup
-    truth = Model(params, learner.trainable(params, task)._replace(extra=params.extra))
+    truth = ImageJudge(params, learner.trainable(params, task)._replace(extra=params.extra))
     new = learner.init(second, round.frozen)
-    rival = Model(new, learner.trainable(new, task)._replace(extra=fresh_map(params, third)))
+    rival = ImageJudge(new, learner.trainable(new, task)._replace(extra=fresh_map(params, third)))
     sgd = student_optimiser(options.student_lr, MOMENTUM, DECAY)
     made = MadeSoFar(jnp.zeros_like(images), jnp.int32(0))
-    start = Making(
+    start = AnchoredRound(
         init_image_generator(shape, first), Student(rival.trainable, sgd.init(rival.trainable)), made
     )
     distil = functools.partial(student_loss, options, round, truth, rival.cached)
 
-    def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
+    def one_round(r: Array, carry: tuple[AnchoredRound, Array]) -> tuple[AnchoredRound, Array]:
         making, total = carry
         draw, learn = jax.random.split(jax.random.fold_in(rest, r))
         rated = functools.partial(
@@ -315,7 +315,7 @@ def synthesise(
         steps = jnp.where(counts, options.student_steps, 0)
         batch, padding = options.synthetic_batch, options.crop_padding
         student = taught(distil, sgd, making.student, filled, batch, padding, steps, learn)
-        return Making(generator, student, filled), total + jnp.where(counts, loss, 0.0)
+        return AnchoredRound(generator, student, filled), total + jnp.where(counts, loss, 0.0)
 
     rounds = options.synthesis_rounds
     making, total = jax.lax.fori_loop(0, warm + rounds, one_round, (start, jnp.zeros(())))
@@ -375,7 +375,7 @@ def disturbed(
 
 
 def judged(
-    round: ServerRound, model: Model, pixels: Float[Array, "batch h w 3"], train: bool = False
+    round: ServerRound, model: ImageJudge, pixels: Float[Array, "batch h w 3"], train: bool = False
 ) -> Output:
     """What a model computes for pixels in [0, 1], with logits over the seen classes."""
     batch = unlabelled(round.learner, pixels)
@@ -386,8 +386,8 @@ def judged(
 def maker_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: Model,
-    rival: Model,
+    truth: ImageJudge,
+    rival: ImageJudge,
     disputed: Bool[Array, ""],
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
@@ -424,13 +424,13 @@ def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
 def student_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: Model,
+    truth: ImageJudge,
     cached: Params,
     trainable: Params,
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """The student's distillation from the global model, of classes and of places between anchors."""
-    theirs, own = judged(round, truth, pixels), judged(round, Model(cached, trainable), pixels)
+    theirs, own = judged(round, truth, pixels), judged(round, ImageJudge(cached, trainable), pixels)
     heat, everyone = options.student_temperature, jnp.ones(len(pixels), bool)
     classes = heat**2 * jnp.mean(kl(theirs.logits / heat, own.logits / heat, round.task.seen))
     places = mean_square(mapped(truth.trainable, theirs), mapped(trainable, own), everyone)

@@ -124,7 +124,7 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
 
     def old_classes(step: ClientStep) -> Float[Array, ""]:
         noise = jax.random.normal(jax.random.fold_in(step.key, 1), (options.synthetic_batch, shape.noise))
-        pixels = generate_images(shape, step.context.payload.sent["generator"].params, noise)
+        pixels = generate_images(shape, step.context.payload.sent["generator"], noise)
         own = Both(step.output, output_for(step, step.trainable, pixels))
         before = teacher(step.context)
         old = jax.lax.stop_gradient(
@@ -180,29 +180,23 @@ def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
 # ---- server ------------------------------------------------------------------------------------------------
 
 
-class Generator(NamedTuple):
-    """What the server sends from the second task on."""
-
-    params: PyTree
-
-
 def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
     """After the last round of every task but the last one, steps of the generator; it goes on from where it
     was."""
     shape = generator_shape(options, run)
 
-    def init(params: Params, trainable: Params) -> Generator:
+    def init(params: Params, trainable: Params) -> PyTree:
         del params, trainable
-        return Generator(jax.tree.map(jnp.zeros_like, init_image_generator(shape, jax.random.key(0))))
+        return jax.tree.map(jnp.zeros_like, init_image_generator(shape, jax.random.key(0)))
 
-    def update(round: ServerRound, params: Params, state: Generator) -> ServerUpdate:
+    def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
         wanted = round.last & (round.task.index < run.sizes.tasks - 1)
         train = functools.partial(trained_generator, options, shape, round, params)
         none = Weighted(jnp.zeros(()), jnp.zeros(()))
         state, found = jax.lax.cond(wanted, train, lambda state: (state, none), state)
         return ServerUpdate(params, state, {"loss": found})
 
-    def sends(task: Task, state: Generator) -> Generator:
+    def sends(task: Task, state: PyTree) -> PyTree:
         del task
         return state
 
@@ -210,12 +204,12 @@ def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
 
 
 def trained_generator(
-    options: MFCLOptions, shape: ImageGeneratorConfig, round: ServerRound, params: Params, state: Generator
-) -> tuple[Generator, Weighted]:
+    options: MFCLOptions, shape: ImageGeneratorConfig, round: ServerRound, params: Params, state: PyTree
+) -> tuple[PyTree, Weighted]:
     """The generator after its steps, and its last loss."""
     first, rest = jax.random.split(round.key)
     fresh = init_image_generator(shape, first)
-    start = jax.tree.map(lambda new, old: jnp.where(round.task.index == 0, new, old), fresh, state.params)
+    start = jax.tree.map(lambda new, old: jnp.where(round.task.index == 0, new, old), fresh, state)
     adam = optax.adam(options.generator_lr)
 
     def step(i: Array, carry: tuple) -> tuple:
@@ -231,7 +225,7 @@ def trained_generator(
 
     carry = start, adam.init(start), jnp.zeros(())
     generator, _, value = jax.lax.fori_loop(0, options.generator_steps, step, carry)
-    return Generator(generator), Weighted(value, jnp.float32(1))
+    return generator, Weighted(value, jnp.float32(1))
 
 
 def generator_loss(
