@@ -637,7 +637,7 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
 
 def test_the_diagnosis_of_generators_that_there_are_not_is_refused():
     with pytest.raises(InputError, match="^diagnose: it compares generators"):
-        method_of("hepco", diagnose=True, latents="gaussian")
+        method_of("hepco", diagnose=True, latents="gaussian", pool_blocks=2)
 
 
 # ---- the method --------------------------------------------------------------------------------------------
