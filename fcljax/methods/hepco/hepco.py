@@ -218,6 +218,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
         trainable, losses = distil(study, clients, previous, draw, keys[2], anybody)
         if options.diagnose:
+            assert past.real is not None
             made = ("new", new, examples.sum(0)), ("older", older, past.examples * task.old)
             losses |= diagnosis(study, shape, past.real, made, jax.random.fold_in(round.key, 3))
         merged = round.learner.merge(params, task, trainable)
@@ -490,6 +491,7 @@ def draw_latents(
 
     def drawn(generator: Generator, key: PRNGKeyArray, count: int, examples: Float[Array, " C"]) -> Latents:
         if options.latents == "gaussian":
+            assert past.real is not None
             return normal_latents(past.real, key, count, _odds(examples))
         noise, label = _conditions(key, count, shape, _odds(examples))
         return Latents(generate(shape, generator, noise, label, False)[0], label)
