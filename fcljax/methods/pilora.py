@@ -99,7 +99,7 @@ class PiloraLoraOptions(PiloraOptions):
 _RUN = RunConfig(lr=0.1, weight_decay=1e-5, train_share=0.8)
 PRESETS = {
     "intended": Preset(PiloraLoraOptions(), _RUN),
-    "improved": Preset(PiloraLoraOptions(), dataclasses.replace(_RUN, train_share=1.0)),
+    "improved": Preset(PiloraLoraOptions(headtune=True), dataclasses.replace(_RUN, train_share=1.0)),
     "paper": Preset(
         PiloraLoraOptions(
             distance="squared", mean_features="clean", reweight_distance="l2sq", reweight_mode="multiply"
