@@ -156,7 +156,7 @@ def possible_summary(context: ClientContext, sent: Summary) -> Bool[Array, ""]:
 
 def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
     """The server's summary of all tasks, and the classifier from it."""
-    width, rank = options.projection, options.server_rank
+    width, rank = options.projection, min(options.server_rank, options.projection)
 
     def init(params: Params, trainable: Params) -> Summary:
         del params, trainable
@@ -195,12 +195,11 @@ def add_task(total: Summary, task: Summary) -> Summary:
     return Summary(factor, *(old + new for old, new in zip(total[1:], task[1:], strict=True)))
 
 
-def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M rank"]:
+def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M least"]:
     """F of the largest directions of [F_1, F_2, ...], by a QR decomposition and the SVD of its R."""
     basis, triangle = jnp.linalg.qr(columns)
     left, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
-    factor = exact_matmul(basis, left[:, :rank]) * values[:rank]
-    return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
+    return exact_matmul(basis, left[:, :rank]) * values[:rank]
 
 
 def solve_low_rank(
