@@ -118,7 +118,7 @@ def sweeps_stopped(number):
 
 
 def left_behind(monkeypatch, program):
-    """A process of a sweep that is gone: nothing but the lock, which the process has, and the log are left."""
+    """A process of a sweep that is gone: the lock, which the process has, is left."""
     monkeypatch.setattr(jobs, "command", lambda job: [sys.executable, "-c", program])
     process = jobs.start(job("a"))
     (adopted, again) = jobs.start(job("a")), jobs.start(job("a"))

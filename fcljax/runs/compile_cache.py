@@ -106,7 +106,9 @@ def machine() -> str:
 
 def _set_up(folder: Path, say: Callable[[str], None]) -> None:
     """Change jax's settings, except for those that the user has set."""
-    if not _checked_by(lambda key: say(f"compiled program {key} is damaged; it is removed and compiled again")):
+    if not _checked_by(
+        lambda key: say(f"compiled program {key} is damaged; it is removed and compiled again")
+    ):
         jax.config.update("jax_enable_compilation_cache", False)
         say(f"compiled programs are not kept: jax {jax.__version__} has no place for their checksums")
         return
@@ -165,6 +167,7 @@ def _checked_by(damaged: Callable[[str], None]) -> bool:
         compilation_cache.get_file_cache  # noqa: B018
     except (ImportError, AttributeError):
         return False
+    # pyrefly: ignore[bad-assignment]  # it has what jax uses of a cache
     compilation_cache.get_file_cache = lambda path: (CheckedCache(path, damaged), path)
     return True
 

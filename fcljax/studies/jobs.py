@@ -55,7 +55,8 @@ class Adopted:
     used of `subprocess.Popen`."""
 
     def __init__(self, job: Job):
-        self._job, self._code = job, None
+        self._job = job
+        self._code: int | None = None
 
     def poll(self) -> int | None:
         """0 if it has finished the run, 1 if it has ended otherwise; None while it runs."""
@@ -67,7 +68,7 @@ class Adopted:
         return self._code
 
     def send_signal(self, number: int, /) -> None:
-        """Ask it to end. Nothing is done for a process that has ended, or was killed before it had a number."""
+        """Ask it to end. Nothing is sent if it has ended, or if its number was never written."""
         with contextlib.suppress(OSError, ValueError):
             if self.poll() is None:
                 os.kill(int(_lock_file(self._job).read_text()), number)
@@ -95,7 +96,9 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
                 cwd=job.folder,
                 env=os.environ | dict(job.environment),
                 start_new_session=True,
-                pass_fds=[handle],  # the process owns the lock as long as it lives, whatever becomes of this one
+                pass_fds=[
+                    handle
+                ],  # the process owns the lock as long as it lives, whatever becomes of this one
             )
         os.ftruncate(handle, 0)
         os.write(handle, str(process.pid).encode())
