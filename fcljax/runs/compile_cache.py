@@ -163,12 +163,16 @@ def _checked_by(damaged: Callable[[str], None]) -> bool:
     lack this one: returns whether it is there."""
     try:
         from jax._src import compilation_cache
+    except ImportError:
+        return False
 
-        compilation_cache.get_file_cache  # noqa: B018
-    except (ImportError, AttributeError):
+    def checked(path: str) -> tuple[CheckedCache, str]:
+        return CheckedCache(path, damaged), path
+
+    if not hasattr(compilation_cache, "get_file_cache"):
         return False
     # pyrefly: ignore[bad-assignment]  # it has what jax uses of a cache
-    compilation_cache.get_file_cache = lambda path: (CheckedCache(path, damaged), path)
+    compilation_cache.get_file_cache = checked
     return True
 
 
