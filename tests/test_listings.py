@@ -556,6 +556,19 @@ def test_cifar_of_tfds_comes_in_its_official_order(tfds, tmp_path, name):
     assert data.y_train.tolist() == [0, 1] * 10 and data.class_names == ("bee", "ant")
 
 
+def test_any_data_set_of_tfds_has_a_name(tfds, tmp_path):
+    examples = [{"image": encoded(n), "label": n % 2} for n in range(10)]
+    generate(
+        tfds, tmp_path, "own", labelled(tfds, ["bee", "ant"]), {"train": examples, "validation": examples}
+    )
+    data = load("tfds:own", tmp_path)
+    assert data.class_names == ("bee", "ant") and (len(data.y_train), len(data.y_test)) == (10, 10)
+    assert [n % 2 for n in numbers(data.x_train)] == data.y_train.tolist()
+    generate(tfds, tmp_path, "whole", labelled(tfds, ["bee", "ant"]), {"train": examples})
+    assert len(load("tfds:whole", tmp_path).y_test) == 2
+    assert "prepare 'other' there with tensorflow-datasets" in refusal("tfds:other", tmp_path)
+
+
 def test_imagenet_r_of_tfds_equals_its_official_files(tfds, tmp_path):
     tree(tmp_path / "files" / "imagenet-r", WNIDS, 10)
     features = labelled(tfds, ["n00000000", *WNIDS], file_name=tfds.features.Text())
