@@ -22,9 +22,11 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
   fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
+  fcljax leaderboard FILE.yaml   methods side by side, the learning rates of each searched alike
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
+  fcljax weights get NAME        download weights by timm's or the hub's name, resumed and checked
   fcljax convert SRC [DST]       a checkpoint of another library as .safetensors with its provenance
   fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
@@ -44,7 +46,9 @@ COMMANDS = {
     "watch": "watch:watch",
     "sweep": "sweeping:sweep",
     "reproduce": "reproducing:reproduce",
+    "leaderboard": "leaderboard:leaderboard",
     "data": "data:data",
+    "weights": "weights:weights",
     "convert": "weights:convert",
     "embed": "weights:embed",
     "pretrain": "weights:pretrain",

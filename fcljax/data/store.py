@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
 
 from fcljax.data.partition import split_at
-from fcljax.types import Task
 
 
 class Split(NamedTuple):
@@ -39,17 +38,17 @@ class ClientIndices(NamedTuple):
 
 
 def client_indices(
-    parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task
+    parts: Sequence[Int[np.ndarray, " _"]], task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
-    """The examples of each client whose class belongs to the task; clients and examples keep their order.
+    """The examples of each client that belong to the task; clients and examples keep their order.
 
     Args:
       parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).
-      labels: positions in the class order, one per example of the store.
-      task: whose `current` classes count.
+      task_of: the task of each example of the store.
+      task: whose examples count.
     """
     every = ClientIndices.of(parts)
-    counts = np.asarray(task.current)[labels[every.indices]]
+    counts = task_of[every.indices] == task
     before = np.concatenate([[0], np.cumsum(counts)])
     return ClientIndices(every.indices[counts], before[every.offset])
 

@@ -33,6 +33,7 @@ class Dataset(NamedTuple):
     columns: Mapping[
         str, np.ndarray
     ] = {}  # what else is known of each training example [N]: a site, a camera
+    columns_test: Mapping[str, np.ndarray] = {}  # the same of each test example [M], as far as it is known
     folder: Path | None = None  # where it is prepared, with the names of its images
     kept: Int[np.ndarray, " N"] | None = (
         None  # of the training images, those that were not held out; None: all
@@ -43,6 +44,29 @@ class Dataset(NamedTuple):
 def names_file(folder: Path, split: str) -> Path:
     """Where the names of a split's prepared images are."""
     return folder / f"names_{split}.json"
+
+
+def columns_file(folder: Path, split: str) -> Path:
+    """Where the columns of a split's prepared images are, if they have any."""
+    return folder / f"columns_{split}.json"
+
+
+def prepared_columns(folder: Path, split: str) -> dict[str, np.ndarray]:
+    """The columns of a split's prepared images.
+
+    Raises:
+      InputError: for a damaged file.
+    """
+    try:
+        text = columns_file(folder, split).read_text(encoding="utf-8")
+        return {name: np.array(values, str) for name, values in json.loads(text).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError):
+        raise InputError(
+            f"dataset: {str(columns_file(folder, split))!r} is damaged; prepare the data set again, with "
+            "--force"
+        ) from None
 
 
 def image_names(dataset: Dataset, split: str) -> list[str] | None:
