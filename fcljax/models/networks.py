@@ -69,7 +69,8 @@ def _in_words(config: ViTConfig | ConvNetConfig) -> str:
             f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
         )
     if isinstance(config, ResNetConfig):
-        return f"resnet of {_listed(config.stages)} blocks, {config.channels} channels"
+        kind = "bottlenecks" if config.bottleneck else "blocks"
+        return f"resnet of {_listed(config.stages)} {kind}, {config.channels} channels"
     return f"densenet of {_listed(config.blocks)} layers, {config.channels} channels, growth {config.growth}"
 
 

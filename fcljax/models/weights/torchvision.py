@@ -28,6 +28,7 @@ _OUTSIDE = {
 _IN_BLOCK = {
     "norm1.norm": "bn1",
     "norm2.norm": "bn2",
+    "norm3.norm": "bn3",
     "down": "downsample.0",
     "down_norm.norm": "downsample.1",
 }
@@ -65,8 +66,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
       name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
-      InputError: for bottleneck blocks, and for tensors that are missing, unexpected, misshaped or not
-        finite.
+      InputError: for tensors that are missing, unexpected, misshaped or not finite.
     """
     if not is_convnet(tensors):
         raise InputError(f"checkpoint: does not fit {name}: no ResNet or DenseNet is in it")
@@ -122,11 +122,9 @@ def _architecture(tensors: Tensors) -> ConvNetConfig:
     stem, channels = _STEMS[first.shape[2]], first.shape[0]
     size = 224 if stem == "imagenet" else 32
     if not dense:
-        if "layer1.0.conv3.weight" in tensors:
-            raise InputError(
-                "checkpoint: its blocks are bottlenecks; of ResNets only 18 and 34 are supported"
-            )
-        return ResNetConfig(size, _counted(tensors, r"layer(\d+)\.(\d+)\."), channels, stem)
+        bottleneck = "layer1.0.conv3.weight" in tensors
+        stages = _counted(tensors, r"layer(\d+)\.(\d+)\.")
+        return ResNetConfig(size, stages, channels, stem, bottleneck=bottleneck)
     layers = _counted(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
     narrow = tensors.get("features.denseblock1.denselayer1.conv2.weight")
     growth = 32 if narrow is None else narrow.shape[0]
