@@ -50,7 +50,7 @@ def partition_of(label, task, rng):
 @functools.cache
 def engine(name, fidelity):
     sizes = Sizes(10, TASKS, 2, CLIENTS, ROUNDS, 80)
-    rates = {"hepco": {"lr": 1e-2, "generator_lr": 1e-3, "distill_lr": 1e-3}, "pilora": {}}[name]
+    rates = {"hepco": {"lr": 1e-2, "generator_lr": 1e-3}, "pilora": {}}[name]
     values = {"epochs": 2, "batch_size": 8, "adapter": "linear", "fidelity": fidelity} | rates
     partitions = [each for seed in SEEDS for each in digits(seed)[1]]
     made = method_of(name, sizes, PIXELS, **values)
