@@ -311,7 +311,7 @@ def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
     made = planned("x", "table1", folder=folder)
     assert [part.why for part in made.parts] == ["", "cannot run at mini scale: lr: not so fast"]
     (run,) = made.runs
-    found = reproduce.results(made, {run.name: Outcome("failed", 2, "no data", None)})
+    found = reproduce.results(made, {run.name: Outcome("failed", 2, "no data", None)}, folder)
     assert [each.why for each in found] == ["failed: no data", made.parts[1].why]
 
 
