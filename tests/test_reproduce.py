@@ -283,8 +283,13 @@ def test_mini_has_the_packaged_network_in_place_of_convolutional_ones():
 
 
 def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():
-    assert [run.cfg.clients for run in planned("fppl", "table4").runs] == [20, 30, 40]
+    assert [run.cfg.clients for run in planned("fppl", "table4").runs] == [10, 20, 30, 40]
     assert {run.cfg.clients for run in planned("fppl", "table3").runs} == {5}
+
+
+def test_mini_keeps_the_number_of_tasks_where_the_columns_differ_in_nothing_else():
+    assert [run.cfg.tasks for run in planned("vfcl", "figure5").runs[::5]] == [10, 20, 5]
+    assert {run.cfg.tasks for run in planned("hepco", "table1").runs} == {5}
 
 
 def test_mini_keeps_the_share_of_labels_that_a_client_owns():

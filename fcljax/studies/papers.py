@@ -264,19 +264,14 @@ def _whole(path: str, paper: Paper, table: str) -> TableEntry:
 
 def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
     numbers = _of_column(entry.numbers, table, column, f"{where}.numbers")
+    curve = _of_column(entry.curve, table, column, f"{where}.curve")
     if numbers is None:
         numbers = [None] * len(table.metrics)
+    at = ".".join(filter(None, [f"{where}.numbers", column]))
     if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
-        at = ".".join(filter(None, [f"{where}.numbers", column]))
         raise InputError(f"{at}: {numbers!r} is no list with a number for each of {table.metrics}")
-    curve = _of_column(entry.curve, table, column, f"{where}.curve")
-    drawn = typed.converted(list[float | None] | None, curve, f"{where}.curve")
-    return Row(
-        entry.method,
-        entry.options,
-        tuple(_number(number, f"{where}.numbers") for number in numbers),
-        tuple(drawn or ()),
-    )
+    drawn = typed.converted(list[float | None], curve or [], f"{where}.curve")
+    return Row(entry.method, entry.options, tuple(_number(number, at) for number in numbers), tuple(drawn))
 
 
 def _of_column(values: Any, table: TableEntry, column: str, where: str) -> Any:
