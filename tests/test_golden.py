@@ -49,7 +49,7 @@ def test_every_file_is_compared_with_what_its_library_made_of_it_and_is_small(ex
         for pattern in ("*.npz", "*.safetensors")
         for path in FOLDER.glob(pattern)
         # of test_convnets and test_golden_vits
-        if not path.name.startswith(("torchvision_", "convnets.", "vit_", "vits."))
+        if not path.name.startswith(("torchvision_", "convnets.", "vit_", "vits.", "timm_convnext"))
     }
     assert (
         set(files) - {"expected.npz"}

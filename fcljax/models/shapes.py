@@ -111,5 +111,31 @@ DENSENETS: dict[str, DenseNetConfig] = {
 }
 
 
-CONVNETS: dict[str, ResNetConfig | DenseNetConfig] = {**RESNETS, **DENSENETS}
+@dataclasses.dataclass(frozen=True)
+class ConvNeXtConfig:
+    """Static shape of a ConvNeXt: blocks and channels per stage; each stage halves the side of the one before
+    it."""
+
+    image_size: int = 224
+    depths: tuple[int, ...] = (3, 3, 9, 3)
+    widths: tuple[int, ...] = (96, 192, 384, 768)
+    patch: int = 4  # pixels of a side that become one place of the first stage
+    dtype: str = "float32"
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last stage."""
+        return self.patch * 2 ** (len(self.depths) - 1)
+
+    @property
+    def width(self) -> int:
+        """Channels of the last stage, which are the features."""
+        return self.widths[-1]
+
+
+CONVNEXTS: dict[str, ConvNeXtConfig] = {
+    "convnext_tiny": ConvNeXtConfig(),
+    "convnext_small": ConvNeXtConfig(depths=(3, 3, 27, 3)),
+}
+CONVNETS: dict[str, ResNetConfig | DenseNetConfig | ConvNeXtConfig] = {**RESNETS, **DENSENETS, **CONVNEXTS}
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}

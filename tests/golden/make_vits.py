@@ -16,11 +16,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
-from make_golden import HF, TIMM, pixels, prefixed, randomise, state, torch_pixels
+from make_golden import CLASSES, HF, TIMM, pixels, prefixed, randomise, state, torch_pixels
 from make_golden import write as write_file
 from timm.layers import QuickGELU
+from timm.models.convnext import ConvNeXt
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -141,9 +143,24 @@ def formats() -> dict[str, tuple[dict, dict]]:
     }
 
 
+@torch.no_grad()
+def convnext() -> tuple[dict, dict]:
+    """A ConvNeXt of timm, on images of 40 pixels."""
+    model = randomise(ConvNeXt(depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), num_classes=CLASSES), 80)
+    image = np.random.default_rng(0).normal(size=(2, 40, 40, 3)).astype(np.float32)
+    features = model.forward_head(
+        model.forward_features(torch.from_numpy(image.transpose(0, 3, 1, 2).copy())), pre_logits=True
+    )
+    outputs = {"features": features.numpy(), "logits": model.head.fc(features).numpy(), "image": image}
+    return state(model), outputs
+
+
 def main(folder: Path) -> None:
     """Write all files to `folder`."""
     expected = {"image": pixels()}
+    tensors, outputs = convnext()
+    write_file(folder, "timm_convnext.safetensors", tensors)
+    expected |= prefixed("convnext/", outputs)
     for name, (tensors, outputs) in formats().items():
         write_file(folder, name, tensors)
         expected |= prefixed(f"{name}/", outputs)

@@ -20,9 +20,9 @@ from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
+from fcljax.models.shapes import CONVNETS, PACKAGED, VITS, ConvNeXtConfig
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights import checkpoints, naming, torchvision
+from fcljax.models.weights import checkpoints, convnext, naming, torchvision
 from fcljax.pixels import NORMALISE
 from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
@@ -124,7 +124,7 @@ def load_backbone(
     if name in VITS:
         _check_size(image_size, VITS[name], name)
     file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
-    if name in CONVNETS or (file and torchvision.is_convnet(file.tensors)):
+    if name in CONVNETS or (file and _is_convolutional(file)):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
                 raise InputError(
@@ -168,10 +168,12 @@ def load_backbone(
 def _convnet(
     name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: StemChoice
 ) -> Pretrained:
-    """A ResNet or DenseNet of a file."""
-    found = torchvision.interpret(file.tensors, name)
-    if stem not in ("auto", found.config.stem):
-        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")
+    """A convolutional network of a file."""
+    kind = convnext if convnext.is_convnext(file.tensors) else torchvision
+    found = kind.interpret(file.tensors, name)
+    own = getattr(found.config, "stem", None)
+    if stem not in ("auto", own):
+        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {own or 'one of its own'!r}")
     config = _sized(found.config, image_size, dtype)
     said, notes = _said_constants(file), []
     if said is None:
@@ -183,12 +185,22 @@ def _convnet(
     return Pretrained(config, params, head, None, *said, "torchvision", file.digest, tuple(notes))
 
 
+def _is_convolutional(file: checkpoints.Checkpoint) -> bool:
+    return torchvision.is_convnet(file.tensors) or convnext.is_convnext(file.tensors)
+
+
 def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
     """Values that depend on the seed alone; pixels between -1 and 1."""
     config, seed = CONVNETS[name], options.seed
-    own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-    stem = own if options.stem == "auto" else options.stem
-    config = _sized(dataclasses.replace(config, stem=stem), image_size, dtype)
+    if isinstance(config, ConvNeXtConfig):
+        if options.stem != "auto":
+            raise InputError(
+                f"stem: {options.stem!r} is not of {name}, which has one of its own; leave it out"
+            )
+    else:
+        own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
+        config = dataclasses.replace(config, stem=own if options.stem == "auto" else options.stem)
+    config = _sized(config, image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"

@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fcljax.errors import InputError
 from fcljax.models.convnet import Variables, convnet_shapes
 from fcljax.models.densenet import DenseNet, DenseNetConfig
-from fcljax.models.networks import ConvNetConfig, network_name
+from fcljax.models.networks import network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
 from fcljax.models.weights.naming import Tensors, check_tensors, float32, reverse
 from fcljax.settings import Stem
@@ -44,7 +44,7 @@ _LEAVES = {
 class Found(NamedTuple):
     """A network of a file."""
 
-    config: ConvNetConfig
+    config: ResNetConfig | DenseNetConfig
     params: Variables
     head: PyTree | None  # {"kernel", "bias"} of its classifier, if there is one
 
@@ -88,7 +88,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     return Found(config, params, _head(head, config.width))
 
 
-def _their_name(config: ConvNetConfig, path: tuple[str, ...]) -> str:
+def _their_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
     """Of a variable by its path: its collection, its modules and its leaf."""
     module = ".".join(path[1:-1])
     theirs = _OUTSIDE[type(config)].get(module)
@@ -113,7 +113,7 @@ def _renamed(tensors: Tensors) -> Tensors:
     return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.", r"\1", name): x for name, x in own.items()}
 
 
-def _architecture(tensors: Tensors) -> ConvNetConfig:
+def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
     """The shape that the names and the first kernels tell, at the image size of its kind."""
     dense = any(name.startswith("features.") for name in tensors)
     first = tensors.get("features.conv0.weight" if dense else "conv1.weight")
