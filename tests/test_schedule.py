@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fcljax.data.partition import count_matrix, dirichlet
 from fcljax.errors import InputError
 from fcljax.federated.schedule import (
+    MOST_SHUFFLED,
     ClientPartition,
     capacities,
     capacity,
@@ -252,6 +253,15 @@ def test_participants_are_sorted_distinct_eligible_and_as_many_as_asked(seed, ta
     assert len(chosen) == ceil(Fraction(percent, 100) * len(eligible))
     assert np.array_equal(chosen, np.unique(chosen)) and np.isin(chosen, eligible).all()
     assert np.array_equal(chosen, participants(seed, task, round_, eligible, percent / 100))
+
+
+def test_participants_of_more_clients_than_are_shuffled_are_sorted_distinct_and_spread_over_all():
+    eligible = 3 * np.arange(2 * MOST_SHUFFLED) + 1
+    chosen = participants(0, 1, 2, eligible, 0.05)
+    assert len(chosen) == MOST_SHUFFLED // 10
+    assert np.array_equal(chosen, np.unique(chosen)) and np.isin(chosen, eligible).all()
+    assert abs(chosen.mean() / eligible.mean() - 1) < 0.03  # five standard deviations
+    assert not np.array_equal(chosen, participants(0, 1, 3, eligible, 0.05))
 
 
 @pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "task", "round"])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards
+from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards, split_at
 from fcljax.data.tasks import class_order, make_tasks, relabel, task_sizes
 from fcljax.errors import InputError
 
@@ -337,3 +337,28 @@ def test_relabelling_numbers_classes_by_position_in_the_order():
     order = np.array([2, 0, 1])
     assert relabel(np.array([0, 1, 2, 2]), order).tolist() == [1, 2, 0, 0]
     np.testing.assert_array_equal(relabel(order, order), np.arange(3))
+
+
+def one_by_one(labels, clients, per_client, rng):
+    """Who owns which label, client after client: labels in turn, then others at random."""
+    order, owns = rng.permutation(labels), np.zeros((clients, labels), bool)
+    for client, mine in enumerate(owns):
+        mine[order[np.arange(client, max(clients, labels), clients) % labels][:per_client]] = True
+        mine[rng.choice(np.flatnonzero(~mine), per_client - mine.sum(), replace=False)] = True
+    return owns
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 30), st.integers(1, 12), st.data(), st.integers(0, 2**31))
+def test_labels_have_the_owners_that_a_draw_client_by_client_gives_them(clients, labels, data, seed):
+    per_client = data.draw(st.integers(1, labels))
+    y = np.repeat(np.arange(labels), clients)  # an example of each label for each client
+    rng, other = np.random.RandomState(seed), np.random.RandomState(seed)
+    parts = quantity(y, clients, per_client, rng)
+    owns = one_by_one(labels, clients, per_client, other)
+    assert np.array_equal(count_matrix(y, parts, labels) > 0, owns)
+
+
+def test_values_are_split_into_parts_of_these_sizes():
+    parts = split_at(np.arange(5), np.array([0, 2, 0, 3, 0]))
+    assert [part.tolist() for part in parts] == [[], [0, 1], [], [2, 3, 4], []]

@@ -106,8 +106,8 @@ def participants(
     seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
 ) -> Int[np.ndarray, " m"]:
     """Sorted ids of the clients that take part: a share or a number of the eligible ones, sampled uniformly
-    without replacement. The sample depends on (seed, task, round) only. Of more than `MOST_SHUFFLED` clients the
-    order is not drawn."""
+    without replacement. The sample depends on (seed, task, round) only. More than `MOST_SHUFFLED` clients are
+    not shuffled for it."""
     wanted = _wanted(participation, len(eligible))
     if wanted == len(eligible):
         return np.sort(eligible)

@@ -411,6 +411,7 @@ def _measured(
     The terms' gradients are computed one after the other by the program that computes the step's own: a
     further copy of the network would take as long to compile again.
     """
+    assert batch.measured is not None
     names = term_names(work)
     # each term alone; at last all of them
     along = jnp.concatenate([jnp.eye(len(names)), jnp.ones((1, len(names)))])
