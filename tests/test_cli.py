@@ -494,7 +494,10 @@ def test_data_show_leaves_out_what_is_held_out(capsys):
 
 def test_data_show_overwrites_nothing(capsys):
     Path("classes.png").write_text("mine")
-    assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits")
+    assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits", "--out", ".")
+    assert cli.main(["data", "show", "digits"]) == 0  # into a folder of its own
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("data-digits-") and len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

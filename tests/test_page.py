@@ -353,6 +353,14 @@ def test_the_page_of_a_comparison_does_not_replace_its_figure(tmp_path, capsys):
     assert (tmp_path / "both.html").exists() and (tmp_path / "both.png").exists()
     assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.html")]) == 2
     assert "both.png" in capsys.readouterr().err
+    (tmp_path / "mine.html").write_text("my notes")
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "mine.pdf")]) == 2
+    assert "mine.html" in capsys.readouterr().err and not (tmp_path / "mine.pdf").exists()
+    assert (tmp_path / "mine.html").read_text() == "my notes"
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.pdf")]) == 0  # our own page again
+    assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.doc")]) == 2
+    assert ".pdf" in capsys.readouterr().err
 
 
 def test_lines_that_are_half_written_or_damaged_are_left_out(tmp_path):
@@ -426,7 +434,9 @@ def test_the_page_works_in_chromium(width, tmp_path):
         assert '"<b>""q"", x</b>"' in table[1] and table[1].split(",")[9] == "123.4"
         run("document.querySelectorAll('#results .tools button')[1].click()")
         latex = run("window.taken")
-        assert latex.startswith("\\begin{tabular}{lrrrrrrrrrrr}") and "A\\_last" in latex and "84,480" in latex
+        assert (
+            latex.startswith("\\begin{tabular}{lrrrrrrrrrrr}") and "A\\_last" in latex and "84,480" in latex
+        )
         run("document.querySelector('.switches button').click()")
         assert run("getComputedStyle(document.querySelector('#curves g.curve')).display") == "none"
         run("document.querySelectorAll('.command button')[0].click()")

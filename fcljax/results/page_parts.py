@@ -415,7 +415,8 @@ def _privacy(view: PageView) -> Section | None:
         return None
     keys = {"epsilon": "epsilon", "delta": "delta", "Noise multiplier": "noise_multiplier"}
     rows = [
-        [name, *(value_at(run, f"privacy.{key}") for key in keys.values())] for name, run in having.items()
+        [name, *(_short(value_at(run, f"privacy.{key}")) for key in keys.values())]
+        for name, run in having.items()
     ]
     curves = {name: tuple(zip(*run["privacy"]["by_round"], strict=True)) for name, run in having.items()}
     legend = [(charts.curve_key(i), name) for i, name in enumerate(curves)]

@@ -41,6 +41,13 @@ def _never() -> None:
     """No signal has asked the run to stop."""
 
 
+def _ignore(line: dict[str, Any]) -> None:
+    """Nobody hears of a round."""
+
+
+QUIET = Console(quiet=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Observer:
     """Who follows a run from outside, and may stop it."""
@@ -50,6 +57,8 @@ class Observer:
     # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
     # checkpoint
     stop: Callable[[], int | None] = _never
+    # is given the line of every round; what it raises ends the run there
+    heard: Callable[[dict[str, Any]], None] = _ignore
     # names of `trackers.TRACKERS` that follow the run
     track: Sequence[str] = ()
 
@@ -290,6 +299,7 @@ def _play(
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
                 _write_round(out, journal, Progress(state, records, step + 1), bool(due))
             journal.trackers.heard(line)
+            observer.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
                 hosts.leave()
