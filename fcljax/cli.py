@@ -23,6 +23,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
   fcljax tune METHOD NAME=RANGE...   options chosen on held-out training images, such as lr=log:1e-4..1e-1
   fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
+  fcljax leaderboard FILE.yaml   methods side by side, the learning rates of each searched alike
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -46,6 +47,7 @@ COMMANDS = {
     "sweep": "sweeping:sweep",
     "tune": "tuning:tune",
     "reproduce": "reproducing:reproduce",
+    "leaderboard": "leaderboard:leaderboard",
     "data": "data:data",
     "convert": "weights:convert",
     "embed": "weights:embed",

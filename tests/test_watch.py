@@ -112,7 +112,7 @@ def test_it_ends_when_the_last_run_is_finished(tmp_path):
 
 
 def test_a_run_that_has_not_begun_is_waited_for_and_then_compiles(tmp_path):
-    console, slept = Console(file=io.StringIO(), width=140), []
+    console, slept = Console(file=io.StringIO(), width=140, force_terminal=True), []
     run = tmp_path / "later"
 
     def sleep(seconds):

@@ -73,19 +73,22 @@ def task_accuracy(
     )
 
 
-def task_confusion(confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray) -> list[list]:
+def task_confusion(
+    confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
+) -> list[list] | None:
     """Shares [true task, predicted task] of the examples of each task, [T, T]; None for a task without
-    examples. A class of several tasks counts for the first of them; examples without a prediction are in no
-    column.
+    examples. Examples without a prediction are in no column.
+
+    Returns:
+      None where tasks share classes, so that a class does not say the task.
     """
     member = np.zeros((len(tasks), len(confusion)), int)
-    for t, classes in reversed(list(enumerate(tasks))):
-        own = np.asarray(classes)[np.asarray(classes) >= 0]
-        member[:, own] = 0
-        member[t, own] = 1
+    for t, classes in enumerate(tasks):
+        member[t, np.asarray(classes)[np.asarray(classes) >= 0]] = 1
+    if (member.sum(0) > 1).any():
+        return None
     counts = member @ confusion[:, : len(confusion)] @ member.T
-    shares = _ratio(counts, (member @ confusion.sum(1))[:, None])
-    return without_nan(shares)
+    return without_nan(_ratio(counts, (member @ confusion.sum(1))[:, None]))
 
 
 def client_accuracy(

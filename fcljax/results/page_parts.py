@@ -418,7 +418,10 @@ def _privacy(view: PageView) -> Section | None:
         [name, *(_short(value_at(run, f"privacy.{key}")) for key in keys.values())]
         for name, run in having.items()
     ]
-    curves = {name: tuple(zip(*run["privacy"]["by_round"], strict=True)) for name, run in having.items()}
+    curves = {
+        name: ([x for x, _ in run["privacy"]["by_round"]], [y for _, y in run["privacy"]["by_round"]])
+        for name, run in having.items()
+    }
     legend = [(charts.curve_key(i), name) for i, name in enumerate(curves)]
     label = "Epsilon over the rounds; the table has its last value"
     text = (

@@ -299,13 +299,13 @@ def _play(
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
                 _write_round(out, journal, Progress(state, records, step + 1), bool(due))
             journal.trackers.heard(line)
-            observer.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
                 hosts.leave()
                 raise signals.Stopped(stopped)
             if due or not hosts.first:
                 signals.check()
+            observer.heard(line)
         return fill(exp, range(filled, tasks), clock), state
 
 
