@@ -95,7 +95,7 @@ def test_commands_have_options_that_exist(monkeypatch):
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
         given = running.parse_run(call[1], call[2:], "run", "")
-        files = {"out", "resume", "config"}
+        files = {"out", "resume", "config", "seeds"}
         own = {name: value for name, value in given.items() if name not in files}
         config.from_mapping(call[1], own, "README")
     for call in (call for call in calls if call[0] == "tune" and "--resume" not in call):
