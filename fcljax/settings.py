@@ -115,8 +115,10 @@ class BackboneConfig:
     """Pixel range: the one the weights expect, the one of the paper's release, or a named one."""
     positions: Positions = "antialiased"
     """Interpolation of position embeddings at another image size; the releases use plain."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the backbone's matrix products."""
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", unset="bfloat16 for a frozen network on an accelerator, else float32"
+    )
+    """Number format of what the backbone computes; float32 is exact on every device."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from fcljax.errors import InputError, choose
@@ -66,7 +67,7 @@ class Report(NamedTuple):
     temporary: int
     """Bytes of temporaries among them."""
     flops: float
-    """Of one call, with one step of each loop."""
+    """Of one call, with one step of the loop over steps."""
     traffic: float
     """Bytes read and written, in the same way."""
     useful: float
@@ -198,10 +199,12 @@ def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[R
 def report(program: Program) -> Report:
     """Compile a program for where its arguments lie, and read what the compiler says of it."""
     began = time.process_time()
-    lowered = program.lower()
-    wanted = product_flops(lowered.as_text())
+    traced = program.trace()
+    wanted = product_flops(traced.jaxpr.jaxpr)
+    # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
+    times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -211,13 +214,13 @@ def report(program: Program) -> Report:
     seconds = time.process_time() - began
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
-    flops, text = float(counted.get("flops", 0.0)), compiled.as_text() or ""
+    flops, text = times * float(counted.get("flops", 0.0)), compiled.as_text() or ""
     return Report(
         program=program.name,
         memory=peak(memory),
         temporary=memory.temp_size_in_bytes,
         flops=flops,
-        traffic=float(counted.get("bytes accessed", 0.0)),
+        traffic=times * float(counted.get("bytes accessed", 0.0)),
         useful=wanted / flops if wanted and flops else 0.0,
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
@@ -228,30 +231,21 @@ def report(program: Program) -> Report:
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
 )
-_PRODUCT = re.compile(
-    r"stablehlo\.dot_general .*?contracting_dims = \[([\d, ]*)\] x .*?"
-    r": \(tensor<([^>]*)>, tensor<[^>]*>\) -> tensor<([^>]*)>"
-)
 
 
-def product_flops(text: str) -> float:
-    """Operations of the matrix products in a lowered program: those of a function as often as it is called,
-    of a loop's body once, of a conditional all branches."""
-    own: Counter[str] = Counter()
-    calls: dict[str, Counter[str]] = {}
-    name = "main"
-    for line in text.splitlines():
-        opened = re.match(r"\s*func\.func .*?@([\w.]+)\(", line)
-        if opened:
-            name = opened[1]
-            continue
-        calls.setdefault(name, Counter()).update(re.findall(r"call @([\w.]+)\(", line))
-        for contracted, left, out in _PRODUCT.findall(line):
-            sides = [int(side) for side in left.split("x")[:-1]]
-            inner = math.prod(sides[int(axis)] for axis in contracted.replace(",", " ").split())
-            own[name] += 2 * inner * math.prod(int(side) for side in out.split("x")[:-1])
+def product_flops(jaxpr: Any, repeated: bool = True) -> float:
+    """Operations of the matrix products of a traced program.
 
-    def total(function: str) -> float:
-        return own[function] + sum(n * total(inner) for inner, n in calls.get(function, Counter()).items())
-
-    return total("main")
+    Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
+    them; those of other loops once; of a conditional all branches.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (inner, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
+        times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
+        inside = jaxprs_in_params(equation.params)
+        total += times * sum(product_flops(each, repeated) for each in inside)
+    return total

@@ -71,24 +71,45 @@ def join(arguments: list[str], log: TextIO) -> int:
         return _play(resolved, paths, out)
 
 
-def _read(arguments: list[str], command: str = "run") -> tuple[dict[str, Any], Paths, HostOptions]:
-    """The settings that are given for a run, and the options that are none of its settings.
+def _read(
+    arguments: list[str], command: str = "run", more: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], Paths, HostOptions]:
+    """The settings that are given for a run, and the options that are none of its settings; `more`: title ->
+    further options of the command, of which those that are given stay among the settings.
 
     Raises:
       InputError: as `parse`, or if the arguments do not begin with a method.
     """
     if not arguments or arguments[0].startswith("-"):
-        shared = {"run": config.RunConfig(), "files": Paths(), "hosts": HostOptions()}
+        shared = {**(more or {}), "run": config.RunConfig(), "files": Paths(), "hosts": HostOptions()}
         parse(shared, arguments, [command], "Train and evaluate a method.", Words("METHOD", tuple(METHODS)))
         raise InputError(
             f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
             "file of your own"
         )
-    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary)
-    return given, _taken(Paths(), given), _taken(HostOptions(), given)
+    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, more)
+    return given, taken(Paths(), given), taken(HostOptions(), given)
 
 
-def _taken(options: Value, given: dict[str, Any]) -> Value:
+def read_alone(
+    arguments: list[str], command: str, more: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], Paths]:
+    """As `_read`, for a command that makes no run directory and is one process.
+
+    Raises:
+      InputError: for options that only a run has.
+    """
+    given, paths, host_options = _read(arguments, command, more)
+    for name in ("out", "resume", "seeds", "stop_signal", "track"):
+        if getattr(paths, name):
+            raise InputError(f"{name}: {command} makes no run directory; leave out {flag(name)}")
+    for field in fields_of(HostOptions):
+        if getattr(host_options, field.name) is not None:
+            raise InputError(f"{field.name}: {command} is one process; leave out {flag(field.name)}")
+    return given, paths
+
+
+def taken(options: Value, given: dict[str, Any]) -> Value:
     """The options with what is given of them, which is then no longer in `given`."""
     names = [field.name for field in fields_of(type(options)) if field.name in given]
     return replaced(options, **{name: given.pop(name) for name in names})
@@ -153,13 +174,7 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
 def check(arguments: list[str]) -> int:
     """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
     not."""
-    given, paths, host_options = _read(arguments, "check")
-    for name in ("out", "resume", "seeds", "stop_signal", "track"):
-        if getattr(paths, name):
-            raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
-    for field in fields_of(HostOptions):
-        if getattr(host_options, field.name) is not None:
-            raise InputError(f"{field.name}: check is one process; leave out {flag(field.name)}")
+    given, paths = read_alone(arguments, "check")
     resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 
@@ -177,9 +192,11 @@ def _folder(resolved: config.RunConfig) -> str:
     return new_folder(slug(resolved.method), slug(resolved.dataset), f"s{resolved.seed}")
 
 
-def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -> dict[str, Any]:
+def parse_run(
+    method: str, arguments: Sequence[str], command: str, about: str, more: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
-    scale and its file of settings decide the defaults that the help shows.
+    scale and its file of settings decide the defaults that the help shows. `more`: as of `_read`.
 
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
@@ -195,9 +212,12 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
         shown = config.from_mapping(method, values | chosen, str(source or "options"))
     else:
         shown = config.preset(method, adapter)
-    config.check_known(method, adapter, typed, "options")
+    more = more or {}
+    further = {field.name for options in more.values() for field in fields_of(type(options))}
+    known = {name: value for name, value in typed.items() if name.removeprefix("no_") not in further}
+    config.check_known(method, adapter, known, "options")
     run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
-    parts = dict([*own, run, ("files", Paths()), ("hosts", HostOptions())])
+    parts = dict([*more.items(), *own, run, ("files", Paths()), ("hosts", HostOptions())])
     return parse(parts, arguments, [command, method], about)[1]
 
 

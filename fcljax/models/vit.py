@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.models.products import dense, matmul, product
+from fcljax.models.products import attention, dense, gelu, matmul
 from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
@@ -72,7 +72,9 @@ def per_image(injection: Injection | None) -> tuple[list[Array], Callable[[list[
 
 
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name=name)
+    """In float32. Where activations are rounded, the backward pass computes it again from what entered it."""
+    layer = nn.LayerNorm if c.dtype == "float32" else nn.remat(nn.LayerNorm)
+    return layer(epsilon=c.epsilon, dtype=jnp.float32, name=name)
 
 
 class Attention(nn.Module):
@@ -90,19 +92,18 @@ class Attention(nn.Module):
         if lora is not None:
             q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)
             kv = kv.at[..., c.width :].add(low_rank(x, lora.a_v, lora.b_v))
+        q, kv = q.astype(c.dtype), kv.astype(c.dtype)
         if prompt is not None:
             extra = matmul(prompt, kernel[:, c.width :]) + bias[c.width :]
-            kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
+            extra = jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])).astype(c.dtype)
+            kv = jnp.concatenate([kv, extra], axis=1)
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if prefix is not None:
-            key, value = (rearrange(x, "b n (h d) -> b h n d", h=c.heads) for x in prefix)
+            key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
-        q, k, v = (part.astype(c.dtype) for part in (q, k, v))
-        score = product("bhqd,bhkd->bhqk", q, k) * (c.width // c.heads) ** -0.5
-        out = product("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(c.dtype), v)
-        return dense(c.width, c.dtype, "proj")(rearrange(out, "b h n d -> b n (h d)"))
+        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v), "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
         """The fused projection, its kernel in the compute type: q, k and v are of different tokens."""
@@ -132,9 +133,9 @@ class Block(nn.Module):
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
-        x = x[:, :queries] + attended
-        hidden = nn.gelu(dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)), approximate=False)
-        return x + dense(c.width, c.dtype, "fc2")(hidden)
+        x = (x[:, :queries] + attended).astype(c.dtype)
+        hidden = gelu(dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)), c.dtype)
+        return (x + dense(c.width, c.dtype, "fc2")(hidden)).astype(c.dtype)
 
 
 def patchify(
@@ -166,7 +167,7 @@ class ViT(nn.Module):
             extra = injection.tokens + position[0]
             first.append(jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])))
         read = sum(part.shape[1] for part in first)
-        x = jnp.concatenate([*first, x], axis=1)
+        x = jnp.concatenate([*first, x], axis=1).astype(c.dtype)
         taps = {"embed": x}
         for i in range(c.depth):
             # Only the class token and injected tokens are read from the last block: query, projection and
@@ -176,7 +177,7 @@ class ViT(nn.Module):
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
             )
             taps[f"block_{i:02d}"] = x
-        x = _norm(c, "norm")(x) if c.final_norm else x
+        x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
         return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
 
 

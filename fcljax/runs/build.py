@@ -1,5 +1,6 @@
 """From settings to an experiment: the method, its engine, the data and how clients share them."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
+    compute_type,
     device_mesh,
     fetch,
     forward_flops,
@@ -110,6 +112,7 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     Raises:
       InputError: for settings or files that cannot work.
     """
+    settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
     if dataset and settings.holdout:
         dataset = hold_out(dataset, settings.holdout)

@@ -28,6 +28,10 @@ class Program(NamedTuple):
     steps: int = 0
     """How often the step of its loop runs in a round, on one device; 0: it has no loop over steps."""
 
+    def trace(self) -> jax.stages.Traced:
+        """The function for these arguments."""
+        return self.function.trace(*self.arguments)
+
     def lower(self) -> jax.stages.Lowered:
         """The function for these arguments."""
         return self.function.lower(*self.arguments)
@@ -71,7 +75,7 @@ def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
 ) -> Iterator[Program]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
-    (broadcast, states), chunk = given, _first_chunk(exp, player)
+    (broadcast, states), (chunk, steps) = given, _first_chunk(exp, player)
     place, split = _placing(placement.whole), _placing(placement.split)
     accumulator = jax.eval_shape(player.empty)
     carry = jax.eval_shape(player.open, accumulator, states, chunk)
@@ -88,17 +92,18 @@ def _of_player(
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
         window = TickWindow(data, mine, mine, np.int32(0), ticks)
         arguments = (place(call), split(carry), place(window), place(past), False)
-        yield Program(f"{name} phase {i}", run, arguments, int(ticks))
+        yield Program(f"{name} phase {i}", run, arguments, steps[i])
     yield Program(f"{name} sound", player.sound, (split(carry),))
     yield Program(f"{name} close", player.close, (*place((accumulator, states)), split(carry), place(chunk)))
 
 
-def _first_chunk(exp: Experiment, player: Player) -> Chunk:
-    """The first chunk of the first task's first round, with every client."""
+def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
+    """The first chunk of the first task's first round, with every client, and the steps of each phase in all
+    chunks of the round."""
     partition = exp.scenario.partitions[0][0]
     ids = np.flatnonzero(partition.count)[: player.capacity.participants]
     chunks, _ = plan_round(player.round.program, partition, ids, 0, exp.engine.lanes.count, player.capacity)
-    return chunks[0]
+    return chunks[0], [sum(map(int, ticks)) for ticks in zip(*(each.ticks for each in chunks), strict=True)]
 
 
 def _placing(sharding: Sharding | None) -> Callable[[PyTree], PyTree]:
