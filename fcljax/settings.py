@@ -268,6 +268,8 @@ class EngineConfig:
     """Number of clients that train at the same time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
     """How the clients that train at the same time are computed."""
+    batch_devices: int = option(0, least=0, unset="chosen for the devices, 1 on a CPU")
+    """Number of devices that share each batch of a client; the update is the same up to rounding."""
     microbatch: int = option(0, least=0, unset="the whole batch, on accelerators what fits")
     """Most images that the network computes at a time; the update is the batch's up to rounding."""
     remat: bool = False

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from fcljax.errors import InputError, choose
-from fcljax.mesh import WHOLE, mesh_of, split
+from fcljax.mesh import mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.programs import Placement, Program, programs_of
@@ -102,8 +102,7 @@ def machine(name: str) -> tuple[Machine, Placement]:
     if chip.devices == 1:
         one = SingleDeviceSharding(devices[0])
         return Machine(chip.kind), Placement(one, one)
-    mesh = mesh_of(devices[: chip.devices])
-    return Machine(chip.kind, mesh), Placement(NamedSharding(mesh, WHOLE), NamedSharding(mesh, split()))
+    return Machine(chip.kind, mesh_of(devices[: chip.devices])), Placement()
 
 
 def _tpus(chip: Chip) -> list[Any]:

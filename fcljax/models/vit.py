@@ -56,19 +56,25 @@ class Injection(NamedTuple):
     tokens: Float[Array, "..."] | None = None
 
 
-def per_image(injection: Injection | None) -> tuple[list[Array], Callable[[list[Array]], Injection | None]]:
-    """What of an injection belongs to single images, leaves [batch, ...], and a function that puts (some
-    images') values in their places; the rest is the same for all images."""
+Parts = tuple[list[Array], list[Array], Callable[[list[Array], list[Array]], "Injection | None"]]
+
+
+def per_image(injection: Injection | None) -> Parts:
+    """What of an injection belongs to single images, leaves [batch, ...], what is the same for all images,
+    and a function that puts (some images') values of the first and of the second in their places."""
     leaves, tree = jax.tree.flatten(injection)
     keep = None if injection is None else injection.keep
     # prompts, prefixes and tokens have three axes, of which the first is 1 or missing where all images share
     own = [leaf is keep or (leaf.ndim == 3 and len(leaf) > 1) for leaf in leaves]
 
-    def join(some: list[Array]) -> Injection | None:
-        given = iter(some)
-        return tree.unflatten([next(given) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)])
+    def join(some: list[Array], rest: list[Array]) -> Injection | None:
+        given, shared = iter(some), iter(rest)
+        return tree.unflatten([next(given) if mine else next(shared) for mine in own])
 
-    return [leaf for leaf, mine in zip(leaves, own, strict=True) if mine], join
+    some, rest = (
+        [leaf for leaf, mine in zip(leaves, own, strict=True) if mine is each] for each in (True, False)
+    )
+    return some, rest, join
 
 
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:

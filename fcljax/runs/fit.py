@@ -13,11 +13,11 @@ import jax
 
 from fcljax.data.store import Split
 from fcljax.errors import InputError
-from fcljax.mesh import WHOLE, device_count, split
+from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
 from fcljax.runs.build import Experiment, Machine, assemble
 from fcljax.runs.inputs import device_memory
-from fcljax.runs.programs import Placement, Program, programs_of
+from fcljax.runs.programs import Program, programs_of
 from fcljax.settings import RunConfig
 
 USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
@@ -100,13 +100,8 @@ def fitted(
 
 def largest_need(exp: Experiment) -> Need:
     """Of the loops over steps of a round, the one that needs most, by compiling each."""
-    mesh = exp.engine.mesh
-    placement = Placement()
-    if mesh is not None:
-        sharding = jax.sharding.NamedSharding
-        placement = Placement(sharding(mesh, WHOLE), sharding(mesh, split()))
     beside = exp.test.image.nbytes if isinstance(exp.test, Split) else 0
-    loops = [program for program in programs_of(exp, placement) if program.steps]
+    loops = [program for program in programs_of(exp) if program.steps]
     return max((_need(program, beside) for program in loops), key=lambda need: need.total)
 
 

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from fcljax.data.streaming import whole
 from fcljax.federated.client_loop import Call, ReplayData, TickWindow
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
+from fcljax.mesh import WHOLE, split
 from fcljax.runs.build import Experiment
 from fcljax.types import PyTree, RoundContext
 
@@ -46,13 +47,19 @@ class Placement(NamedTuple):
     """Of what has an axis for the devices."""
 
 
-def programs_of(exp: Experiment, placement: Placement) -> Iterator[Program]:
+DEFAULT = Placement()
+
+
+def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Program]:
     """Every program of a round of the first task: broadcast, client loop, and the server's step.
 
     Args:
       exp: the experiment; its weights may be shapes. Images that lie on the host are taken as resident.
-      placement: of the arguments.
+      placement: of the arguments; on a mesh they lie as its programs have them.
     """
+    if exp.engine.mesh is not None:
+        each = NamedSharding(exp.engine.mesh, WHOLE), NamedSharding(exp.engine.mesh, split())
+        placement = Placement(*each)
     engine, method = exp.engine, exp.method
     server = jax.eval_shape(method.init, exp.key, exp.frozen)
     states = jax.eval_shape(
@@ -76,7 +83,7 @@ def _of_player(
 ) -> Iterator[Program]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
     (broadcast, states), (chunk, steps) = given, _first_chunk(exp, player)
-    place, split = _placing(placement.whole), _placing(placement.split)
+    place, apart = _placing(placement.whole), _placing(placement.split)
     accumulator = jax.eval_shape(player.empty)
     carry = jax.eval_shape(player.open, accumulator, states, chunk)
     indices = jax.eval_shape(player.indices, chunk, exp.key)
@@ -91,10 +98,10 @@ def _of_player(
     past = ReplayData(data, may_replay, may_replay)
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
         window = TickWindow(data, mine, mine, np.int32(0), ticks)
-        arguments = (place(call), split(carry), place(window), place(past), False)
+        arguments = (place(call), apart(carry), place(window), place(past), False)
         yield Program(f"{name} phase {i}", run, arguments, steps[i])
-    yield Program(f"{name} sound", player.sound, (split(carry),))
-    yield Program(f"{name} close", player.close, (*place((accumulator, states)), split(carry), place(chunk)))
+    yield Program(f"{name} sound", player.sound, (apart(carry),))
+    yield Program(f"{name} close", player.close, (*place((accumulator, states)), apart(carry), place(chunk)))
 
 
 def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
