@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from fcljax.adapters import ADAPTERS, find_adapter
+from fcljax.data.owners import says_tasks
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
@@ -252,6 +253,11 @@ def resolve(config: RunConfig) -> RunConfig:
     check_ranges(config)
     if config.clients > MOST_CLIENTS:
         raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
+    if config.participation > 1 and config.participation % 1:
+        raise InputError(
+            f"participation: {config.participation} is no share and no number of clients; nearest valid "
+            f"value: {round(config.participation)}"
+        )
     if config.malicious >= config.clients:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
@@ -264,7 +270,20 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
         )
-    return partitioned(config, usual)
+    return _one_epoch(partitioned(config, usual), usual)
+
+
+def _one_epoch(config: RunConfig, usual: RunConfig) -> RunConfig:
+    """Settings whose clients pass over an online stream once.
+
+    Raises:
+      InputError: for a number of epochs that was given.
+    """
+    if config.population != "online" or config.epochs == 1:
+        return config
+    if config.epochs != usual.epochs:
+        raise InputError(f"epochs: {config.epochs}: an online stream is seen once; nearest: --epochs 1")
+    return dataclasses.replace(config, epochs=1)
 
 
 def partitioned(config: Run, usual: Run) -> Run:
@@ -277,7 +296,7 @@ def partitioned(config: Run, usual: Run) -> Run:
       InputError: naming the first option that was given and that nothing reads.
     """
     check_read(config, usual)
-    if config.partition in ("quantity", "shards") and config.alpha != usual.alpha:
+    if config.partition in ("quantity", "shards", "whole_classes") and config.alpha != usual.alpha:
         raise InputError(
             f"alpha: it is the concentration of Dirichlet partitions, and partition is {config.partition!r}; "
             f"nearest: --classes-per-client {max(1, round(config.alpha))}"
@@ -289,12 +308,67 @@ def partitioned(config: Run, usual: Run) -> Run:
     _check_task_sizes(config)
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     fixed = "static" if is_owned(config.partition) else fixed
+    _check_stream(config, fixed)
+    if config.population == "online":
+        return config
     if config.population not in (fixed, usual.population, "static"):
         raise InputError(
             f"population: {config.partition} clients are {fixed}, not {config.population!r}; nearest: "
             f"{fixed!r}"
         )
     return dataclasses.replace(config, population=fixed)
+
+
+def _check_stream(config: PartitionConfig, population: str) -> None:
+    """Online streams, clients that come and go, and schedules by example need clients that persist and tasks
+    that they share.
+
+    Raises:
+      InputError: naming the first option that does not go with another.
+    """
+    moving = next(
+        (name for name, usual in (("new_clients", 0), ("move_on", 1.0)) if getattr(config, name) != usual), ""
+    )
+    chosen = moving or ("population" if config.population == "online" else "")
+    fleeting = config.partition if config.partition == "sampled" else population
+    if chosen and (config.partition == "sampled" or population in ("redrawn", "independent")):
+        raise InputError(
+            f"{chosen}: {getattr(config, chosen)!r} needs clients that persist, and {fleeting} ones are new "
+            "in every round; leave one of them out"
+        )
+    by_example = next(
+        (name for name in ("tasks_by", "blurry") if getattr(config, name) not in ("class", 0.0)), ""
+    )
+    if config.partition == "private" and (chosen or by_example):
+        name = chosen or by_example
+        raise InputError(
+            f"{name}: {getattr(config, name)!r} is not honoured with private streams, which have their own "
+            "schedule; nearest: --partition dirichlet"
+        )
+    if config.stay_behind != "keep" and config.move_on == 1:
+        raise InputError("stay_behind: with --move-on 1 nobody stays; nearest: --move-on 0.9")
+    if config.population == "online" and config.move_on < 1 and config.stay_behind == "keep":
+        raise InputError(
+            "stay_behind: clients of an online stream see no example again; nearest: --stay-behind leave"
+        )
+    _check_schedule(config)
+
+
+def _check_schedule(config: PartitionConfig) -> None:
+    """Options of schedules by example.
+
+    Raises:
+      InputError: naming the first that nothing reads.
+    """
+    if config.disjoint and not config.blurry:
+        raise InputError("disjoint: only --blurry reads it; nearest: --blurry 0.1")
+    if config.tasks_by == "class":
+        if config.task_order:
+            raise InputError("task_order: only --tasks-by column:NAME reads it; see also --class-order")
+        return
+    for name in ("base_classes", "classes_per_task", "task_sizes", "blurry"):
+        if getattr(config, name):
+            raise InputError(f"{name}: {config.tasks_by!r} decides the tasks; leave it out")
 
 
 def _check_task_sizes(config: PartitionConfig) -> None:
@@ -321,6 +395,9 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
             f"clients: the partition {config.partition!r} decides their number; leave out --clients"
         )
     decides = next((name for name in ("classes_per_task", "task_sizes") if getattr(config, name)), "")
+    decides = decides if config.tasks_by == "class" else "tasks_by"
+    if "tasks" in given and says_tasks(config.partition):
+        raise InputError(f"tasks: {config.partition!r} has a column 'task', which decides; leave it out")
     if "tasks" in given and decides:
         raise InputError(f"tasks: {decides} decides their number; leave out --tasks")
 

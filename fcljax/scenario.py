@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int64
 
 from fcljax.config import PartitionConfig
+from fcljax.data.attendance import AWAY, attendance, changes
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.owners import find_owners
+from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
 from fcljax.data.partition import (
     Sample,
     count_matrix,
@@ -19,9 +20,19 @@ from fcljax.data.partition import (
     quantity,
     sample_client,
     shards,
+    whole_classes,
 )
 from fcljax.data.store import ClientIndices, client_indices, merge
 from fcljax.data.streams import own_streams, pool_of, shared_streams
+from fcljax.data.task_schedule import (
+    PURPOSE,
+    TaskSchedule,
+    blurred,
+    by_class,
+    by_domain,
+    listed,
+    natural_order,
+)
 from fcljax.data.tasks import (
     chosen_sizes,
     class_order,
@@ -30,7 +41,6 @@ from fcljax.data.tasks import (
     python_order,
     relabel,
     tasks_of,
-    tasks_of_sizes,
 )
 from fcljax.errors import InputError, Value
 from fcljax.federated.schedule import ClientPartition
@@ -40,6 +50,7 @@ from fcljax.settings import is_owned
 from fcljax.types import Task
 
 ORDER_BYTES = 1 << 22  # of a file of classes
+ONLINE = 35  # the purpose of a draw, among those of the seed
 
 
 class Scenario(NamedTuple):
@@ -50,11 +61,25 @@ class Scenario(NamedTuple):
     tasks: tuple[Task, ...]  # where clients have streams of their own, with the classes of all clients
     partitions: list[list[ClientPartition]]  # [task][round]
     holdings: Int[np.ndarray, "K C"]  # training examples per client and class, over all rounds if redrawn
+    # the task of each test example; None: the classes of a task decide, because clients draw tasks of a pool
+    test_task: Int[np.ndarray, " M"] | None = None
+    # [task]: the clients' examples of all its rounds, where each of them comes in one round only
+    whole: tuple[ClientPartition, ...] = ()
 
-    def current(self, task: int, client: int) -> Bool[np.ndarray, " C"]:
-        """The classes of a task, or of the client's own task if it has a stream of its own."""
-        own = self.partitions[task][0].task
+    def current(self, task: int, client: int | None = None) -> Bool[np.ndarray, " C"]:
+        """The classes of a task, or of a client's own task if it has one."""
+        own = None if client is None else self.partitions[task][0].task
         return np.asarray(own.current[client] if own else self.tasks[task].current)
+
+    def tests(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
+        """Which test examples belong to a task, or to a client's own if it has tasks of its own."""
+        if self.test_task is None:
+            return self.current(task, client)[self.test_label]
+        return self.test_task == task
+
+    def tests_seen(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
+        """Which test examples belong to a task or one before it."""
+        return np.any([self.tests(t, client) for t in range(task + 1)], axis=0)
 
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
         """The classes of which each client has had examples by the end of a task."""
@@ -78,19 +103,29 @@ def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint
     if joint:
         assigned = _joint(assigned, len(dataset.class_names))
     label, tasks, classes = assigned.train_label, assigned.tasks, len(dataset.class_names)
+    online = options.population == "online"
     # a static population has one partition for all rounds of a task
     drawn = 1 if options.population == "static" else rounds
-    partitions, holdings = [], np.zeros((options.clients, classes), np.int32)
+    partitions, whole, holdings = [], [], np.zeros((options.clients, classes), np.int32)
+
+    def partition_of(owned: ClientIndices, reported: np.ndarray | None, own: Task | None) -> ClientPartition:
+        counts = _counts(owned, label, classes)
+        return ClientPartition(*owned, counts if reported is None else reported, own)
+
     for t, own in enumerate(assigned.own or (None,) * len(tasks)):
         of_task = []
         for r in range(drawn):
             owned = assigned.indices(t, r)
-            counts = _counts(owned, label, classes)
-            reported = assigned.reported(t, r) if assigned.reported else counts
-            of_task.append(ClientPartition(*owned, reported, own))
-            holdings = holdings + counts
+            reported = assigned.reported(t, r) if assigned.reported else None
+            of_task.append(partition_of(owned, reported, own))
+            holdings = holdings + assigned.newly(t)[:, None] * _counts(owned, label, classes)
         partitions.append(of_task * (rounds // drawn))
-    return Scenario(label, assigned.test_label, tasks, partitions, holdings)
+        if online:
+            whole.append(partition_of(merge([assigned.indices(t, r) for r in range(rounds)]), None, own))
+        if not any(len(each.indices) for each in of_task):
+            raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
+    test_label, test_task = assigned.test_label, assigned.test_task
+    return Scenario(label, test_label, tasks, partitions, holdings, test_task, tuple(whole))
 
 
 def scenario_of_counts(
@@ -98,15 +133,14 @@ def scenario_of_counts(
 ) -> Scenario:
     """The scenario of a server without training examples, which knows how many examples clients report for
     each task, but neither their indices nor their classes."""
-    order, tasks = _schedule(dataset, options, joint)
-    none = np.zeros((options.clients, len(order)), np.int32)
+    label, test_label, schedule = _schedule_apart(dataset, options, joint)
+    none = np.zeros((options.clients, len(dataset.class_names)), np.int32)
 
     def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
         return ClientPartition(np.zeros(int(count.sum()), np.int32), np.cumsum([0, *count]), none)
 
     partitions = [[partition(count)] * rounds for count in counts]
-    train_label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    return Scenario(train_label, test_label, tasks, partitions, none)
+    return Scenario(label, test_label, schedule.tasks, partitions, none, schedule.test)
 
 
 def scenario_of_one(
@@ -114,24 +148,71 @@ def scenario_of_one(
 ) -> Scenario:
     """The scenario of a client with data of its own: it has all training examples, each in the task of its
     class."""
-    order, tasks = _schedule(dataset, options, joint)
-    label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    label, test_label, schedule = _schedule_apart(dataset, options, joint)
     parts = [np.empty(0, np.int32)] * options.clients
     parts[client] = np.arange(len(label), dtype=np.int32)
-    owned = [client_indices(parts, label, task) for task in tasks]
-    counts = [_counts(each, label, len(order)) for each in owned]
+    owned = [client_indices(parts, schedule.train, task) for task in range(len(schedule.tasks))]
+    counts = [_counts(each, label, len(dataset.class_names)) for each in owned]
     partitions = [[ClientPartition(*each, count)] * rounds for each, count in zip(owned, counts, strict=True)]
-    return Scenario(label, test_label, tasks, partitions, functools.reduce(np.add, counts))
+    held = functools.reduce(np.add, counts)
+    return Scenario(label, test_label, schedule.tasks, partitions, held, schedule.test)
 
 
-def _schedule(dataset: Dataset, options: PartitionConfig, joint: bool) -> tuple[np.ndarray, tuple[Task, ...]]:
-    """The class order, and the tasks that all clients share."""
+def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Labels of both splits as positions in the class order."""
     order = _class_order(dataset, options, np.random.RandomState(options.seed))
-    return order, make_tasks(len(order), 1) if joint else _tasks(len(order), options)
+    return relabel(dataset.y_train, order), relabel(dataset.y_test, order)
 
 
-def _tasks(classes: int, options: PartitionConfig) -> tuple[Task, ...]:
-    return tasks_of_sizes(_sizes(classes, options))
+def _schedule_apart(
+    dataset: Dataset, options: PartitionConfig, joint: bool
+) -> tuple[np.ndarray, np.ndarray, TaskSchedule]:
+    """Labels of both splits and the task schedule, where no process has the examples of all clients.
+
+    Raises:
+      InputError: for a schedule that needs them all.
+    """
+    apart = [
+        ("tasks_by", options.tasks_by != "class"),
+        ("blurry", bool(options.blurry)),
+        ("new_clients", bool(options.new_clients)),
+        ("move_on", options.move_on < 1),
+        ("population", options.population == "online"),
+    ]
+    for name, chosen in apart:
+        if chosen:
+            raise InputError(
+                f"{name}: {getattr(options, name)!r} needs the examples of all clients, which are on "
+                "machines of their own here; leave it out"
+            )
+    label, test_label = _labels(dataset, options)
+    sizes = (len(dataset.class_names),) if joint else _sizes(len(dataset.class_names), options)
+    return label, test_label, by_class(sizes, label, test_label)
+
+
+def _schedule(
+    dataset: Dataset, options: PartitionConfig, label: np.ndarray, test_label: np.ndarray
+) -> TaskSchedule:
+    """The tasks, and which examples belong to each.
+
+    Raises:
+      InputError: for a schedule that does not fit the data set.
+    """
+    classes, column = len(dataset.class_names), options.tasks_by.partition(":")[2]
+    if says_tasks(options.partition):
+        _check_listed(options)
+        return listed(read_tasks(options.partition, dataset), label, test_label, classes)
+    if column:
+        problem = f"tasks_by: no column {column!r} of the {{}} examples"
+        domain = find_column(column, dataset.columns, problem.format("training"), dataset)
+        test_domain = find_column(column, dataset.columns_test, problem.format("test"), dataset)
+        order = [name.strip() for name in options.task_order.split(",")] if options.task_order else None
+        return by_domain(domain, test_domain, order or natural_order(domain), label, classes)
+    schedule = by_class(_sizes(classes, options), label, test_label)
+    if not options.blurry:
+        return schedule
+    draws = np.random.RandomState([options.seed, PURPOSE])
+    return blurred(schedule, label, options.blurry, options.disjoint, draws)
 
 
 def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:
@@ -150,9 +231,24 @@ def fitted(options: Value, dataset: Dataset) -> Value:
     clients, tasks = options.clients, options.tasks
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
-    if options.classes_per_task or options.task_sizes:
-        tasks = len(_sizes(len(dataset.class_names), options))
+    decided = options.classes_per_task or options.task_sizes or options.tasks_by != "class"
+    if decided or says_tasks(options.partition):
+        tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
     return replaced(options, clients=clients, tasks=tasks)
+
+
+def _check_listed(options: PartitionConfig) -> None:
+    """No option says what a partition's file says.
+
+    Raises:
+      InputError: naming the first one that does.
+    """
+    usual = PartitionConfig()
+    for name in ("tasks_by", "base_classes", "classes_per_task", "task_sizes", "blurry"):
+        if getattr(options, name) != getattr(usual, name):
+            raise InputError(
+                f"{name}: {options.partition!r} has a column 'task', which decides; leave it out"
+            )
 
 
 def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
@@ -174,6 +270,14 @@ class Assignment(NamedTuple):
     reported: Callable[[int, int], np.ndarray] | None = None
     # each client's own tasks, leaves [K, ...], if clients do not share the tasks
     own: tuple[Task, ...] = ()
+    # the task of each test example; None: see `Scenario.test_task`
+    test_task: Int[np.ndarray, " M"] | None = None
+    # [task, client]: the task whose examples the client has in a task; None: all have those of the task
+    holds: Int[np.ndarray, "T K"] | None = None
+
+    def newly(self, task: int) -> Bool[np.ndarray, " K"] | np.ndarray:
+        """Which clients have examples of the task itself, not those of one before."""
+        return np.ones(1, bool) if self.holds is None else self.holds[task] == task
 
 
 def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assignment:
@@ -201,67 +305,141 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
         raises what its partition does.
     """
     stream = np.random.RandomState(options.seed)
-    classes = len(dataset.class_names)
     order = _class_order(dataset, options, stream)
     used = first_share(dataset.y_train, options.train_share)
     if options.partition == "private":
         return _private(dataset, options, order, used, stream)
     label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
-    tasks, reported = _tasks(classes, options), None
-    whole = options.partition in ("dirichlet", "iid")
-
-    def of_task(task: int) -> np.ndarray:
-        return used if whole else used[tasks[task].current[label[used]]]
-
-    def parts(task: int, rng: np.random.RandomState) -> list[np.ndarray]:
-        mine = of_task(task)
-        return [mine[part] for part in _split(dataset.y_train[mine], options, rng)]
-
+    schedule = _schedule(dataset, options, label, test_label)
+    data = _Data(dataset, options, schedule, used, rounds)
     if options.partition == "sampled":
-
-        def sampled(task: int, round_: int) -> list[Sample]:
-            return _sampled(dataset.y_train, of_task(task), options, (task, round_, rounds))
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            return [sample.indices for sample in sampled(task, round_)]
-
-        if options.long_tail == "reported":
-            position = relabel(np.arange(classes), order)
-
-            def reported(task: int, round_: int) -> np.ndarray:
-                return _reported(sampled(task, round_), position)
-
-    elif options.population == "redrawn":
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            return parts(task, np.random.RandomState([options.seed, task, round_]))
-
-    elif options.population == "independent":
-
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
-            seeds = ([options.seed, task, round_, client] for client in range(options.clients))
-            return [parts(task, np.random.RandomState(seed))[seed[-1]] for seed in seeds]
-
+        drawn = data.sampled
+    elif options.population in ("redrawn", "independent"):
+        drawn = getattr(data, options.population)
     else:
-        count = len(tasks)
+        drawn = data.static(stream)
+
+    def indices(task: int, round_: int) -> ClientIndices:
+        return client_indices(drawn(task, round_), schedule.train, task)
+
+    assigned = Assignment(label, test_label, schedule.tasks, indices, test_task=schedule.test)
+    if options.partition == "sampled" and options.long_tail == "reported":
+        position = relabel(np.arange(len(order)), order)
+
+        def reported(task: int, round_: int) -> np.ndarray:
+            return _reported(data.samples(task, round_), position)
+
+        assigned = assigned._replace(reported=reported)
+    if changes(options):
+        assigned = _attended(assigned, data.holds)
+    return _online(assigned, options, rounds) if options.population == "online" else assigned
+
+
+class _Data(NamedTuple):
+    """What a partition is drawn from."""
+
+    dataset: Dataset
+    options: PartitionConfig
+    schedule: TaskSchedule
+    used: Int[np.ndarray, " n"]
+    """Indices of the training examples that are used."""
+    rounds: int
+
+    @property
+    def holds(self) -> Int[np.ndarray, "T K"]:
+        """The task whose examples each client has in each task."""
+        return attendance(self.options, len(self.schedule.tasks))
+
+    def of_task(self, task: int) -> np.ndarray:
+        """Indices of the examples that a partition of the task assigns."""
+        if self.options.partition in ("dirichlet", "iid"):
+            return self.used
+        return self.used[self.schedule.train[self.used] == task]
+
+    def parts(self, task: int, rng: np.random.RandomState) -> list[np.ndarray]:
+        """A partition of a task, or of all; of a task among the clients that have it."""
+        mine, clients = self.of_task(task), np.arange(self.options.clients)
+        if changes(self.options) and self.options.partition not in ("dirichlet", "iid"):
+            clients = np.flatnonzero(self.holds[task] == task)
+        split = _split(self.dataset.y_train[mine], self.options, len(clients), rng)
+        found = [mine[:0]] * self.options.clients
+        for client, part in zip(clients.tolist(), split, strict=True):
+            found[client] = mine[part]
+        return found
+
+    def samples(self, task: int, round_: int) -> list[Sample]:
+        """HePCo's clients."""
+        return _sampled(self.dataset.y_train, self.of_task(task), self.options, (task, round_, self.rounds))
+
+    def sampled(self, task: int, round_: int) -> list[np.ndarray]:
+        """The examples of HePCo's clients."""
+        return [sample.indices for sample in self.samples(task, round_)]
+
+    def redrawn(self, task: int, round_: int) -> list[np.ndarray]:
+        """A partition of one round."""
+        return self.parts(task, np.random.RandomState([self.options.seed, task, round_]))
+
+    def independent(self, task: int, round_: int) -> list[np.ndarray]:
+        """Of each client's own partition of one round its part."""
+        everyone = range(self.options.clients)
+        seeds = [[self.options.seed, task, round_, client] for client in everyone]
+        return [self.parts(task, np.random.RandomState(seeds[k]))[k] for k in everyone]
+
+    def static(self, stream: np.random.RandomState) -> Callable[[int, int], list[np.ndarray]]:
+        """Partitions that stay over the rounds, of all tasks or drawn task after task."""
+        options, count = self.options, len(self.schedule.tasks)
         if is_owned(options.partition):
-            owned = find_owners(dataset, options.partition).parts()
+            owned = find_owners(self.dataset, options.partition).parts()
             if len(owned) != options.clients:
                 raise InputError(
                     f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
                 )
-            static = [[np.intersect1d(part, used) for part in owned]] * count
+            of_tasks = [[np.intersect1d(part, self.used) for part in owned]] * count
+        elif options.partition in ("dirichlet", "iid"):
+            of_tasks = [self.parts(0, stream)] * count
         else:
-            static = [parts(0, stream)] * count if whole else [parts(task, stream) for task in range(count)]
+            of_tasks = [self.parts(task, stream) for task in range(count)]
 
         def drawn(task: int, round_: int) -> list[np.ndarray]:
             del round_
-            return static[task]
+            return of_tasks[task]
+
+        return drawn
+
+
+def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment:
+    """The examples of clients that join, stay behind or leave. One that stays behind has the classes of its
+    own last task as the current ones, and has seen those of all tasks so far."""
 
     def indices(task: int, round_: int) -> ClientIndices:
-        return client_indices(drawn(task, round_), label, tasks[task])
+        mine = holds[task].tolist()
+        of_tasks = {held: assigned.indices(held, round_).by_client() for held in set(mine) - {AWAY}}
+        none = np.empty(0, np.int32)
+        return ClientIndices.of([none if held == AWAY else of_tasks[held][k] for k, held in enumerate(mine)])
 
-    return Assignment(label, test_label, tasks, indices, reported)
+    own, tasks = (), assigned.tasks
+    if np.any((holds >= 0) & (holds < np.arange(len(holds))[:, None])):
+        kept = [
+            [tasks[held]._replace(seen=task.seen) for held in mine]
+            for task, mine in zip(tasks, holds, strict=True)
+        ]
+        own = tuple(_stacked(task, tuple(each)) for task, each in zip(tasks, kept, strict=True))
+    return assigned._replace(indices=indices, own=own, holds=holds)
+
+
+def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assignment:
+    """Each client's examples of a task divided over its rounds, in an order that depends on (seed, task,
+    client)."""
+
+    def indices(task: int, round_: int) -> ClientIndices:
+        seeds = [[options.seed, ONLINE, task, client] for client in range(options.clients)]
+        draws = map(np.random.RandomState, seeds)
+        of_clients = zip(draws, assigned.indices(task, 0).by_client(), strict=True)
+        return ClientIndices.of(
+            [np.array_split(rng.permutation(mine), rounds)[round_] for rng, mine in of_clients]
+        )
+
+    return assigned._replace(indices=indices)
 
 
 def _joint(assigned: Assignment, classes: int) -> Assignment:
@@ -270,10 +448,12 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
     Raises:
       InputError: for private streams.
     """
-    if assigned.own:
+    if assigned.own and assigned.holds is None:
         raise InputError(
             "partition: 'private' assigns examples by task, and a joint run has one task; nearest: 'iid'"
         )
+    if assigned.holds is not None:
+        raise InputError("new_clients, move_on: a joint run has one task, with all clients; leave them out")
     every, reported = range(len(assigned.tasks)), assigned.reported
 
     def indices(_: int, round_: int) -> ClientIndices:
@@ -284,7 +464,10 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
         return np.sum([reported(task, round_) for task in every], axis=0)
 
     return assigned._replace(
-        tasks=make_tasks(classes, 1), indices=indices, reported=all_reported if reported else None
+        tasks=make_tasks(classes, 1),
+        indices=indices,
+        reported=all_reported if reported else None,
+        test_task=np.zeros(len(assigned.test_label), int),
     )
 
 
@@ -297,8 +480,9 @@ def _private(
 ) -> Assignment:
     """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
     label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
+    test_task = None
     if options.task_pool == "same":
-        tasks = _tasks(classes, options)
+        tasks, _, test_task = by_class(_sizes(classes, options), label, test_label)
         shared = [np.flatnonzero(task.current) for task in tasks]
         share = options.category_ratio or 0.5
         streams = shared_streams(label[used], shared, options.clients, share, rng)
@@ -313,10 +497,10 @@ def _private(
 
     def indices(task: int, round_: int) -> ClientIndices:
         del round_
-        return client_indices([used[stream.indices[task]] for stream in streams], label, tasks[task])
+        return ClientIndices.of([used[stream.indices[task]] for stream in streams])
 
     stacked = tuple(map(_stacked, tasks, zip(*own, strict=True)))
-    return Assignment(label, test_label, tasks, indices, own=stacked)
+    return Assignment(label, test_label, tasks, indices, own=stacked, test_task=test_task)
 
 
 def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
@@ -390,13 +574,18 @@ def _reported(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _split(labels: np.ndarray, options: PartitionConfig, rng: np.random.RandomState) -> list[np.ndarray]:
+def _split(
+    labels: np.ndarray, options: PartitionConfig, clients: int, rng: np.random.RandomState
+) -> list[np.ndarray]:
+    per_client = options.classes_per_client
     match options.partition:
         case "iid":
-            return iid(labels, options.clients, rng, options.min_examples)
+            return iid(labels, clients, rng, options.min_examples)
         case "quantity":
-            return quantity(labels, options.clients, options.classes_per_client, rng)
+            return quantity(labels, clients, per_client, rng)
         case "shards":
-            return shards(labels, options.clients, options.classes_per_client, rng)
+            return shards(labels, clients, per_client, rng)
+        case "whole_classes":
+            return whole_classes(labels, clients, per_client, rng)
         case _:
-            return dirichlet(labels, options.clients, options.alpha, rng, options.min_examples)
+            return dirichlet(labels, clients, options.alpha, rng, options.min_examples)

@@ -19,6 +19,7 @@ Partition = Literal[
     "quantity",
     "shards",
     "task_dirichlet",
+    "whole_classes",
     "sampled",
     "private",
     "file:PATH",
@@ -144,18 +145,25 @@ class PartitionConfig(SplitConfig):
     clients: int = 5
     """Number of clients K."""
     partition: Partition = "dirichlet"
-    """How examples are assigned to clients: dirichlet and iid once for all tasks; quantity, shards and
-    task_dirichlet per task; sampled clients per round (HePCo); private streams of tasks (VFCL); a file of
-    example or file name and client, or a column of the data set."""
+    """How examples are assigned to clients: dirichlet and iid once for all tasks; quantity, shards,
+    task_dirichlet and whole_classes (GLFC) per task; sampled clients per round (HePCo); private streams of
+    tasks (VFCL); a file of example or file name and client, or a column of the data set."""
     classes_per_client: int = 2
-    """Classes of a task that a client holds (quantity), or shards of 1/100 of its examples (shards)."""
+    """Classes of a task that a client holds (quantity, whole_classes), or shards of 1/100 of its examples
+    (shards)."""
     alpha: float = option(0.5, positive=True)
     """Dirichlet concentration of dirichlet and task_dirichlet; smaller values are less even."""
     min_examples: int = option(10, least=0)
     """Fewest examples of a client, per task with task_dirichlet; partitions with fewer are drawn again."""
-    population: Literal["static", "redrawn", "independent"] = "static"
-    """Whether clients keep their examples, all examples are assigned anew in every round, or each client's
-    are drawn independently and may overlap."""
+    population: Literal["static", "redrawn", "independent", "online"] = "static"
+    """Whether clients keep their examples, all examples are assigned anew in every round, each client's are
+    drawn independently and may overlap, or each example comes in one round only and is seen once (online)."""
+    new_clients: int = option(0, least=0)
+    """Clients, of all --clients, that join with each task after the first (GLFC)."""
+    move_on: float = option(1.0, least=0.0, most=1.0)
+    """Share of the clients so far, drawn anew with each task, that get examples of it (GLFC: 0.9)."""
+    stay_behind: Literal["keep", "leave"] = "keep"
+    """Whether the others keep the examples of their last task, or leave for good."""
     split_ratio: float = option(0.1, positive=True, most=1.0, only=("partition", "sampled"))
     """Share gamma of a class's examples that a sampled client draws."""
     category_ratio: float | None = option(
@@ -184,6 +192,14 @@ class PartitionConfig(SplitConfig):
     """Classes of each task after the first, which then decide the number of tasks."""
     task_sizes: str = option("", unset="as even as possible")
     """Classes of each task, such as 50,10,10,30."""
+    tasks_by: Literal["class", "column:NAME"] = "class"
+    """What makes a task: its classes, or the examples of a domain, which a column of the data set names."""
+    task_order: str = option("", unset="by name")
+    """Order of the domains of --tasks-by, such as real,sketch,clipart."""
+    blurry: float = option(0.0, least=0.0, below=1.0)
+    """Share of each class's examples that come in other tasks than the class's own, equally many in each."""
+    disjoint: float = option(0.0, least=0.0, below=1.0)
+    """Share of the classes of which --blurry moves no example."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +208,8 @@ class TrainConfig:
 
     adapter: str = ""
     """Which parameters of the network train: an adapter of `fcljax list`."""
-    participation: float = option(1.0, positive=True, most=1.0)
-    """Share of the clients that participate in a round."""
+    participation: float = option(1.0, positive=True)
+    """Share of the clients that participate in a round; a whole number from 2: so many clients."""
     rounds: int = option(3, most=MOST_ROUNDS)
     """Communication rounds per task."""
     epochs: int = option(5, most=MOST_ROUNDS)

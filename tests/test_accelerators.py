@@ -13,7 +13,7 @@ from fcljax import cli, config
 from fcljax.checks import chips, plan
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.inputs import compute_type
-from fcljax.runs.programs import Program, programs_of
+from fcljax.runs.programs import RoundProgram, programs_of
 
 QUICK = ("fppl",)
 METHODS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
@@ -61,7 +61,7 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     def loop(a):
         return jax.lax.scan(lambda x, _: (x @ a, None), a, None, length=9)[0]
 
-    found = chips.report(Program("loop", jax.jit(loop), (a,), steps=2))
+    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2))
     assert found.useful == pytest.approx(1, abs=0.05)
     assert found.flops == pytest.approx(9 * 2 * 64**3, rel=0.05)
     chip = chips.CHIPS["v5e"]
@@ -87,7 +87,7 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
         images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
         calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
         need = 2**20 * images
-        yield chips.Report("round 0 phase 0", need, need, 1e12, 1e9, 1.0, {}, 0.0, 6)
+        yield chips.Footprint("round 0 phase 0", need, need, 1e12, 1e9, 1.0, {}, 0.0, 6)
 
     monkeypatch.setattr(plan, "reports", reports)
     stand = plan.Stand(images=400, classes=10, side=32)

@@ -114,7 +114,7 @@ def test_columns_come_with_npz_files_and_mixtures(tmp_path):
         ("example,client", ["0,a", "x,b"], "line 3: example 'x'"),
         ("example,client", ["0,a", "0,b"], "line 3: example '0' has an owner already"),
         ("example,client", ["0"], "line 2: 1 values for 2 columns"),
-        ("example,client,task", ["0,a,1"], "has a column 'task', which nothing reads"),
+        ("example,client,task", ["0,a,"], "line 2: no task; leave out examples of nobody"),
         ("example,client", ["0,"], "line 2: no client; leave out examples of nobody"),
         ("example,client", [], "gives no example to any client"),
         ("file,client", ["a.png,x"], "digits has no file names; nearest: a column 'example'"),

@@ -10,7 +10,7 @@ import yaml
 from fcljax.errors import InputError
 from fcljax.studies import paper_tables as tables
 from fcljax.studies import papers
-from fcljax.studies.paper_tables import Result
+from fcljax.studies.paper_tables import RowResult
 from fcljax.studies.papers import Number, Row, Verified
 
 TEXT = """# A comment
@@ -185,7 +185,7 @@ def result(numbers, values, method="fppl", path="a_table1_x.yaml", seeds=3, of=N
     made = with_entry(
         column(path, **settings), metrics=["A_avg", "A_last"][: len(numbers)], rows=of or (row,)
     )
-    return Result(made._replace(seeds=(7, 8, 9)), row, tuple(map(tuple, values)), seeds)
+    return RowResult(made._replace(seeds=(7, 8, 9)), row, tuple(map(tuple, values)), seeds)
 
 
 def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
@@ -239,7 +239,7 @@ def test_a_file_is_reproduced_when_all_its_numbers_are_met_with_enough_seeds():
     whole = with_entry(column(), metrics=["A_avg"], rows=rows)._replace(seeds=(7, 8, 9))
 
     def made(row, values, seeds=3, column=whole):
-        return Result(column, row, tuple(map(tuple, values)), seeds)
+        return RowResult(column, row, tuple(map(tuple, values)), seeds)
 
     assert tables.status_of([made(rows[0], good), made(rows[1], bad)]) == "reproduced"
     assert tables.status_of([made(rows[0], bad), made(rows[1], bad)]) == "not reproduced"

@@ -75,7 +75,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     """DualPrompt's adapter.
 
     Args:
-      options: resolved, no None.
+      options: of the prefixes and their choice.
       sizes: of the stream.
       network: a ViT.
 
@@ -87,15 +87,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     copies = options.dual_transfer or sizes.tasks  # tasks whose prefixes may start as copies
 
     def init(key: PRNGKeyArray, frozen) -> DualPrompts:
-        """Uniform in [-1, 1], keys too."""
         del frozen
-        keys, width, tasks = jax.random.split(key, 3), network.width, sizes.tasks
-        shapes = (
-            (options.dual_shared_blocks, 2, options.dual_shared_length, width),
-            (tasks, options.dual_blocks, 2, options.dual_length, width),
-            (tasks, width),
-        )
-        return DualPrompts(*map(uniform, keys, shapes))
+        return uniform_prompts(key, options, sizes.tasks, network.width)
 
     def open_task(params: DualPrompts, task: Task) -> DualPrompts:
         """A task's prefix starts as the one before; keys never do."""
@@ -152,6 +145,16 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         counted=slots.counted,
         truncated=True,
     )
+
+
+def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, width: int) -> DualPrompts:
+    """Prefixes and keys of all tasks, uniform in [-1, 1]."""
+    shapes = (
+        (options.dual_shared_blocks, 2, options.dual_shared_length, width),
+        (tasks, options.dual_blocks, 2, options.dual_length, width),
+        (tasks, width),
+    )
+    return DualPrompts(*map(uniform, jax.random.split(key, 3), shapes))
 
 
 def mixed_up(

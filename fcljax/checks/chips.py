@@ -22,7 +22,7 @@ from fcljax.errors import InputError, choose
 from fcljax.mesh import mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
-from fcljax.runs.programs import Placement, Program, programs_of
+from fcljax.runs.programs import Placement, RoundProgram, programs_of
 
 
 class Chip(NamedTuple):
@@ -57,11 +57,11 @@ CHIPS = {
 }
 
 
-class Report(NamedTuple):
+class Footprint(NamedTuple):
     """What the compiler says of one program on one chip."""
 
     program: str
-    """As in `Program.name`."""
+    """As in `RoundProgram.name`."""
     memory: int
     """Bytes of arguments, results and temporaries at the same time."""
     temporary: int
@@ -77,7 +77,7 @@ class Report(NamedTuple):
     seconds: float
     """CPU seconds of the compiler."""
     steps: int
-    """As in `Program.steps`."""
+    """As in `RoundProgram.steps`."""
 
     def share(self, chip: Chip) -> float:
         """Share of the chip's peak that the traffic allows."""
@@ -182,7 +182,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 # ---- programs ----------------------------------------------------------------------------------------------
 
 
-def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[Report]:
+def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[Footprint]:
     """What the compiler says of the programs of a round, one after the other.
 
     Args:
@@ -195,7 +195,7 @@ def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[R
             yield report(program)
 
 
-def report(program: Program) -> Report:
+def report(program: RoundProgram) -> Footprint:
     """Compile a program for where its arguments lie, and read what the compiler says of it."""
     began = time.process_time()
     traced = program.trace()
@@ -209,12 +209,12 @@ def report(program: Program) -> Report:
         if need is None:
             raise
         seconds = time.process_time() - began
-        return Report(program.name, need, need, 0.0, 0.0, 0.0, {}, seconds, program.steps)
+        return Footprint(program.name, need, need, 0.0, 0.0, 0.0, {}, seconds, program.steps)
     seconds = time.process_time() - began
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
     flops, text = times * float(counted.get("flops", 0.0)), compiled.as_text() or ""
-    return Report(
+    return Footprint(
         program=program.name,
         memory=peak(memory),
         temporary=memory.temp_size_in_bytes,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from fcljax import config
-from fcljax.checks.chips import CHIPS, Chip, Report, machine, reports
+from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.store import Split
 from fcljax.methods import find_method
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """The chip."""
     lanes: int
     """Clients that train at the same time, on all chips together."""
-    training: list[Report]
+    training: list[Footprint]
     """Of each loop of a round over training steps."""
     beside: int
     """Bytes of test images, which lie beside every program."""
@@ -87,7 +87,7 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> P
     where, placement = machine(name)
     chip = CHIPS[name]
     exp = experiment(settings, where, chip, stand)
-    compiled: dict[config.RunConfig, list[Report]] = {}
+    compiled: dict[config.RunConfig, list[Footprint]] = {}
 
     def need(exp: Experiment) -> Need:
         compiled[exp.settings] = list(reports(exp, placement, LOOPS))

@@ -6,7 +6,7 @@ of owners, which becomes the column OWNER of the data set.
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fcljax.data.files.dataset import Dataset, image_names
+from fcljax.data.task_schedule import NONE, natural_order
 from fcljax.errors import InputError, nearest
 from fcljax.files import read_text
 
@@ -42,12 +43,13 @@ def find_owners(dataset: Dataset, partition: str) -> Owners:
       InputError: naming what does not fit the data set.
     """
     kind, _, rest = partition.partition(":")
-    names = read_owners(rest, dataset) if kind == "file" else _column(rest, dataset)
+    if kind == "file":
+        names = read_owners(rest, dataset)
+    else:
+        problem = f"partition: no column {rest!r} of the training examples"
+        names = find_column(rest, dataset.columns, problem, dataset)
     named = np.unique(names[names != NOBODY])
-    # numbers in their own order, as a reader expects them
-    order = sorted(
-        named.tolist(), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
-    )
+    order = natural_order(named)
     if not order:
         raise InputError(f"partition: {partition!r} gives no example to any client")
     number = {name: k for k, name in enumerate(order)} | {NOBODY: -1}
@@ -55,13 +57,16 @@ def find_owners(dataset: Dataset, partition: str) -> Owners:
 
 
 def owners_csv(dataset: Dataset, partition: str) -> str:
-    """The owners as a file for `file:PATH`; what was held out belongs to nobody."""
+    """The owners, and tasks if they are given, as a file for `file:PATH`; what was held out belongs to
+    nobody."""
     owners = find_owners(dataset, partition)
     kept = np.arange(len(owners.client)) if dataset.kept is None else dataset.kept
+    columns = [kept.tolist(), [owners.names[k] for k in owners.client]]
+    columns += [read_tasks(partition, dataset).tolist()] if says_tasks(partition) else []
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["example", "client"])
-    lines.writerows((i, owners.names[k]) for i, k in zip(kept, owners.client, strict=True) if k >= 0)
+    lines.writerow(["example", "client", "task"][: len(columns)])
+    lines.writerows(line for k, *line in zip(owners.client, *columns, strict=True) if k >= 0)
     return text.getvalue()
 
 
@@ -82,11 +87,16 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     return dataset._replace(columns={**dataset.columns, OWNER: column})
 
 
-def _column(name: str, dataset: Dataset) -> np.ndarray:
-    if name not in dataset.columns:
-        there = nearest(name, dataset.columns) if dataset.columns else f"{dataset.name!r} has none"
-        raise InputError(f"partition: no column {name!r} of the training examples; {there}")
-    return dataset.columns[name].astype(str)
+def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, dataset: Dataset) -> np.ndarray:
+    """A column as text.
+
+    Raises:
+      InputError: with the `problem`, if it is not there.
+    """
+    if name not in columns:
+        there = nearest(name, columns) if columns else f"{dataset.name!r} has none"
+        raise InputError(f"{problem}; {there}")
+    return columns[name].astype(str)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -94,42 +104,67 @@ def _column(name: str, dataset: Dataset) -> np.ndarray:
 
 def read_owners(path: str, dataset: Dataset) -> np.ndarray:
     """Each training example's owner [N], of a file with comma-separated values whose first line names the
-    columns: `client`, and `example` (the number of a training image, from 0) or `file` (its name).
+    columns: `client`, `example` (the number of a training image, from 0) or `file` (its name), and perhaps
+    `task`.
 
     Raises:
       InputError: naming the file, the line and what does not fit.
     """
+    return _read_file(path, dataset)["client"]
+
+
+def says_tasks(partition: str) -> bool:
+    """Whether a partition's file has a column `task`.
+
+    Raises:
+      InputError: for a file that cannot be read.
+    """
+    kind, _, path = partition.partition(":")
+    head = _text(path).partition("\n")[0] if kind == "file" else ""
+    return "task" in [name.strip().lower() for name in head.split(",")]
+
+
+def read_tasks(partition: str, dataset: Dataset) -> Int[np.ndarray, " N"]:
+    """The task of each training example that a partition's file gives, from 0 in the order of the names; -1
+    for examples of nobody.
+
+    Raises:
+      InputError: as `read_owners`.
+    """
+    names = _read_file(partition.partition(":")[2], dataset)["task"]
+    number = {name: task for task, name in enumerate(natural_order(names[names != NOBODY]))}
+    return np.array([number.get(name, NONE) for name in names.tolist()], np.int32)
+
+
+def _read_file(path: str, dataset: Dataset) -> dict[str, np.ndarray]:
+    """The columns `client` and, if it is there, `task`, of each training example that is not held out."""
     lines = list(csv.reader(io.StringIO(_text(path)), skipinitialspace=True))
     head = [name.strip().lower() for name in lines[0]] if lines else []
     by = next((name for name in ("example", "file") if name in head), None)
     if by is None or "client" not in head:
         raise InputError(
             f"partition: {path!r}: its first line is {','.join(head)!r}; expected 'example,client' or "
-            "'file,client'"
-        )
-    if "task" in head:
-        raise InputError(
-            f"partition: {path!r} has a column 'task', which nothing reads; leave it out, and set tasks with "
-            "--class-order and --task-sizes"
+            "'file,client', and perhaps ',task'"
         )
     count = len(dataset.y_train) if dataset.kept is None else dataset.whole
-    find, found = _finder(by, path, dataset, count), np.full(count, NOBODY, object)
+    wanted = [name for name in ("client", "task") if name in head]
+    find, found = _finder(by, path, dataset, count), {name: np.full(count, NOBODY, object) for name in wanted}
     for number, line in enumerate(lines[1:], 2):
         if not line:
             continue
+        where = f"partition: {path!r}, line {number}"
         if len(line) != len(head):
-            raise InputError(
-                f"partition: {path!r}, line {number}: {len(line)} values for {len(head)} columns"
-            )
+            raise InputError(f"{where}: {len(line)} values for {len(head)} columns")
         values = dict(zip(head, map(str.strip, line), strict=True))
         example = find(values[by], number)
-        if found[example] != NOBODY:
-            raise InputError(f"partition: {path!r}, line {number}: {by} {values[by]!r} has an owner already")
-        if not values["client"]:
-            raise InputError(f"partition: {path!r}, line {number}: no client; leave out examples of nobody")
-        found[example] = values["client"]
-    names = found.astype(str)
-    return names if dataset.kept is None else names[dataset.kept]
+        if found["client"][example] != NOBODY:
+            raise InputError(f"{where}: {by} {values[by]!r} has an owner already")
+        for name in wanted:
+            if not values[name]:
+                raise InputError(f"{where}: no {name}; leave out examples of nobody")
+            found[name][example] = values[name]
+    kept = slice(None) if dataset.kept is None else dataset.kept
+    return {name: values.astype(str)[kept] for name, values in found.items()}
 
 
 def _text(path: str) -> str:

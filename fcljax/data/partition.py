@@ -113,6 +113,28 @@ def quantity(
     return _by_owner(owned, clients)
 
 
+def whole_classes(
+    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState
+) -> Parts:
+    """Every client draws `per_client` labels, and has all their examples, which clients share (GLFC's
+    release, in which `per_client` is 6 of a task's 10 classes).
+
+    Args:
+      labels: labels of the examples.
+      clients: number of clients K.
+      per_client: labels per client.
+      rng: draws the labels of one client after the other.
+
+    Raises:
+      InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
+    """
+    check_clients(len(labels), clients, 0)
+    there = np.unique(labels)
+    _check_per_client(per_client, len(there), "label ids")
+    drawn = (rng.choice(there, per_client, replace=False) for _ in range(clients))
+    return [np.flatnonzero(np.isin(labels, mine)) for mine in drawn]
+
+
 def shards(
     labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState, count: int = 100
 ) -> Parts:

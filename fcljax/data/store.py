@@ -6,8 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
 
-from fcljax.types import Task
-
 
 class Split(NamedTuple):
     """One split, on the device or (numpy) on the host."""
@@ -38,17 +36,16 @@ class ClientIndices(NamedTuple):
 
 
 def client_indices(
-    parts: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " N"], task: Task
+    parts: Sequence[Int[np.ndarray, " _"]], task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
-    """The examples of each client whose class belongs to the task; clients and examples keep their order.
+    """The examples of each client that belong to the task; clients and examples keep their order.
 
     Args:
       parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).
-      labels: positions in the class order, one per example of the store.
-      task: whose `current` classes count.
+      task_of: the task of each example of the store.
+      task: whose examples count.
     """
-    current = np.asarray(task.current)
-    return ClientIndices.of([part[current[labels[part]]] for part in parts])
+    return ClientIndices.of([part[task_of[part] == task] for part in parts])
 
 
 def merge(tasks: Sequence[ClientIndices]) -> ClientIndices:

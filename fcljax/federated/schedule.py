@@ -101,17 +101,21 @@ class Chunk(NamedTuple):
 def participants(
     seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
 ) -> Int[np.ndarray, " m"]:
-    """Sorted ids of the clients that take part: ceil(participation * n) of the eligible ones, sampled
-    uniformly without replacement. The sample depends on (seed, task, round) only."""
-    if participation >= 1.0:
+    """Sorted ids of the clients that take part: a share or a number of the eligible ones, sampled uniformly
+    without replacement. The sample depends on (seed, task, round) only."""
+    wanted = _wanted(participation, len(eligible))
+    if wanted == len(eligible):
         return np.sort(eligible)
     order = np.random.default_rng([seed, task, round_]).permutation(len(eligible))
-    return np.sort(eligible[order[: _wanted(participation, len(eligible))]])
+    return np.sort(eligible[order[:wanted]])
 
 
 def _wanted(participation: float, eligible: int) -> int:
-    """ceil(participation * eligible); without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7
-    in floating point."""
+    """How many of the eligible clients take part: ceil(participation * eligible) of a share, at most all of
+    them of a number above 1."""
+    if participation > 1:
+        return min(int(participation), eligible)
+    # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point
     return int(np.ceil(participation * eligible - 1e-9))
 
 
@@ -196,7 +200,7 @@ def paying_mesh(
       partitions: one for each round of the run.
       devices: that share the lanes.
       filled: share of a device that one client's step fills; above 1 it is busy for as much longer.
-      participation: share of the clients that take part in a round.
+      participation: share of the clients that take part in a round, or their number.
       sharing: devices that may share a batch, which must divide the devices.
     """
     chosen = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
@@ -263,7 +267,7 @@ def capacity(
       partitions: one for each round of the run.
       lanes: clients that run at a time.
       slots: the most clients per chunk, which bounds the memory between phases.
-      participation: share of the clients that take part in a round.
+      participation: share of the clients that take part in a round, or their number.
       worth: as in `step_widths`.
     """
     counts = [np.sort(partition.count)[::-1] for partition in partitions]

@@ -44,7 +44,7 @@ PRESETS = {
 }
 
 
-class Kept(NamedTuple):
+class ClientSlope(NamedTuple):
     """What a client keeps."""
 
     slope: Params
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     """The task that it belongs to."""
 
 
-class Server(NamedTuple):
+class ServerSlope(NamedTuple):
     """What the server keeps."""
 
     slope: Params
@@ -76,7 +76,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
       clients: K.
     """
     return ClientRule("feddyn", _loss(weight), _at_first, _opened, on_end=_end(weight)), ServerRule(
-        "feddyn", _update(weight), lambda params, trainable: Server(_zeros(trainable), nobody(clients))
+        "feddyn", _update(weight), lambda params, trainable: ServerSlope(_zeros(trainable), nobody(clients))
     )
 
 
@@ -91,20 +91,20 @@ def _moved(context: ClientContext, trainable: Params) -> Params:
     return optax.tree.sub(trainable._replace(stats=()), sent._replace(stats=()))
 
 
-def _at_first(key: PRNGKeyArray, trainable: Params) -> Kept:
+def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientSlope:
     del key
-    return Kept(_zeros(trainable), jnp.int32(-1))
+    return ClientSlope(_zeros(trainable), jnp.int32(-1))
 
 
-def _opened(context: ClientContext, kept: Kept, key: PRNGKeyArray) -> Kept:
+def _opened(context: ClientContext, kept: ClientSlope, key: PRNGKeyArray) -> ClientSlope:
     """h_i, or 0 in a new task."""
     del key
     same, index = kept.task == context.task.index, context.task.index
-    return Kept(jax.tree.map(lambda h: jnp.where(same, h, 0.0), kept.slope), index)
+    return ClientSlope(jax.tree.map(lambda h: jnp.where(same, h, 0.0), kept.slope), index)
 
 
 def _loss(weight: float):
-    def loss(step: ClientStep, memory: Kept) -> Float[Array, ""]:
+    def loss(step: ClientStep, memory: ClientSlope) -> Float[Array, ""]:
         by = _moved(step.context, step.trainable)  # <h_i, x> is constant
         return weight / 2 * optax.tree.norm(by, squared=True) - optax.tree.vdot(memory.slope, by)
 
@@ -112,7 +112,9 @@ def _loss(weight: float):
 
 
 def _end(weight: float):
-    def end(context: ClientContext, memory: Kept, trainable: Params, state: Kept) -> Kept:
+    def end(
+        context: ClientContext, memory: ClientSlope, trainable: Params, state: ClientSlope
+    ) -> ClientSlope:
         del state
         return memory._replace(slope=optax.tree.add_scale(memory.slope, -weight, _moved(context, trainable)))
 
@@ -120,7 +122,7 @@ def _end(weight: float):
 
 
 def _update(weight: float):
-    def update(round: ServerRound, params: Params, state: Server) -> ServerUpdate:
+    def update(round: ServerRound, params: Params, state: ServerSlope) -> ServerUpdate:
         seen = with_participants(state.seen, round)
         same = state.seen.task == round.task.index
         mean = _trainable(round, params)
@@ -132,7 +134,7 @@ def _update(weight: float):
 
         slope = jax.tree.map(next_slope, state.slope, by)
         model = optax.tree.add_scale(mean, -1 / weight, slope)
-        return ServerUpdate(_merged(round, params, model), Server(slope, seen))
+        return ServerUpdate(_merged(round, params, model), ServerSlope(slope, seen))
 
     return update
 

@@ -36,7 +36,7 @@ PRESETS = {
 }
 
 
-class Kept(NamedTuple):
+class ClientVariate(NamedTuple):
     """What a client keeps."""
 
     variate: Params
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     """The task that it belongs to."""
 
 
-class Server(NamedTuple):
+class ServerVariate(NamedTuple):
     """What the server keeps."""
 
     total: Params
@@ -76,7 +76,9 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
             mean_gradient(run.training, rates, context, trainable), context.payload.sent["scaffold"]
         )
 
-    def end(context: ClientContext, memory: Kept, trainable: Params, state: Kept) -> Kept:
+    def end(
+        context: ClientContext, memory: ClientVariate, trainable: Params, state: ClientVariate
+    ) -> ClientVariate:
         del state
         return memory._replace(variate=optax.tree.add(memory.variate, change(context, trainable)))
 
@@ -88,7 +90,7 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
     server = ServerRule(
         "scaffold",
         _update,
-        lambda params, trainable: Server(_zeros(trainable), nobody(run.sizes.clients)),
+        lambda params, trainable: ServerVariate(_zeros(trainable), nobody(run.sizes.clients)),
         _variate,
         (report,),
     )
@@ -132,37 +134,37 @@ def _zeros(trainable: Params) -> Params:
     return jax.tree.map(jnp.zeros_like, trainable._replace(stats=()))
 
 
-def _at_first(key: PRNGKeyArray, trainable: Params) -> Kept:
+def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientVariate:
     del key
-    return Kept(_zeros(trainable), jnp.int32(-1))
+    return ClientVariate(_zeros(trainable), jnp.int32(-1))
 
 
-def _opened(context: ClientContext, kept: Kept, key: PRNGKeyArray) -> Kept:
+def _opened(context: ClientContext, kept: ClientVariate, key: PRNGKeyArray) -> ClientVariate:
     """c_i, or 0 in a new task."""
     del key
     same, index = kept.task == context.task.index, context.task.index
-    return Kept(jax.tree.map(lambda c: jnp.where(same, c, 0.0), kept.variate), index)
+    return ClientVariate(jax.tree.map(lambda c: jnp.where(same, c, 0.0), kept.variate), index)
 
 
-def _correction(step: ClientStep, memory: Kept) -> Float[Array, ""]:
+def _correction(step: ClientStep, memory: ClientVariate) -> Float[Array, ""]:
     """<c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
     correction = optax.tree.sub(step.context.payload.sent["scaffold"], memory.variate)
     term = jnp.asarray(optax.tree.vdot(correction, step.trainable._replace(stats=())))
     return term - jax.lax.stop_gradient(term)
 
 
-def _variate(task: Task, state: Server) -> Params:
+def _variate(task: Task, state: ServerVariate) -> Params:
     """c, which is 0 when a task begins."""
     total = jnp.maximum(jnp.sum(state.seen.examples), 1.0)
     same = state.seen.task == task.index
     return jax.tree.map(lambda c: jnp.where(same, c / total, 0.0), state.total)
 
 
-def _update(round: ServerRound, params: Params, state: Server) -> ServerUpdate:
+def _update(round: ServerRound, params: Params, state: ServerVariate) -> ServerUpdate:
     same = state.seen.task == round.task.index
 
     def add(total: Array, change: Array) -> Array:
         return jnp.where(same, total, 0.0) + change
 
     total = jax.tree.map(add, state.total, round.reports["variates"])
-    return ServerUpdate(params, Server(total, with_participants(state.seen, round)))
+    return ServerUpdate(params, ServerVariate(total, with_participants(state.seen, round)))

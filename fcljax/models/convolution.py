@@ -43,7 +43,7 @@ def conv(
     return _dilated(x, kernel, window.stride, window.pads)
 
 
-def _dilated(x: Array, kernel: Array, stride: Pair, pads: Sequence[Pair], **dilation: Pair) -> Array:
+def _dilated(x: Array, kernel: Array, stride: Pair, pads: Sequence[Pair], **dilation: Any) -> Array:
     """Of float32 with all bits of the factors, which accelerators would round."""
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.conv_general_dilated(

@@ -165,7 +165,10 @@ def assemble(
         engine = _single_engine(method, read, example, sizes)
     else:
         machine = machine or Machine(jax.default_backend(), device_mesh(settings.devices))
+        if settings.population == "online":
+            check_one_pass(settings, method)
         every = [partition for of_task in scenario.partitions for partition in of_task]
+        every += scenario.whole
         lanes, mesh = shared_out(settings, method, every, inputs.backbone, machine)
         compute = _Compute(read, lanes, mesh, inputs.backbone)
         engine = _engine(method, compute, example, every, settings.participation)
@@ -177,6 +180,7 @@ def sizes_of(scenario: Scenario) -> Sizes:
     """The static sizes of a run."""
     first, partitions = scenario.tasks[0], scenario.partitions
     counts = [partition.count for of_task in partitions for partition in of_task]
+    counts += [partition.count for partition in scenario.whole]
     return Sizes(
         classes=len(first.seen),
         tasks=len(scenario.tasks),
@@ -185,6 +189,20 @@ def sizes_of(scenario: Scenario) -> Sizes:
         rounds=len(partitions[0]),
         examples=max(int(count.max()) for count in counts),
     )
+
+
+def check_one_pass(settings: RunConfig, method: Method) -> None:
+    """Check that clients read each example of an online stream once.
+
+    Raises:
+      InputError: naming the method and how often it reads them.
+    """
+    passes = sum(phase.view.epochs for each in method.rounds for phase in each.program.phases)
+    if passes > 1:
+        raise InputError(
+            f"population: an online stream is seen once, and {settings.method} reads each example {passes} "
+            "times; nearest: 'static'"
+        )
 
 
 def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
@@ -361,8 +379,9 @@ def shared_out(
         )
     usual = "loop" if here or count == groups else "vmap"
     mode = usual if settings.lane_mode == "auto" else settings.lane_mode
-    mesh = machine.mesh if shared == 1 else mesh_of(list(machine.mesh.devices.flat), shared)
-    return Lanes(count, mode), mesh
+    if machine.mesh is None or shared == 1:
+        return Lanes(count, mode), machine.mesh
+    return Lanes(count, mode), mesh_of(list(machine.mesh.devices.flat), shared)
 
 
 def placed(exp: Experiment) -> Experiment:

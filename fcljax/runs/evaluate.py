@@ -29,21 +29,21 @@ def make_evaluate(exp: Experiment) -> Evaluate:
 
 
 def _evaluate_server(exp: Experiment) -> Evaluate:
-    label, tasks, classes = exp.scenario.test_label, exp.scenario.tasks, exp.sizes.classes
+    scenario, label, classes = exp.scenario, exp.scenario.test_label, exp.sizes.classes
     predict = _make_predict(exp, exp.method.predict)
     provisional = exp.method.predict_provisional and _make_predict(exp, exp.method.predict_provisional)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        index = np.flatnonzero(tasks[t].seen[label])
-        truth, task_of = label[index], _task_of([task.current for task in tasks[: t + 1]])
+        index, tasks = np.flatnonzero(scenario.tests_seen(t)), range(t + 1)
+        truth, task_of = label[index], _task_of([scenario.current(task) for task in tasks])
+        of_task = [scenario.tests(task)[index] for task in tasks]
 
         def predicted_by(predict: Callable) -> Predicted:
             records.add(evaluated_images=len(index))
             return predict(_last_round(exp, t), (state.server,), test, index, task_of)
 
         def accuracy(predicted: np.ndarray) -> list[float]:
-            matrix = metrics.confusion_matrix(truth, predicted, classes)
-            return metrics.task_accuracy(matrix, [task.classes for task in tasks[: t + 1]]).tolist()
+            return np.array(_share_per_task(predicted == truth, of_task), float).tolist()  # None becomes NaN
 
         found = predicted_by(predict)
         _describe(records, [found], [truth], classes)
@@ -61,7 +61,7 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
         for client, (index, found) in enumerate(predict(test, state, t)):
             records.add(evaluated_images=len(index))
             truth = label[index]
-            of_task = [exp.scenario.current(task, client)[truth] for task in range(t + 1)]
+            of_task = [exp.scenario.tests(task, client)[index] for task in range(t + 1)]
             accuracy.append(_share_per_task(found.label == truth, of_task))
             task_il.append(_share_per_task(found.label_in_task == truth, of_task))
             predicted.append(found)
@@ -116,7 +116,7 @@ def _predict_by_client(
         for client, learned in enumerate(exp.scenario.learned(t)):
             personal = exp.method.personal
             round_context = _own_last_round(exp, t, client, learned) if personal else _last_round(exp, t)
-            index = np.flatnonzero(learned[label])
+            index = np.flatnonzero(learned[label] & exp.scenario.tests_seen(t, client))
             own = jax.tree.map(lambda x, i=client: x[i], state.clients)
             task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
             yield index, predict(round_context, (state.server, own), test, index, task_of)

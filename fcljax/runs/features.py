@@ -126,10 +126,14 @@ def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
 
 
 def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
-    """Indices of the test images of those classes that are evaluated after task t, and were not before."""
-    read = [np.asarray(scenario.tasks[i].seen) | scenario.learned(i).any(axis=0) for i in range(t + 1)]
-    new = read[-1] & ~np.any([np.zeros_like(read[-1]), *read[:-1]], axis=0)
-    return np.flatnonzero(new[scenario.test_label])
+    """Indices of the test images that are evaluated after task t, and were not before."""
+    everyone = (None, *range(len(scenario.partitions[0][0].class_examples)))
+    if scenario.test_task is not None:
+        everyone = (None,)  # clients have the tasks of the run
+    read = np.any([scenario.tests_seen(t, client) for client in everyone], axis=0)
+    if t:
+        read &= ~np.any([scenario.tests_seen(t - 1, client) for client in everyone], axis=0)
+    return np.flatnonzero(read)
 
 
 def _reads_clean(exp: Experiment) -> bool:

@@ -17,7 +17,7 @@ from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
 from fcljax.runs.build import Experiment, Machine, assemble
 from fcljax.runs.inputs import device_memory
-from fcljax.runs.programs import Program, programs_of
+from fcljax.runs.programs import RoundProgram, programs_of
 from fcljax.settings import RunConfig
 
 USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
@@ -105,7 +105,7 @@ def largest_need(exp: Experiment) -> Need:
     return max((_need(program, beside) for program in loops), key=lambda need: need.total)
 
 
-def _need(program: Program, beside: int) -> Need:
+def _need(program: RoundProgram, beside: int) -> Need:
     try:
         memory = program.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

@@ -17,7 +17,7 @@ from fcljax.runs.build import Experiment
 from fcljax.types import PyTree, RoundContext
 
 
-class Program(NamedTuple):
+class RoundProgram(NamedTuple):
     """One compiled function, and what it is called with."""
 
     name: str
@@ -50,7 +50,7 @@ class Placement(NamedTuple):
 DEFAULT = Placement()
 
 
-def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Program]:
+def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
     """Every program of a round of the first task: broadcast, client loop, and the server's step.
 
     Args:
@@ -67,7 +67,7 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Pro
     )
     context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, False)
     place = _placing(placement.whole)
-    yield Program("broadcast", engine.broadcast, (place(context), place(server)))
+    yield RoundProgram("broadcast", engine.broadcast, (place(context), place(server)))
     broadcast = jax.eval_shape(engine.broadcast, context, server)
     for index, player in enumerate(engine.players):
         name = f"{player.round.when} {index}"
@@ -75,12 +75,12 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Pro
         if player.server:
             context_after = context._replace(previous=broadcast)
             arguments = (context_after, server, jax.eval_shape(player.empty), exp.key)
-            yield Program(f"{name} server", player.server, place(arguments))
+            yield RoundProgram(f"{name} server", player.server, place(arguments))
 
 
 def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
-) -> Iterator[Program]:
+) -> Iterator[RoundProgram]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
     (broadcast, states), (chunk, steps) = given, _first_chunk(exp, player)
     place, apart = _placing(placement.whole), _placing(placement.split)
@@ -88,20 +88,22 @@ def _of_player(
     carry = jax.eval_shape(player.open, accumulator, states, chunk)
     indices = jax.eval_shape(player.indices, chunk, exp.key)
     may_replay = np.zeros((len(chunk.id), 0), np.int32)
-    yield Program(f"{name} indices", player.indices, place((chunk, exp.key)))
-    yield Program(f"{name} open", player.open, place((accumulator, states, chunk)))
+    yield RoundProgram(f"{name} indices", player.indices, place((chunk, exp.key)))
+    yield RoundProgram(f"{name} open", player.open, place((accumulator, states, chunk)))
     if player.replay_indices:
         may_replay = jax.eval_shape(player.replay_indices, states, chunk)
-        yield Program(f"{name} replay indices", player.replay_indices, place((states, chunk)))
+        yield RoundProgram(f"{name} replay indices", player.replay_indices, place((states, chunk)))
     data = whole(exp.train)
     call = Call(exp.frozen, broadcast, chunk, exp.scenario.tasks[0], exp.key, np.bool_(False))
     past = ReplayData(data, may_replay, may_replay)
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
         window = TickWindow(data, mine, mine, np.int32(0), ticks)
         arguments = (place(call), apart(carry), place(window), place(past), False)
-        yield Program(f"{name} phase {i}", run, arguments, steps[i])
-    yield Program(f"{name} sound", player.sound, (apart(carry),))
-    yield Program(f"{name} close", player.close, (*place((accumulator, states)), apart(carry), place(chunk)))
+        yield RoundProgram(f"{name} phase {i}", run, arguments, steps[i])
+    yield RoundProgram(f"{name} sound", player.sound, (apart(carry),))
+    yield RoundProgram(
+        f"{name} close", player.close, (*place((accumulator, states)), apart(carry), place(chunk))
+    )
 
 
 def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:

@@ -88,16 +88,19 @@ def _make_play(
 
     def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
         (server, states, key), task, last = state, exp.scenario.tasks[t], r == settings.rounds - 1
-        partition = exp.scenario.partitions[t][r]
+        partition, whole = exp.scenario.partitions[t][r], exp.scenario.whole
         everyone = np.flatnonzero(partition.count)
         sampled = participants(settings.seed, t, r, everyone, settings.participation)
         sampled = reached(shares, settings.seed, t, r, sampled)
 
         def stage(when: When) -> RoundReport:
             nonlocal server, states
-            ids, number = (sampled, r) if when == "round" else (everyone, 0)
+            ids, number, mine = sampled, r, partition
+            if when != "round":
+                mine = whole[t] if whole else partition
+                ids, number = np.flatnonzero(mine.count), 0
             key = jax.random.fold_in(exp.key, _PURPOSE[when])
-            inputs = RoundInputs(exp.frozen, exp.train, partition, ids, task, number, key, when, last, past)
+            inputs = RoundInputs(exp.frozen, exp.train, mine, ids, task, number, key, when, last, past)
             guarded = records.counts.get("rejected", 0) > 0
             server, states, report = run_round(
                 exp.engine, server, states, inputs, section=clock, clients=clients, guarded=guarded

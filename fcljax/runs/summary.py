@@ -159,7 +159,7 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     """HePCo's metrics, under the names of its release: accuracies over images, those of the merged model
     before the server changes it (predisacc), and F_N (drop)."""
 
-    count = [int(np.sum(task.current[exp.scenario.test_label])) for task in exp.scenario.tasks]
+    count = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
     by_name = metrics.by_image(records.accuracy, count)._asdict()
     found = {name: metrics.without_nan(values) for name, values in by_name.items()}
     merged = metrics.by_image(records.provisional, count).acc if records.provisional else None
@@ -227,8 +227,17 @@ def _privacy(exp: Experiment) -> dict[str, float] | None:
     if not noise or not delta:
         return None
     rounds = len(exp.scenario.tasks) * exp.sizes.rounds
-    spent = privacy.epsilon(noise, exp.settings.participation, rounds, delta)
+    spent = privacy.epsilon(noise, _largest_share(exp), rounds, delta)
     return {"epsilon": spent, "delta": delta, "noise_multiplier": noise}
+
+
+def _largest_share(exp: Experiment) -> float:
+    """The share of the clients that took part in a round, at most."""
+    participation = exp.settings.participation
+    if participation <= 1:
+        return participation
+    fewest = min(int(np.sum(of_task[0].count > 0)) for of_task in exp.scenario.partitions)
+    return min(1.0, participation / max(1, fewest))
 
 
 def _without_upload(records: Records) -> list[list[int]]:

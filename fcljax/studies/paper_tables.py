@@ -50,7 +50,7 @@ class Compared(NamedTuple):
         return inside or abs(self.difference) <= tolerance(self.metric, self.paper.mean) * (1 + 1e-9)
 
 
-class Result(NamedTuple):
+class RowResult(NamedTuple):
     """The outcome of a row."""
 
     column: Column
@@ -126,7 +126,7 @@ def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Comp
     return found._replace(difference=mean - paper.mean, interval=interval)
 
 
-def status_of(results: Sequence[Result]) -> Literal["reproduced", "not reproduced"] | None:
+def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reproduced"] | None:
     """The status of a column after runs at the paper's scale; None: too few runs, or no numbers."""
     column = results[0].column
     least = 1 if len(column.seeds) == 1 else MIN_SEEDS
@@ -141,7 +141,7 @@ def status_of(results: Sequence[Result]) -> Literal["reproduced", "not reproduce
 # ---- the order of the rows ---------------------------------------------------------------------------------
 
 
-def orderings(results: Sequence[Result]) -> list[Pair]:
+def orderings(results: Sequence[RowResult]) -> list[Pair]:
     """All pairs of rows that the paper orders clearly, metric by metric."""
     numbers = [each.compared() for each in results]
     pairs = []
@@ -153,7 +153,7 @@ def orderings(results: Sequence[Result]) -> list[Pair]:
     return pairs
 
 
-def _comparable(first: Result, second: Result) -> bool:
+def _comparable(first: RowResult, second: RowResult) -> bool:
     if first.column.key == second.column.key:
         return True
     same = ("dataset", "backbone", "checkpoint")
@@ -181,7 +181,7 @@ def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | 
 HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interval", "note")
 
 
-def lines(results: Sequence[Result]) -> list[tuple[str, ...]]:
+def lines(results: Sequence[RowResult]) -> list[tuple[str, ...]]:
     """The cells of the table: its head, and a line for each row and metric. The column of notes is left out
     if there are none."""
     cells: list[tuple[str, ...]] = [HEAD]
@@ -247,7 +247,7 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
     ]
 
 
-def markdown(title: str, notes: Sequence[str], results: Sequence[Result], claims: Sequence[str]) -> str:
+def markdown(title: str, notes: Sequence[str], results: Sequence[RowResult], claims: Sequence[str]) -> str:
     """All of it as Markdown."""
     pairs = orderings(results)
     cells = lines(results)
@@ -265,7 +265,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|`*_<\[\\])", r"\\\1", text)
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+def as_json(results: Sequence[RowResult]) -> list[dict[str, Any]]:
     """The rows as table.json holds them."""
     return [
         {

@@ -24,7 +24,7 @@ from fcljax.studies import paper_tables as tables
 from fcljax.studies import papers, sweeps
 from fcljax.studies.grid import Planned, name_of
 from fcljax.studies.mini import MOST, RATES, mini
-from fcljax.studies.paper_tables import Result
+from fcljax.studies.paper_tables import RowResult
 from fcljax.studies.papers import Column, Row, Verified
 from fcljax.studies.sweeps import Outcome
 from fcljax.terminal import add_row
@@ -181,12 +181,12 @@ def command(run: Planned) -> str:
 # ---- results -----------------------------------------------------------------------------------------------
 
 
-def results(made: Plan, outcomes: Mapping[str, Outcome]) -> list[Result]:
+def results(made: Plan, outcomes: Mapping[str, Outcome]) -> list[RowResult]:
     """What became of each row."""
     return [_result(part, [outcomes[name] for name in part.runs]) for part in made.parts]
 
 
-def _result(part: Part, outcomes: Sequence[Outcome]) -> Result:
+def _result(part: Part, outcomes: Sequence[Outcome]) -> RowResult:
     good = [each.summary for each in outcomes if each.state == "finished" and each.summary]
     bad = next((each for each in outcomes if each.state != "finished"), None)
     found = [[tables.value_of(summary, metric) for summary in good] for metric in part.column.metrics]
@@ -195,7 +195,7 @@ def _result(part: Part, outcomes: Sequence[Outcome]) -> Result:
     missing = [metric for metric, each in zip(part.column.metrics, found, strict=True) if None in each]
     if missing and not why:
         why = f"no value of {', '.join(missing)}"
-    return Result(part.column, part.row, values, len(good), why)
+    return RowResult(part.column, part.row, values, len(good), why)
 
 
 def shared(made: Plan) -> list[str]:
@@ -235,7 +235,7 @@ def notes_of(made: Plan) -> list[str]:
 
 def write(
     made: Plan,
-    found: Sequence[Result],
+    found: Sequence[RowResult],
     outcomes: Mapping[str, Outcome],
     out: Path,
     tell: Callable[[str], None],
@@ -266,7 +266,7 @@ def write(
         page.try_report(done, out / page.NAME, tell)
 
 
-def shown(made: Plan, found: Sequence[Result]) -> Table:
+def shown(made: Plan, found: Sequence[RowResult]) -> Table:
     """The table for a terminal."""
     table = Table(title=title_of(made))
     head, *lines = tables.lines(found)
@@ -278,7 +278,7 @@ def shown(made: Plan, found: Sequence[Result]) -> Table:
     return table
 
 
-def update(found: Sequence[Result], outcomes: Mapping[str, Outcome], made: Plan, device: str) -> list[str]:
+def update(found: Sequence[RowResult], outcomes: Mapping[str, Outcome], made: Plan, device: str) -> list[str]:
     """Write status and cost of runs at the paper's scale into the file of the paper.
 
     Returns:

@@ -33,6 +33,7 @@ class Dataset(NamedTuple):
     columns: Mapping[
         str, np.ndarray
     ] = {}  # what else is known of each training example [N]: a site, a camera
+    columns_test: Mapping[str, np.ndarray] = {}  # the same of each test example [M], as far as it is known
     folder: Path | None = None  # where it is prepared, with the names of its images
     kept: Int[np.ndarray, " N"] | None = (
         None  # of the training images, those that were not held out; None: all

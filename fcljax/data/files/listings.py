@@ -30,6 +30,7 @@ class Named(NamedTuple):
     tfds: tuple[str, ...] = ()  # its builders in tensorflow-datasets
     tfds_listing: Callable[[Sequence[Path]], Listing] | None = None  # from the folders that they prepared
     augment: bool = True  # whether random crops and flips keep the class
+    folders: str = ""  # the column that the first folder of an image's name is, such as its domain
 
 
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
@@ -160,6 +161,7 @@ NAMED = {
         None,
         tuple(f"domainnet/{domain}" for domain in image_folders.DOMAINS),
         partial(tfds.pooled, splits=("train", "test")),
+        folders="domain",
     ),
     "tiny_imagenet": Named(
         "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "

@@ -33,6 +33,9 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
         size_test=_sizes([(part.size_test, part.x_test) for part in parts]),
         digest=hashlib.sha256(digests.encode()).hexdigest(),
         columns={"source": np.repeat([part.name for part in parts], [len(part.y_train) for part in parts])},
+        columns_test={
+            "source": np.repeat([part.name for part in parts], [len(part.y_test) for part in parts])
+        },
         sources=tuple(i for i, part in enumerate(parts) for _ in part.class_names),
     )
 

@@ -28,16 +28,20 @@ from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, same_classes
 from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
+from fcljax.data.shifts import SHIFTS, shifted
 from fcljax.errors import InputError, nearest, reason
 from fcljax.files import check_folder, in_home, machine_memory
 from fcljax.terminal import say
 
 _IN_MEMORY = {
     "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
+    "shifted_digits": "the same digits in five domains, which tasks may be: plain, turned, inverted, noisy, "
+    "blurred (column domain); comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and NAME_train "
-    "(columns) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and columns "
+    "(NAME_train, NAME_test) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or "
+    "[N, H, W]",
 }
 DATASETS = {
     **_IN_MEMORY,
@@ -46,7 +50,7 @@ DATASETS = {
     **{name: named.what for name, named in NAMED.items()},
 }
 
-_KEPT = ("digits", "glyphs", "npz", "mix")  # in memory, without a cache
+_KEPT = ("digits", "shifted_digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
@@ -73,6 +77,7 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
         size_train=None if size is None else size[kept],
         size_test=None if size is None else size[away],
         columns={name: values[kept] for name, values in dataset.columns.items()},
+        columns_test={name: values[away] for name, values in dataset.columns.items()},
         kept=kept,
         whole=len(dataset.y_train),
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
@@ -194,6 +199,8 @@ def _path(name: str) -> Path:
 def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
     if name == "digits":
         dataset = _digits()
+    elif name == "shifted_digits":
+        dataset = _shifted_digits()
     elif name == "glyphs":
         dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
     elif name.startswith("mix:"):
@@ -219,12 +226,18 @@ def _dataset(name: str, data: Prepared) -> Dataset:
         digest=data.digest,
         folder=data.folder,
     )
-    return dataset._replace(columns={"domain": _first_folders(dataset)}) if name == "domainnet" else dataset
+    column = NAMED[name].folders if name in NAMED else ""
+    if not column:
+        return dataset
+    return dataset._replace(
+        columns={column: _first_folders(dataset, "train")},
+        columns_test={column: _first_folders(dataset, "test")},
+    )
 
 
-def _first_folders(dataset: Dataset) -> np.ndarray:
-    """The first folder of each training image's name: DomainNet's domain."""
-    return np.array([name.partition("/")[0] for name in image_names(dataset, "train") or ()])
+def _first_folders(dataset: Dataset, split: str) -> np.ndarray:
+    """The first folder of each image's name: the domain of DomainNet and Office-Home."""
+    return np.array([name.partition("/")[0] for name in image_names(dataset, split) or ()])
 
 
 def _from_cache(
@@ -337,6 +350,19 @@ def _digits() -> Dataset:
     )
 
 
+def _shifted_digits() -> Dataset:
+    digits, names = _digits(), list(SHIFTS)
+    return digits._replace(
+        name="shifted_digits",
+        x_train=shifted(digits.x_train),
+        y_train=np.repeat(digits.y_train, len(names)),
+        x_test=shifted(digits.x_test),
+        y_test=np.repeat(digits.y_test, len(names)),
+        columns={"domain": np.tile(names, len(digits.y_train))},
+        columns_test={"domain": np.tile(names, len(digits.y_test))},
+    )
+
+
 def _enlarge(gray: UInt8[np.ndarray, "H W"]) -> UInt8[np.ndarray, "S S 3"]:
     return np.asarray(Image.fromarray(gray).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC).convert("RGB"))
 
@@ -365,31 +391,35 @@ def _npz(name: str, path: Path) -> Dataset:
         raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
     classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
     y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    names, columns = _class_names(path, named, classes), _columns(path, len(y_train))
-    return Dataset(name, x_train, y_train, x_test, y_test, names, columns=columns)
+    names = _class_names(path, named, classes)
+    columns, columns_test = _columns(path, "train", len(y_train)), _columns(path, "test", len(y_test))
+    return Dataset(name, x_train, y_train, x_test, y_test, names, columns=columns, columns_test=columns_test)
 
 
 class _Columns(Container[str]):
-    """The names NAME_train of arrays besides images and labels."""
+    """The names NAME_SPLIT of arrays besides images and labels."""
+
+    def __init__(self, split: str):
+        self.end = f"_{split}"
 
     def __contains__(self, name: object) -> bool:
-        return str(name).endswith("_train") and name not in ARRAYS
+        return str(name).endswith(self.end) and name not in ARRAYS
 
 
-def _columns(path: Path, examples: int) -> dict[str, np.ndarray]:
-    """What else the file knows of each training example: NAME -> its array NAME_train.
+def _columns(path: Path, split: str, examples: int) -> dict[str, np.ndarray]:
+    """What else the file knows of each example of a split: NAME -> its array NAME_SPLIT.
 
     Raises:
       InputError: for one of another shape.
     """
-    found = read_npz(path, machine_memory() // 2, _Columns())
+    found, what = read_npz(path, machine_memory() // 2, _Columns(split)), {"train": "training"}
     for key, values in found.items():
         if values.shape != (examples,) or values.dtype.kind not in "iuU":
             raise InputError(
                 f"dataset: {str(path)!r}: {key} is {values.dtype} of shape {values.shape}; expected integers "
-                f"or text of shape [{examples}], one for each training example"
+                f"or text of shape [{examples}], one for each {what.get(split, split)} example"
             )
-    return {key.removesuffix("_train"): values for key, values in found.items()}
+    return {key.removesuffix(f"_{split}"): values for key, values in found.items()}
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
@@ -423,7 +453,7 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
 
 def suggests_crops(name: str) -> bool:
     """Do random crops and flips keep the classes of the data set of this name?"""
-    return NAMED[name].augment if name in NAMED else name not in ("digits", "glyphs")
+    return NAMED[name].augment if name in NAMED else name not in ("digits", "shifted_digits", "glyphs")
 
 
 def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tuple[str, ...]:

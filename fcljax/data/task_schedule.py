@@ -1,0 +1,135 @@
+"""Which examples belong to which task: those of its classes, of a domain, or of a blurry share of others.
+
+In class-incremental learning a task has classes of its own. Domain-incremental tasks have the same classes
+and examples of another domain each (van de Ven & Tolias, arXiv 1904.07734). Where boundaries are blurry, some
+examples of a class come in other tasks than most of them (i-Blurry, Koh et al., ICLR 2022).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from fcljax.data.tasks import tasks_of, tasks_of_sizes
+from fcljax.errors import InputError, nearest
+from fcljax.types import Task
+
+NONE = -1  # the task of an example that belongs to none
+PURPOSE = 34  # of the draws, among those of the seed
+
+
+class TaskSchedule(NamedTuple):
+    """The tasks, and the task of each example."""
+
+    tasks: tuple[Task, ...]
+    """With the classes of their training examples."""
+    train: Int[np.ndarray, " N"]
+    """Of each training example; -1: none."""
+    test: Int[np.ndarray, " M"]
+    """After which task each test example is evaluated first; -1: never."""
+
+
+def by_class(
+    sizes: Sequence[int], label: Int[np.ndarray, " N"], test_label: Int[np.ndarray, " M"]
+) -> TaskSchedule:
+    """Tasks that take so many classes each, in the class order.
+
+    Args:
+      sizes: classes of each task.
+      label: of the training examples, positions in the class order.
+      test_label: of the test examples.
+    """
+    task_of = np.repeat(np.arange(len(sizes)), sizes)
+    return TaskSchedule(tasks_of_sizes(sizes), task_of[label], task_of[test_label])
+
+
+def blurred(
+    schedule: TaskSchedule,
+    label: Int[np.ndarray, " N"],
+    share: float,
+    disjoint: float,
+    rng: np.random.RandomState,
+) -> TaskSchedule:
+    """A class-incremental schedule whose boundaries are blurry (i-Blurry-N-M, N = 100 disjoint, M = 100
+    share).
+
+    Args:
+      schedule: the tasks that have most examples of each class, and all its test examples.
+      label: of the training examples.
+      share: of the examples of each blurry class, those that come in the other tasks, equally many in each.
+      disjoint: share of the classes that are not blurry.
+      rng: draws these classes, then class by class the examples and, where they do not divide evenly, the
+        tasks with one more.
+    """
+    train, tasks, classes = schedule.train.copy(), len(schedule.tasks), len(schedule.tasks[0].seen)
+    for own in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
+        members = rng.permutation(np.flatnonzero(label == own))
+        minor = members[: round(share * len(members))]
+        others = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
+        if len(others):
+            train[minor] = np.resize(others, len(minor))
+    return schedule._replace(tasks=_tasks(train, label, classes), train=train)
+
+
+def by_domain(
+    domain: Sequence[str] | np.ndarray,
+    test_domain: Sequence[str] | np.ndarray,
+    order: Sequence[str],
+    label: Int[np.ndarray, " N"],
+    classes: int,
+) -> TaskSchedule:
+    """A task for each domain, in this order; its test examples are those of the domain.
+
+    Args:
+      domain: of each training example.
+      test_domain: of each test example.
+      order: the domains.
+      label: of the training examples.
+      classes: C.
+
+    Raises:
+      InputError: for an order that is not one of the domains.
+    """
+    number, there = {name: task for task, name in enumerate(order)}, natural_order(domain)
+    wrong = next((name for name in order if name not in there), None)
+    if wrong is not None:
+        raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, there)}")
+    missing = next((name for name in there if name not in number), None)
+    if missing is not None or len(number) < len(order):
+        what = f"{missing!r} is missing" if missing is not None else "a domain comes twice"
+        raise InputError(f"task_order: {','.join(order)!r}: {what}")
+    train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
+    return TaskSchedule(_tasks(train, label, classes), train, test)
+
+
+def listed(
+    task: Int[np.ndarray, " N"],
+    label: Int[np.ndarray, " N"],
+    test_label: Int[np.ndarray, " M"],
+    classes: int,
+) -> TaskSchedule:
+    """Tasks whose training examples a user lists. A class's test examples belong to the first task in which
+    the class is trained.
+
+    Args:
+      task: of each training example; -1: none.
+      label: of the training examples, positions in the class order.
+      test_label: of the test examples.
+      classes: C.
+    """
+    tasks = _tasks(task, label, classes)
+    current = np.stack([np.asarray(each.current) for each in tasks])
+    first = np.where(current.any(axis=0), current.argmax(axis=0), NONE)
+    return TaskSchedule(tasks, task, first[test_label])
+
+
+def _tasks(task: np.ndarray, label: np.ndarray, classes: int) -> tuple[Task, ...]:
+    """The tasks with the classes of their training examples."""
+    return tasks_of([np.unique(label[task == each]) for each in range(task.max() + 1)], classes)
+
+
+def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
+    """Names in the order that a reader expects: numbers in their own order, before other text."""
+    different = np.unique(np.asarray(names, str)).tolist()
+    return sorted(different, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
