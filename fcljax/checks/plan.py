@@ -40,7 +40,7 @@ class Stand(NamedTuple):
     """Pixels of a side, as they are stored."""
 
 
-class Plan(NamedTuple):
+class ChipPlan(NamedTuple):
     """The answer."""
 
     settings: config.RunConfig
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         return self.round_seconds * self.settings.rounds * self.settings.tasks
 
 
-def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> Plan:
+def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> ChipPlan:
     """What a run with these settings would need of the chips `name`.
 
     Args:
@@ -98,7 +98,7 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> P
         return assemble(other, exp.inputs, exp.scenario, exp.sizes, machine=where)
 
     exp, line = fitted(exp, chip.memory, again, need)
-    return Plan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
+    return ChipPlan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
 
 
 def _beside(exp: Experiment) -> int:
