@@ -12,6 +12,7 @@ from small_runs import OPTIONS, timeless
 from toys import FROZEN, KEY, TOYS, same
 
 from fcljax import cli
+from fcljax import mesh as meshes
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.federated.engine import (
@@ -23,7 +24,6 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.schedule import phase_steps, plan_round
-from fcljax import mesh as meshes
 from fcljax.mesh import add_over_devices, mesh_of, on_each
 from fcljax.runs.predict import make_features, make_predict
 from fcljax.types import RoundContext, Task
