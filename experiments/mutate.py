@@ -1,6 +1,7 @@
 """What share of small errors in the code do the tests catch?
 
     python experiments/mutate.py --sample 300 --out runs/mutants   # a random sample; goes on where it stopped
+    python experiments/mutate.py --sample 300 --near --out runs/near   # only tests that import its file
     python experiments/mutate.py --kept                            # the fixed sample that CI runs
 
 A mutant is the package with one small error: a sign turned, a bound moved, a condition negated, a sum made a
@@ -16,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -57,7 +59,7 @@ TESTS = (
     "pmae_adapters",
     "privacy",
     "prototypes",
-    "recall",
+    "replay",
     "rounds",
     "surrogates",
     "terms",
@@ -368,6 +370,18 @@ def relevant(known: dict[str, dict], mutant: Mutant, height: int) -> list[str]:
     return sorted(filter(touches, known), key=lambda test: known[test]["seconds"])
 
 
+def importing(copy: Path, mutant: Mutant) -> list[str]:
+    """The test files that import a mutant's file, the one named after it first, then by their length."""
+    module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    package, _, name = module.rpartition(".")
+    whole, part = re.escape(module), rf"{re.escape(package)} import [^\n]*\b{name}"
+    imports = re.compile(rf"^(from|import) ({whole}|{part})\b", re.MULTILINE)
+    texts = {path: path.read_text() for path in sorted((copy / "tests").glob("test_*.py"))}
+    found = [path for path, text in texts.items() if imports.search(text) or path.stem == f"test_{name}"]
+    found.sort(key=lambda path: (path.stem != f"test_{name}", len(texts[path])))
+    return [str(path.relative_to(copy)) for path in found]
+
+
 def attempt(copy: Path, mutant: Mutant, tests: list[str], limit: float) -> Outcome:
     """Run tests on the copy with a mutant in it.
 
@@ -390,10 +404,10 @@ def attempt(copy: Path, mutant: Mutant, tests: list[str], limit: float) -> Outco
 # The two ways to call this
 
 
-def explore(copy: Path, out: Path, number: int, seed: int, only: str) -> list[dict]:
+def explore(copy: Path, out: Path, number: int, seed: int, only: str, near: bool) -> list[dict]:
     """Try a random sample of all mutants; what `out` has of it already is not tried again."""
     out.mkdir(parents=True, exist_ok=True)
-    known = executed(copy, out)
+    known = None if near else executed(copy, out)
     everything = [m for path, text in targets(copy).items() if only in path for m in mutants(path, text)]
     chosen = random.Random(seed).sample(everything, min(number, len(everything)))
     print(f"{len(chosen)} of {len(everything)} mutants")
@@ -410,9 +424,12 @@ def explore(copy: Path, out: Path, number: int, seed: int, only: str) -> list[di
     return [tried[mutant.key()] for mutant in chosen]
 
 
-def _explored(copy: Path, mutant: Mutant, known: dict[str, dict]) -> dict:
-    tests = relevant(known, mutant, mutant.before.count("\n") + 1)
-    limit = 120 + 5 * sum(known[test]["seconds"] for test in tests)
+def _explored(copy: Path, mutant: Mutant, known: dict[str, dict] | None) -> dict:
+    if known is None:
+        tests, limit = importing(copy, mutant), 3600.0
+    else:
+        tests = relevant(known, mutant, mutant.before.count("\n") + 1)
+        limit = 120 + 5 * sum(known[test]["seconds"] for test in tests)
     outcome = attempt(copy, mutant, tests, limit) if tests else Outcome(False, "", 0.0)
     return {"key": mutant.key(), "mutant": dataclasses.asdict(mutant)} | dataclasses.asdict(outcome)
 
@@ -494,6 +511,8 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=300, help="mutants to try")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", default="", help="part of the path of files to mutate")
+    near = "try the test files that import a mutant's file alone, so that survivors may be caught by others"
+    parser.add_argument("--near", action="store_true", help=near)
     parser.add_argument("--keep", type=int, default=0, help="write so many caught ones as the fixed sample")
     parser.add_argument("--out", type=Path, default=Path("runs/mutants"), help="where results are kept")
     arguments = parser.parse_args()
@@ -502,7 +521,7 @@ def main() -> int:
         if arguments.kept:
             return check_kept(copy)
         out = arguments.out.resolve()
-        records = explore(copy, out, arguments.sample, arguments.seed, arguments.only)
+        records = explore(copy, out, arguments.sample, arguments.seed, arguments.only, arguments.near)
     if arguments.keep:
         keep(records, arguments.keep, arguments.seed)
     print(table(records))

@@ -22,6 +22,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
   fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
+  fcljax leaderboard FILE.yaml   methods side by side, the learning rates of each searched alike
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
@@ -45,6 +46,7 @@ COMMANDS = {
     "watch": "watch:watch",
     "sweep": "sweeping:sweep",
     "reproduce": "reproducing:reproduce",
+    "leaderboard": "leaderboard:leaderboard",
     "data": "data:data",
     "convert": "weights:convert",
     "embed": "weights:embed",

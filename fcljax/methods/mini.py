@@ -12,6 +12,7 @@ from typing import Any
 _PROMPT = {"lr": 1e-2}
 _WHOLE = {"lr": 5e-3, "full_lr": 5e-4}
 _PAIR = {"lora_lr": 1e-3}
+_HEAD = {"lr": 1e-2}
 
 MINI: Mapping[str, Mapping[str, Any]] = {
     "fppl": {},
@@ -37,8 +38,12 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
     "joint": _PAIR,
-    # not tried yet
-    **dict.fromkeys(("afcl", "fedranpac", "fedslca", "lorm", "dolfin", "fed-talora"), {}),
-    **dict.fromkeys(("scaffold", "feddyn", "ditto", "fedper", "fedproto"), {}),
+    **dict.fromkeys(("ditto", "fedper", "fedproto", "fed-talora"), _HEAD | _PAIR),
+    "dolfin": _HEAD | {"lora_lr": 5e-3},
+    "lorm": _HEAD | {"lora_lr": 3e-3},
+    # as the papers have them; other values that were tried are no better
+    **dict.fromkeys(("fedslca", "scaffold", "feddyn"), {}),
+    # closed forms: no learning rate
+    **dict.fromkeys(("afcl", "fedranpac"), {}),
 }
 """Method -> option -> value; options of adapters that a run does not have are left out."""

@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator
 
 from fcljax.errors import one_line
 from fcljax.results import figures
@@ -85,21 +84,13 @@ def curves(runs: Series, spread: Series, label: str) -> Markup:
 
 
 def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str, ylabel: str) -> Markup:
-    """A marker for each name. x is on a logarithmic axis, so only points with x > 0 are drawn."""
-    figure = figures.new_figure(WIDTH, 3.6)
-    axes = figure.add_subplot()
-    axes.set(xscale="log", xlabel=xlabel, ylabel=ylabel)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.minorticks_off()
-    axes.grid(color=figures.GRID, linewidth=0.8)
-    figures.open_frame(axes)
-    titles = {}
-    for i, (name, (x, y)) in enumerate(points.items()):
-        if x > 0:  # which a logarithmic axis has
-            axes.plot([x], [y], gid=f"point p{i}", **figures.curve_style(i))
-            titles[f"point p{i}"] = [f"{name}: {x:,g}; {y:.2f} %"]
-    return inline(figure, label, titles)
+    """A marker for each name, as `figures.scatter` draws it."""
+    drawn = {
+        f"point p{i}": [f"{name}: {x:,g}; {y:.2f} %"]
+        for i, (name, (x, y)) in enumerate(points.items())
+        if x > 0
+    }
+    return inline(figures.scatter(points, xlabel, ylabel), label, drawn)
 
 
 def bars(rows: Mapping[str, Sequence[Number]], parts: Sequence[str], label: str, unit: str) -> Markup:

@@ -16,9 +16,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from fcljax.errors import one_line
 from fcljax.files import atomic
+from fcljax.results.run_folder import Number
 
 # Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -85,6 +87,33 @@ def curve_style(i: int) -> dict[str, Any]:
         "markeredgecolor": "white",
         "markeredgewidth": 0.5,
     }
+
+
+def scatter(
+    points: Mapping[str, tuple[Number, Number]], xlabel: str, ylabel: str, legend: bool = False
+) -> Figure:
+    """A marker for each name. x is on a logarithmic axis, so only points with x > 0 are drawn.
+
+    Args:
+      points: name -> (x, y). Point i has the gid `point p{i}`.
+      xlabel: what x is.
+      ylabel: what y is.
+      legend: whether the figure names the points; it then grows with their number.
+    """
+    figure = new_figure(9.6, max(3.6, 0.8 + 0.2 * len(points))) if legend else new_figure(7.2, 3.6)
+    axes = figure.add_subplot()
+    axes.set(xscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.minorticks_off()
+    axes.grid(color=GRID, linewidth=0.8)
+    open_frame(axes)
+    for i, (name, (x, y)) in enumerate(points.items()):
+        if x > 0:  # which a logarithmic axis has
+            axes.plot([x], [y], gid=f"point p{i}", label=words(name), **curve_style(i))
+    if legend and points:
+        figure.legend(loc="outside right upper", frameon=False)
+    return figure
 
 
 def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:

@@ -250,14 +250,17 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
 def markdown(title: str, notes: Sequence[str], results: Sequence[RowResult], claims: Sequence[str]) -> str:
     """All of it as Markdown."""
     pairs = orderings(results)
-    cells = lines(results)
-    head, *body = [f"| {' | '.join(map(_escaped, row))} |" for row in cells]
-    grid = "\n".join([head, f"|{'---|' * len(cells[0])}", *body])
-    parts = [f"# {title}", *notes, grid, _escaped(" ".join(order_lines(pairs)))]
+    parts = [f"# {title}", *notes, markdown_table(lines(results)), _escaped(" ".join(order_lines(pairs)))]
     for said, items in (("Ordered the other way:", otherwise(pairs)), ("The paper in words:", claims)):
         if items:
             parts += [said, "\n".join(f"- {_escaped(item)}" for item in items)]
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its first row the head."""
+    head, *body = [f"| {' | '.join(map(_escaped, row))} |" for row in cells]
+    return "\n".join([head, f"|{'---|' * len(cells[0])}", *body])
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,72 @@
+"""`fcljax leaderboard FILE.yaml`."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+
+from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on, slug
+from fcljax.errors import InputError
+from fcljax.options import option
+from fcljax.runs import signals
+from fcljax.terminal import say
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderboardOptions(ProgramOptions):
+    """Options of `fcljax leaderboard`."""
+
+    methods: str | None = option(None, unset="all of FILE, in its order")
+    """Methods of FILE to run, such as fedncm,fppl, in this order."""
+    out: str | None = option(None, unset="runs/leaderboard-FILE-TIME")
+    """Folder of the runs and the table, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Folder to resume: finished trials and runs are not repeated; there may be further methods."""
+    jobs: int = 1
+    """Number of runs of a method at a time."""
+    dry_run: bool = False
+    """Only list the methods."""
+    allow_code: bool = False
+    """Whether methods that FILE names may be programs, FILE.py or MODULE:NAME, which are then run."""
+
+
+def leaderboard(arguments: list[str]) -> int:
+    """`fcljax leaderboard FILE.yaml [options]`: exit code 1 if a method lacks runs."""
+    about = "Methods side by side: the same network, data, rounds and search of learning rates for each."
+    words = Words("FILE.yaml")
+    files, options = parsed(LeaderboardOptions(), arguments, ["leaderboard"], about, words)
+    if len(files) != 1:
+        raise InputError(
+            "leaderboard: no file given; usage: fcljax leaderboard FILE.yaml [options], such as "
+            "experiments/leaderboard_glyphs.yaml"
+        )
+    if options.resume and options.out:
+        raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
+
+    from fcljax.studies import leaderboard as work
+    from fcljax.studies.sweeps import Ways
+
+    only = [name.strip() for name in (options.methods or "").split(",") if name.strip()]
+    entries = work.plan(files[0], only, options.allow_code)
+    console = Console()
+    if options.dry_run:
+        console.print(work.plan_table(entries))
+        return 0
+    out = Path(options.resume or options.out or new_folder("leaderboard", slug(files[0])))
+    command = _command(files[0], options)
+    again = f"{command} --resume {shlex.quote(str(out))}"
+    ways = Ways([None] * options.jobs, options=passed_on(options))
+    with signals.advised(lambda: f"go on with: {again}" if (out / work.PLAN).exists() else ""):
+        rows = work.run(entries, out, options.resume is not None, ways, command, Console(stderr=True))
+    for table in work.shown(rows):
+        console.print(table)
+    say(console, f"page: {out / work.TEXT}")
+    return int(bool(work.missing(rows)))
+
+
+def _command(file: str, options: LeaderboardOptions) -> str:
+    """The command without its folder."""
+    words = ["fcljax", "leaderboard", file]
+    words += ["--methods", options.methods] if options.methods else []
+    return shlex.join([*words, *(["--allow-code"] if options.allow_code else [])])

@@ -1,0 +1,444 @@
+"""A leaderboard: methods with the same network, data, partition, rounds and search of their learning rates.
+What a method's own preset has of these does not count; its optimiser and loss weights do.
+
+    base: {dataset: glyphs, tasks: 5, rounds: 2}  # options of all runs
+    seeds: [2023, 2024, 2025]                     # of the runs on test images
+    search: {holdout: 0.25, seed: 5}              # options of the trials, which see no test image
+    factors: [1, 0.1, 0.3, 3]                     # a trial multiplies a method's tuned options by one of them
+    methods: {fppl: {}, glfc: {memory_size: 50}}  # each with options of its own; left out: all of the package
+    tuned: {afcl: [ridge]}                        # left out: the learning rates of clients
+
+For each method: the trials, then the runs with the factor whose trial ends with the highest A_last on
+held-out training examples. A method without tuned options has no trials. The folder has the runs of METHOD in
+METHOD/, its trials in search/METHOD/ (both are folders of sweeps), and leaderboard.md, leaderboard.json and
+leaderboard.png, which are written after each method.
+"""
+
+import dataclasses
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fcljax import config
+from fcljax.config import InputConfig, PartitionConfig, RunConfig, TrainConfig
+from fcljax.errors import InputError
+from fcljax.files import write_text
+from fcljax.methods import METHODS, check_no_code, short_name
+from fcljax.results import figures
+from fcljax.results.metrics import paired_difference
+from fcljax.results.run_folder import Summary, value_at, write_json
+from fcljax.studies import grid, sweeps, typed
+from fcljax.studies.grid import Planned
+from fcljax.studies.paper_tables import markdown_table
+from fcljax.studies.papers import words_of
+from fcljax.studies.seeds import folder_of_runs
+from fcljax.studies.sweeps import Outcome, Ways
+from fcljax.terminal import add_row, say
+
+PLAN, TEXT, DATA, FIGURE = "leaderboard.yaml", "leaderboard.md", "leaderboard.json", "leaderboard.png"
+SEARCH = "search"
+RATES = ("lr", "full_lr", "lora_lr")  # of clients
+# what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
+TUNED: Mapping[str, Sequence[str]] = {"afcl": ("ridge",), "fedranpac": (), "fedncm": (), "fedrecon": ()}
+# an upper bound that is no federation
+OWN: Mapping[str, Mapping[str, Any]] = {"centralized-prompt": {"clients": 1}}
+# what no method's preset decides here
+SHARED: Mapping[str, Any] = {
+    field.name: field.default
+    for options in (InputConfig, PartitionConfig)
+    for field in dataclasses.fields(options)
+    if field.name != "seed"
+} | {
+    name: getattr(TrainConfig, name)
+    for name in ("participation", "rounds", "epochs", "batch_size", "augment")
+}
+MOST_FACTORS = 100
+
+Make = Callable[[list[Planned], Path], dict[str, Outcome]]
+"""(runs, their folder) -> name of a run -> its outcome"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderboardFile:
+    """The content of a leaderboard's file."""
+
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seeds: int | list[int] = 3
+    search: dict[str, Any] = dataclasses.field(default_factory=lambda: {"holdout": 0.25})
+    factors: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+    methods: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    tuned: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+class Entry(NamedTuple):
+    """A method of the leaderboard and its runs."""
+
+    method: str
+    trials: dict[float, Planned]
+    """Factor -> run on held-out examples; none for a method without tuned options."""
+    runs: dict[float, list[Planned]]
+    """Factor -> the runs on test images if it is chosen, seed by seed."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables and folders."""
+        return short_name(self.method)
+
+
+class Row(NamedTuple):
+    """A method's results so far."""
+
+    method: str
+    found: tuple[Summary, ...]
+    """Of the finished runs."""
+    planned: int
+    """How many runs there should be."""
+    trials: dict[float, float | None]
+    """Factor -> A_last on held-out examples, None for a trial without a result."""
+    options: Mapping[str, Any]
+    """The tuned options as they were chosen."""
+    why: str = ""
+    """Why runs are missing."""
+
+    def values(self, key: str) -> list[float]:
+        """A number of the finished runs' summaries, as `value_at` finds it."""
+        found = [value_at(run, key) for run in self.found]
+        return [float("nan") if value is None else float(value) for value in found]
+
+    @property
+    def megabytes(self) -> float:
+        """What a client sends and receives in the whole run, in MB."""
+        total = [run["communication_total"] for run in self.found]
+        clients = self.found[0]["config"]["clients"]
+        return (
+            float(np.mean([each["upload_bytes"] + each["download_bytes"] for each in total])) / clients / 1e6
+        )
+
+    @property
+    def minutes(self) -> float:
+        """Of a run, compiling included."""
+        return float(np.mean([sum(run["time"].values()) for run in self.found])) / 60
+
+
+# ---- planning ----------------------------------------------------------------------------------------------
+
+
+def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list[Entry]:
+    """The methods of a file with all their possible runs.
+
+    Args:
+      path: the file.
+      only: names of the methods to keep, in this order; empty: all, in the file's.
+      code: whether methods may be programs from outside of the package.
+
+    Raises:
+      InputError: one line that names the file, the method, the option and the value.
+    """
+    values = config.load_yaml(path)
+    file = typed.read_typed(
+        LeaderboardFile, {key: each for key, each in values.items() if each is not None}, str(path)
+    )
+    methods = file.methods or {name: OWN.get(name, {}) for name in METHODS}
+    _check(file, methods, str(path), code)
+    unknown = next((name for name in only if name not in methods), None)
+    if unknown:
+        raise InputError(f"methods: {unknown!r} is none of {', '.join(methods)}")
+    return [_entry(file, name, methods[name], str(path)) for name in only or methods]
+
+
+def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: bool) -> None:
+    """Check what does not belong to a single method.
+
+    Raises:
+      InputError: naming the place in the file.
+    """
+    for name in () if code else methods:
+        check_no_code(name, where, "if you trust it, add --allow-code")
+    if not file.search.get("holdout"):
+        raise InputError(f"{where}: search.holdout: trials must not see test images; nearest: holdout: 0.25")
+    if not 0 < len(set(file.factors)) == len(file.factors) <= MOST_FACTORS or min(file.factors) <= 0:
+        raise InputError(
+            f"{where}: factors: {file.factors} are no different positive numbers, such as [1, 0.3]"
+        )
+    stray = next((name for name in file.tuned if name not in methods), None)
+    if stray:
+        raise InputError(f"{where}: tuned.{stray}: it is none of the methods")
+
+
+def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: str) -> Entry:
+    given = {**SHARED, **file.base, **own}
+    try:
+        usual = config.from_mapping(method, given, "options")
+        options = {
+            factor: given | _scaled(usual, _tuned(file, method, usual), factor) for factor in file.factors
+        }
+    except InputError as error:
+        raise InputError(f"{where}: methods.{method}: {str(error).removeprefix('options: ')}") from None
+    distinct = options if _tuned(file, method, usual) else {1.0: given}
+    trials = {
+        factor: grid.plan_of({"method": method, "base": each | file.search}, where, True)[0]
+        for factor, each in distinct.items()
+        if len(distinct) > 1
+    }
+    runs = {
+        factor: grid.plan_of({"method": method, "base": each, "seeds": file.seeds}, where, True)
+        for factor, each in distinct.items()
+    }
+    named = {factor: run._replace(name=f"x{factor:g}") for factor, run in trials.items()}
+    return Entry(method, named, runs)
+
+
+def _tuned(file: LeaderboardFile, method: str, usual: RunConfig) -> Sequence[str]:
+    """The options that a method's trials multiply."""
+    own = file.tuned.get(method, TUNED.get(method))
+    return [name for name in RATES if getattr(usual, name, None)] if own is None else own
+
+
+def _scaled(usual: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, float]:
+    """The tuned options, multiplied.
+
+    Raises:
+      InputError: naming one that is no positive number of this method.
+    """
+    for name in tuned:
+        value = getattr(usual, name, None)
+        if isinstance(value, bool) or not isinstance(value, float) or value <= 0:
+            raise InputError(f"tuned: {name!r} is no option of it with a positive number")
+    return {name: float(f"{getattr(usual, name) * factor:.4g}") for name in tuned}
+
+
+# ---- running -----------------------------------------------------------------------------------------------
+
+
+def run(
+    entries: Sequence[Entry], out: Path, resume: bool, ways: Ways, command: str, console: Console
+) -> list[Row]:
+    """Make all trials and runs that are not finished in `out`, method by method; one that fails does not end
+    the others. What is written into `out` is up to date after each method.
+
+    Args:
+      entries: the methods.
+      out: the folder; a new one, unless `resume`.
+      resume: resume the leaderboard in `out`. There may be other methods than before.
+      ways: how runs are made.
+      command: what was typed, for the page.
+      console: where progress goes.
+
+    Raises:
+      InputError: for a folder that cannot be used, or whose runs have other settings.
+      KeyboardInterrupt: after all running processes have ended, with checkpoints to resume from.
+    """
+    check = (lambda: _check_folder(out)) if resume else None
+    rows: list[Row] = []
+    with folder_of_runs(out, check):
+        write_text(out / PLAN, yaml.safe_dump({"methods": [entry.name for entry in entries]}))
+        for entry in entries:
+            say(console, f"{entry.name}, {len(rows) + 1} of {len(entries)}")
+            rows.append(_row(entry, out, lambda runs, folder: _sweep(runs, folder, ways, console)))
+            waiting = [_row(each, out, _look) for each in entries[len(rows) :]]
+            write([*rows, *waiting], entries, out, command)
+    return rows
+
+
+def _check_folder(out: Path) -> None:
+    if not (out / PLAN).is_file():
+        raise InputError(f"resume: {str(out)!r} is no folder of a leaderboard: it has no {PLAN}")
+
+
+def _row(entry: Entry, out: Path, make: Make) -> Row:
+    """The result of a method, after `make` has made its trials and its runs."""
+    trials, factor = {}, 1.0
+    if entry.trials:
+        outcomes = make(list(entry.trials.values()), out / SEARCH / entry.name)
+        trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}
+        best = chosen(trials)
+        if best is None:
+            return Row(entry.name, (), len(next(iter(entry.runs.values()))), trials, {}, _why(outcomes))
+        factor = best
+    runs = entry.runs[factor]
+    outcomes = make(runs, out / entry.name)
+    found = tuple(each.summary for each in outcomes.values() if each.state == "finished" and each.summary)
+    options = {name: value for name, value in runs[0].given.items() if _differs(entry, name)}
+    return Row(
+        entry.name, found, len(runs), trials, options, _why(outcomes) if len(found) < len(runs) else ""
+    )
+
+
+def _sweep(runs: list[Planned], folder: Path, ways: Ways, console: Console) -> dict[str, Outcome]:
+    """Make what is not finished."""
+    return sweeps.sweep(runs, folder, (folder / sweeps.PLAN).exists(), ways, console)
+
+
+def _look(runs: list[Planned], folder: Path) -> dict[str, Outcome]:
+    """Make nothing."""
+    return {run.name: sweeps.outcome(run, folder, None) for run in runs}
+
+
+def _a_last(outcome: Outcome) -> float | None:
+    return outcome.summary["A_last"] if outcome.state == "finished" and outcome.summary else None
+
+
+def chosen(trials: Mapping[float, float | None]) -> float | None:
+    """The factor whose trial has the highest A_last, of equal ones that nearest to 1; None: none finished."""
+    known = {factor: value for factor, value in trials.items() if value is not None and not math.isnan(value)}
+    return max(known, key=lambda factor: (known[factor], -abs(math.log(factor))), default=None)
+
+
+def _why(outcomes: Mapping[str, Outcome]) -> str:
+    """Why a run has no result."""
+    bad = next((each for each in outcomes.values() if each.state != "finished"), None)
+    return "" if bad is None else f"{bad.state}: {bad.why}" if bad.why else bad.state
+
+
+def _differs(entry: Entry, name: str) -> bool:
+    """Whether the trials of a method differ in an option."""
+    return len({run.given.get(name) for run in entry.trials.values()}) > 1
+
+
+# ---- the page ----------------------------------------------------------------------------------------------
+
+HEAD = ("method", "seeds", "A_last", "A_avg", "forgetting", "MB", "minutes", "chosen", "A_last of trials")
+PERSONAL = "†"  # marks methods that are evaluated with the clients' own models
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """The rows with results, the highest A_last first."""
+    return sorted((row for row in rows if row.found), key=lambda row: -np.mean(row.values("A_last")))
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table, in the order of HEAD."""
+    mark = PERSONAL if any(run.get("personal") for run in row.found) else ""
+    trials = ", ".join(
+        f"x{factor:g}: {'-' if value is None else f'{100 * value:.1f}'}"
+        for factor, value in row.trials.items()
+    )
+    return [
+        row.method + mark,
+        str(len(row.found)),
+        *(with_interval(row.values(key)) for key in ("A_last", "A_avg", "forgetting.paper")),
+        f"{row.megabytes:.3g}",
+        f"{row.minutes:.1f}",
+        " ".join(words_of(row.options)),
+        trials,
+    ]
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """The mean of fractions in %, with half of its 95 % interval if there are two or more."""
+    percent = [100 * value for value in values]
+    if len(percent) < 2:
+        return f"{percent[0]:.2f}"
+    mean, low, _ = paired_difference(percent, [0.0] * len(percent))
+    return f"{mean:.2f} ± {mean - low:.2f}"
+
+
+def write(rows: Sequence[Row], entries: Sequence[Entry], out: Path, command: str) -> None:
+    """Write leaderboard.md, leaderboard.json and leaderboard.png into the folder."""
+    write_text(out / TEXT, markdown(rows, entries, command))
+    content = [
+        {
+            "method": row.method,
+            "finished": len(row.found),
+            "planned": row.planned,
+            "why": row.why,
+            "trials": {f"{factor:g}": value for factor, value in row.trials.items()},
+            "chosen": row.options,
+            **({"seed": [run["seed"] for run in row.found]} if row.found else {}),
+            **{key: row.values(key) for key in ("A_last", "A_avg", "forgetting.paper") if row.found},
+            **({"MB": row.megabytes, "minutes": row.minutes} if row.found else {}),
+        }
+        for row in rows
+    ]
+    write_json(out / DATA, {"command": command, "rows": content})
+    points = {row.method: (row.megabytes, 100 * float(np.mean(row.values("A_last")))) for row in ranked(rows)}
+    if points:
+        drawn = figures.scatter(points, "MB per client in the whole run", "A_last (%)", legend=True)
+        figures.save(out / FIGURE, drawn)
+
+
+def markdown(rows: Sequence[Row], entries: Sequence[Entry], command: str) -> str:
+    """The page."""
+    base = " ".join(words_of(_shared(entries)))
+    trials = max((len(entry.trials) for entry in entries), default=0)
+    searched = next((run for entry in entries for run in entry.trials.values()), None)
+    lines = ["# Leaderboard", "", f"    {command}", "", f"All runs have these options: `{base}`.", ""]
+    if searched:
+        lines += [
+            f"Learning rates were chosen per method by {trials} trials on held-out training examples "
+            f"(`--holdout {searched.cfg.holdout} --seed {searched.cfg.seed}`). A trial multiplies all of the "
+            "clients' learning rates by one factor. No test image decided anything.",
+            "",
+        ]
+    lines += [
+        "Accuracies and forgetting are in %, with half of the 95 % interval over seeds (Student's t). MB is "
+        "what a client sends and receives in the whole run. Minutes are those of a run, compiling included, "
+        f"on {machine()}.",
+        "",
+        markdown_table([HEAD, *map(cells, ranked(rows))]),
+        "",
+    ]
+    if any(run.get("personal") for row in rows for run in row.found):
+        lines += [
+            f"`{PERSONAL}`: evaluated with the clients' own models, so not to be ranked with the others.",
+            "",
+        ]
+    lines += [f"![A_last over MB]({FIGURE})", ""] if ranked(rows) else []
+    absent = [(row.method, f"{len(row.found)} of {row.planned}", row.why) for row in missing(rows)]
+    lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""] if absent else []
+    return "\n".join(lines)
+
+
+def missing(rows: Iterable[Row]) -> list[Row]:
+    """The rows that lack runs."""
+    return [row for row in rows if row.why]
+
+
+def _shared(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The options in which the runs on test images differ from the defaults, all of them alike."""
+    given = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
+    return {
+        name: value
+        for name, value in given[0].items()
+        if name != "seed" and value != SHARED.get(name) and all(each.get(name) == value for each in given)
+    }
+
+
+def machine() -> str:
+    """What this machine is, in words."""
+    import jax
+
+    device = jax.devices()[0]
+    processor = platform.processor() or platform.machine()
+    accelerator = [] if device.platform == "cpu" else [device.device_kind]
+    return ", ".join([f"{os.cpu_count()} cores ({processor})", *accelerator])
+
+
+def shown(rows: Sequence[Row]) -> list[Table]:
+    """The tables for a terminal."""
+    best = Table(title="leaderboard")
+    for name in HEAD:
+        best.add_column(name, justify="left" if name in ("method", "chosen") else "right")
+    for row in ranked(rows):
+        add_row(best, *cells(row))
+    absent = Table("method", "why", title="missing")
+    for row in missing(rows):
+        add_row(absent, row.method, row.why)
+    return [table for table in (best, absent) if table.row_count]
+
+
+def plan_table(entries: Sequence[Entry]) -> Table:
+    """The methods with the number of their trials and runs, for a terminal."""
+    table = Table("method", "trials", "runs", "tuned", title=f"{len(entries)} methods")
+    for entry in entries:
+        names = [name for name in next(iter(entry.runs.values()))[0].given if _differs(entry, name)]
+        add_row(table, entry.name, len(entry.trials), len(next(iter(entry.runs.values()))), ", ".join(names))
+    return table
