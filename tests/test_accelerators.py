@@ -55,6 +55,12 @@ def test_products_are_counted_as_often_as_their_loops_run():
     assert chips.product_flops(jaxpr, repeated=False) == 120 * 3
 
 
+def test_of_a_conditional_the_larger_branch_is_counted():
+    a = jnp.ones((8, 8))
+    branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)
+    assert chips.product_flops(jax.make_jaxpr(branches)(a).jaxpr) == 2 * 2 * 8**3
+
+
 def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     a = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 

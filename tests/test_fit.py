@@ -16,6 +16,8 @@ from fcljax.mesh import mesh_of
 from fcljax.models.microbatch import in_pieces
 from fcljax.models.shapes import CONVNETS
 from fcljax.models.vit import vit_network
+from fcljax.models.weights.pretrained import load_backbone
+from fcljax.runs import build as build_
 from fcljax.runs import fit
 from fcljax.runs.build import Experiment, build, make_method
 
@@ -106,6 +108,30 @@ def test_clients_whose_batches_are_shared_send_the_same_with_every_adapter(varia
 def test_every_papers_clients_send_the_same_on_a_mesh_of_clients_and_batches(name, batch):
     method = method_of(name, **STEADY)
     alike(uploads(method, Lanes(8, "loop"), mesh_of(jax.devices())), shared(method, batch))
+
+
+def test_devices_are_shared_out_as_asked_or_as_pays(monkeypatch):
+    """Three clients on eight devices. A CPU shares no batch by itself."""
+    monkeypatch.setattr(build_, "forward_flops", lambda backbone: 1e12)
+
+    def found(backend="cpu", **given):
+        cfg = config.resolve(config.from_mapping("linear", given, "test"))
+        machine = build_.Machine(backend, mesh_of(jax.devices()))
+        lanes, mesh = build_.shared_out(
+            cfg, method_of("linear"), PARTITIONS, load_backbone(None, None, None), machine
+        )
+        return lanes.count, tuple(mesh.shape.values())
+
+    assert found() == (8, (8,))
+    assert found(batch_devices=4) == (2, (2, 4))
+    assert found("tpu") == (1, (1, 8))  # of 1, 1 and 1 steps: three steps of an eighth
+    assert found("tpu", batch_devices=1) == (8, (8,))
+    with pytest.raises(InputError, match="batch_devices: 3 do not divide 8 devices; nearest valid value: 2"):
+        found(batch_devices=3)
+    with pytest.raises(
+        InputError, match="lanes: 3 lanes cannot be split over 2 devices; nearest valid value: 4"
+    ):
+        found(batch_devices=4, lanes=3)
 
 
 def test_a_batch_whose_statistics_train_is_not_divided():

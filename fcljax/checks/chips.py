@@ -236,7 +236,7 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
     """Operations of the matrix products of a traced program.
 
     Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
-    them; those of other loops once; of a conditional all branches.
+    them; those of other loops once; of a conditional the branch that has most.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -245,6 +245,6 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
             total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
-        inside = jaxprs_in_params(equation.params)
-        total += times * sum(product_flops(each, repeated) for each in inside)
+        inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
+        total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
     return total
