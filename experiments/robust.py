@@ -3,10 +3,13 @@
     python experiments/robust.py --out runs/robust --methods fedavg --seeds 2023 2024 2025
     python experiments/robust.py --out runs/robust --methods fppl --seeds 2023
     python experiments/robust.py --out runs/faults --shares 0.1 0.2 0.4 --methods fedavg fppl pilora
+    python experiments/robust.py --out runs/liars --rules mean --attacks weight counts sign_flip scale \
+      --methods hepco vfcl pmae glfc
 
 10 clients with the same class mix (iid); 2 tasks, 3 rounds of 2 epochs. Either 2 clients are malicious in all
 rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every round. FedAvg
 averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in two blocks.
+HePCo, VFCL, pMAE and GLFC send more than parameters: class counts, variances, tokens, prototypes' gradients.
 Every run is an ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as
 Markdown tables, mean over the seeds; a rule that a method cannot follow is left out.
 """
@@ -17,15 +20,21 @@ from pathlib import Path
 
 import jax
 
+import fcljax
 from fcljax import cli
 from fcljax.federated.faults import ATTACKS, FAULTS
 from fcljax.methods import METHODS as KNOWN
 
 COMMON = ["--tasks", "2", "--clients", "10", "--partition", "iid", "--rounds", "3", "--epochs", "2"]
+DECODER = Path(fcljax.__file__).parent / "assets" / "vit_micro_decoder.safetensors"
 METHODS = {
     "fedavg": ["--adapter", "linear", "--lr", "1e-2"],
     "fppl": ["--prompt-blocks", "2", "--prompt-length", "5"],
     "pilora": ["--lora-blocks", "2"],
+    "hepco": [],
+    "vfcl": ["--image-size", "16"],
+    "pmae": ["--image-size", "16", "--vpt-blocks", "2", "--tune-epochs", "1", "--decoder", str(DECODER)],
+    "glfc": ["--image-size", "16", "--match-steps", "20", "--monitor-images", "5"],
 }
 RULES = {
     "mean": [],
@@ -46,13 +55,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[2023])
     parser.add_argument("--methods", nargs="+", default=["fedavg", "fppl"], choices=METHODS)
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
     parser.add_argument("--shares", nargs="+", default=[], help="of the clients, that each fault strikes")
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, help="with --shares")
     options = parser.parse_args()
     # rules differ on the server alone, so most programs are compiled once
     jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    malicious = {attack: ["--malicious", "2", "--attack", attack] for attack in ATTACKS}
+    malicious = {attack: ["--malicious", "2", "--attack", attack] for attack in options.attacks}
     for method in options.methods:
         for share in options.shares:
             drawn = {f"{fault}-{share}": ["--faults", f"{fault}={share}"] for fault in options.faults}

@@ -58,20 +58,49 @@ def test_a_second_process_compiles_nothing_and_a_damaged_program_is_replaced(tmp
     assert files(tmp_path / "d") == kept
     metrics = [(tmp_path / run / "metrics.jsonl").read_bytes() for run in "ab"]
     assert metrics[0] == metrics[1]
-    # half a file, as of a process that was killed while it wrote
+    # one bit, which jax would not find where it compresses with zstandard
     damaged = max((tmp_path / "d").rglob("*-cache"), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes()[:1000])
+    damaged.write_bytes(flipped(damaged.read_bytes(), 1000))
     third, said = counts([*TINY, "--out", str(tmp_path / "e")], **variables)
-    # gone are all programs of that name, of which there are few
-    assert 1 <= third["cache_misses"] < len(kept) / 4 and "persistent" not in said
-    assert set(files(tmp_path / "d")) == set(kept) and damaged.stat().st_size > 1000
+    assert third["cache_misses"] == 1 and said.count("is damaged; it is removed and compiled again") == 1
+    assert set(files(tmp_path / "d")) == set(kept) and files(tmp_path / "d")[damaged.name][32:]
+
+
+def flipped(content, at):
+    return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
+
+
+def test_a_program_without_its_checksum_is_removed_and_never_read(tmp_path):
+    damaged = []
+    cache = compile_cache.CheckedCache(str(tmp_path / "new"), damaged.append)
+    program = b"machine code " * 9
+    assert cache.get("jit_f-1") is None
+    cache.put("jit_f-1", program)
+    assert cache.get("jit_f-1") == program and damaged == []
+    (path,) = (tmp_path / "new").iterdir()
+    whole = path.read_bytes()
+    wrong = [flipped(whole, at) for at in range(len(whole))]
+    for content in (*wrong, whole[:-1], whole[:20], b"", program, whole + b"x"):
+        path.write_bytes(content)
+        assert cache.get("jit_f-1") is None and not path.exists()
+    assert damaged == ["jit_f-1"] * (len(wrong) + 5)
+
+
+def test_a_jax_that_has_no_place_for_checksums_keeps_nothing(tmp_path, monkeypatch):
+    from jax._src import compilation_cache
+
+    settings, said = [], []
+    monkeypatch.setattr(compile_cache.jax.config, "update", lambda *setting: settings.append(setting))
+    monkeypatch.delattr(compilation_cache, "get_file_cache")
+    compile_cache._set_up(tmp_path, said.append)
+    assert settings == [OFF] and "has no place for their checksums" in said[0]
 
 
 @pytest.fixture
 def set_up(monkeypatch, tmp_path):
     """The folders that were set up; nothing in the environment decides any."""
     folders = []
-    monkeypatch.setattr(compile_cache, "_set_up", folders.append)
+    monkeypatch.setattr(compile_cache, "_set_up", lambda folder, say: folders.append(folder))
     monkeypatch.setattr(type(compile_cache.jax.config), "jax_compilation_cache_dir", None, raising=False)
     monkeypatch.setattr(compile_cache.jax.config, "update", lambda name, value: folders.append((name, value)))
     for name in ("FCLJAX_COMPILED", "FCLJAX_DATA", "XDG_CACHE_HOME"):
@@ -123,9 +152,13 @@ def test_a_folder_that_cannot_be_used_is_a_line_and_no_error(set_up, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    for folder, why in ((tmp_path / "file" / "x", "Not a directory"), (shared, "other users may write")):
+    inner = tmp_path / "own"
+    (inner / compile_cache.machine()).mkdir(parents=True)
+    (inner / compile_cache.machine()).chmod(0o775)
+    whys = {tmp_path / "file" / "x": "Not a directory", shared: "other users may write"}
+    for folder, why in (whys | {inner: "other users may write"}).items():
         found, (line,) = kept_in(set_up, str(folder))
-        assert found == [] and why in line and repr(str(folder)) in line and "--compile-cache" in line
+        assert found == [] and why in line and str(folder) in line and "--compile-cache" in line
 
 
 def test_the_oldest_programs_are_given_up(set_up, tmp_path, monkeypatch):

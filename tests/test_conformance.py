@@ -38,6 +38,7 @@ LORA = {"lora_lr": RATE, "lora_blocks": 2}
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 PMAE = {"restore_images": 2, "recon_length": 2, "tune_epochs": 1, "tune_batch": 8}
 SGD = {"lr": 0.05, "lora_lr": 0.05}  # their own optimiser, whose steps are smaller than the rate
+GENERATOR = {"generator_steps": 2, "synthetic_batch": 4, "generator_channels": 4, "noise_width": 4}
 REHEARSED = {"memory_size": 6, "match_steps": 2, "prototype_steps": 2, "monitor_images": 2, "full_lr": RATE}
 OPTIONS = {
     "fppl": PROMPTS | {"server_epochs": 2},
@@ -47,6 +48,7 @@ OPTIONS = {
     "fedncm": {},
     "afcl": {},
     "fedranpac": {"projection": 24},
+    "fedran": {"projection": 24, "rank": 6, "server_rank": 12, "labelled": 0.5},
     "lorm": LORA,
     "fed-talora": LORA,
     "dolfin": LORA,
@@ -68,16 +70,11 @@ OPTIONS = {
     "fedavg-ft": {},
     "fedlwf-mc": {},
     "cfed": {"server_steps": 2, "server_batch": 6},
-    "target": {
-        "synthesis_rounds": 2,
-        "synthesis_batch": 4,
-        "synthesis_warmup": 1,
-        "generator_steps": 2,
-        "student_steps": 2,
-        "synthetic_batch": 4,
-        "generator_channels": 4,
-        "noise_width": 4,
-    },
+    "target": GENERATOR
+    | {"synthesis_rounds": 2, "synthesis_batch": 4, "synthesis_warmup": 1, "student_steps": 2},
+    "mfcl": GENERATOR | {"generator_batch": 4},
+    "lander": GENERATOR
+    | {"synthesis_rounds": 2, "synthesis_batch": 4, "synthesis_warmup": 1, "student_steps": 2},
     "glfc": REHEARSED,
     "lga": REHEARSED,
     "centralized-prompt": POOL | {"clients": 4},

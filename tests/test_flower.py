@@ -16,12 +16,19 @@ pytest.importorskip("flwr")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Flower's and Ray's own
 
 import flower_machines  # noqa: E402
-from flwr.app import Array, Context, RecordDict  # noqa: E402
+from flwr.app import Array, Context, Message, RecordDict  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 
 from fcljax.bridges import node  # noqa: E402
-from fcljax.bridges.flower import HELLO, client_app, server_app  # noqa: E402
+from fcljax.bridges.flower import (  # noqa: E402
+    HELLO,
+    Nodes,
+    client_app,
+    numbers_of_nodes,
+    server_app,
+)
 from fcljax.bridges.records import (  # noqa: E402
+    config,
     from_arrays,
     from_metrics,
     load_records,
@@ -135,7 +142,7 @@ def test_pieces_that_are_alike_are_counted_once():
             {"partition": "private", "task_pool": "order"},
             "task_pool: 'order' makes the tasks from",
         ),
-        ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: None"),
+        ({"lanes": 2}, "lanes: 2 is for simulations.*nearest: 0"),
         ({"method": "ewc"}, "method: 'ewc' given; name one method"),
     ],
 )
@@ -277,6 +284,48 @@ def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tm
     assert summary["rejected_uploads"] == 1
 
 
+class Claims(Here):
+    """A grid whose nodes say which client they are, and nothing else."""
+
+    def __init__(self, claims):
+        self.claims = claims
+
+    def get_node_ids(self):
+        return list(self.claims)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return [self.one(each) for each in messages]
+
+    def one(self, message):
+        client = self.claims[message.metadata.dst_node_id]
+        facts = {"client": client, "examples": [5], "settings": {"clients": 3}, "digests": {"images": "x"}}
+        return Message(RecordDict({"facts": config({"json": json.dumps(facts)})}), reply_to=message)
+
+
+def test_a_client_is_bound_to_the_node_that_the_server_names(identity):
+    mine = node.Facts(-1, [], {"clients": 3}, {"images": "x"})
+    bound = numbers_of_nodes("70, 71,72", 3)
+    nodes = Nodes(Claims({70: 0, 71: 2, 9: 1, 72: 2}), 3, (), mine, print, bound)
+    assert nodes.refresh(1, 1.0) == [
+        "nodes: node 9 is not among those that may take part",
+        "partition-id: node 71 says that it is client 2; it is client 1",
+    ]
+    assert nodes.of_client == {0: 70, 2: 72} and nodes.refresh(1, 1.0) == []
+    # client 0 is gone, and a node of another key says that it is it
+    nodes.grid.claims = {72: 2, 9: 0, 8: 0}
+    assert nodes.refresh(1, 1.0) == ["nodes: node 8 is not among those that may take part"]
+    assert nodes.of_client == {0: 70, 2: 72}
+    # without a list any node may be any client
+    free = Nodes(Claims({9: 0}), 3, (), mine, print)
+    assert free.refresh(1, 1.0) == [] and free.of_client == {0: 9}
+
+
+@pytest.mark.parametrize("text", ["1,2", "1,2,2", "1,2,x", "", "1,2,-3", "1,2,3,4"])
+def test_numbers_of_nodes_are_one_for_each_client(text):
+    with pytest.raises(InputError, match="^nodes: "):
+        numbers_of_nodes(text, 3)
+
+
 @pytest.mark.long
 def test_clients_with_models_of_their_own_are_not_evaluated_by_the_server(identity, tmp_path):
     grid = Here(client_app("fedweit", **TINY), [{"partition-id": i} for i in range(3)])
@@ -330,4 +379,25 @@ def test_a_killed_node_drops_out_and_comes_back(tmp_path, kept):
     dropped = [line["traffic_dropped"] for line in lines()]
     assert dropped[0] == 0 and sum(dropped) >= 1 and dropped[-1] == 0
     assert sum(line["traffic_restarted"] for line in lines()) == (0 if kept else 1)
+    assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])
+
+
+@pytest.mark.long
+def test_with_tls_and_keys_only_registered_nodes_take_part_each_as_its_own_client(tmp_path):
+    """The start that docs/deployment.md names: a node that is not registered never connects, and one that is
+    says that it is another's client."""
+    out, settings = tmp_path / "out", TINY | {"method": "linear", "clients": 2, "rounds": 1}
+    with flower_machines.machines(tmp_path, secure=True) as here:
+        numbers = [here.register(key) for key in ("a", "b", "thief")]
+        here.node(0, key="thief")
+        here.node(0, key="a")
+        here.node(1, key="b")
+        flower_machines.make_key(tmp_path / "stranger")
+        here.node(1, key="stranger")
+        stranger = here.running.pop("node-1stranger")
+        run = here.submit(settings | {"out": str(out), "nodes": f"{numbers[0]},{numbers[1]}"})
+        here.wait_for(lambda: (out / "summary.json").exists())
+        stranger.kill()
+        said = " ".join(here.flwr("log", run, "--show").split())
+        assert f"nodes: node {numbers[2]} is not among those that may take part" in said
     assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])

@@ -207,6 +207,14 @@ def test_a_changed_result_is_told_of(name, tmp_path, capsys):
     assert said in capsys.readouterr().err.replace("\n", "")
 
 
+def test_digests_that_are_no_digests_are_told_of(tmp_path):
+    assert run_folder.changed(tmp_path) == []
+    for text in ("{", "[]", "", "[" * 2000, "{}"):
+        (tmp_path / run_folder.DIGESTS).write_text(text)
+        (tmp_path / "summary.json").write_text("{}")
+        assert run_folder.changed(tmp_path)
+
+
 # ---- weights -----------------------------------------------------------------------------------------------
 
 

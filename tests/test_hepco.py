@@ -598,6 +598,48 @@ def test_a_diagnosis_records_and_changes_nothing():
     assert reports == ["class_examples", "trainable", "features"]
 
 
+def test_normal_latents_have_the_means_and_variances_of_real_features():
+    """Two channels of two classes, 400 examples each, of which the second class is drawn three times as
+    often."""
+    rng = np.random.default_rng(0)
+    points = np.concatenate([rng.normal([1, 5], [1, 0.1], (400, 2)), rng.normal([-2, 0], [0.5, 3], (400, 2))])
+    label = np.repeat(np.arange(2), 400)
+    real = D.sums(jnp.asarray(points, jnp.float32), jnp.asarray(label), jnp.arange(2), jnp.ones(800, bool))
+    for found, expected in zip(D.normal_of(real), (np.mean, np.var), strict=True):
+        np.testing.assert_allclose(found, [expected(points[label == c], 0) for c in (0, 1)], rtol=1e-3)
+    drawn = H.normal_latents(real, KEY, 4000, jnp.log(jnp.array([1.0, 3.0])))
+    own = np.asarray(drawn.label)
+    assert 0.7 < own.mean() < 0.8
+    for c in (0, 1):
+        of_class = np.asarray(drawn.value)[own == c]
+        np.testing.assert_allclose(of_class.mean(0), points[label == c].mean(0), atol=0.15)
+        np.testing.assert_allclose(of_class.std(0), points[label == c].std(0), rtol=0.1)
+
+
+@pytest.mark.long
+def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
+    opts, run, model, params, aggregate, past = world()
+    own = dataclasses.replace(opts, latents="gaussian")
+    reports = [each.name for each in H.latent_distillation(own, run).reports]
+    assert reports == ["class_examples", "trainable", "features"]
+    nothing, far = D.no_features(run), jax.tree.map(jnp.ones_like, D.no_features(run))
+    past = past._replace(real=nothing)
+
+    def after(sums):
+        gather = aggregate.gather | {"features": sums}
+        return played(own, run, model, params, aggregate._replace(gather=gather), past)
+
+    one, other = after(nothing), after(far)
+    assert float(one.metrics["generator"].weight) == 0
+    assert norm(jax.tree.map(jnp.subtract, one.params, other.params)) > 1e-5
+    same(other.state.real, far)
+
+
+def test_the_diagnosis_of_generators_that_there_are_not_is_refused():
+    with pytest.raises(InputError, match="^diagnose: it compares generators"):
+        method_of("hepco", diagnose=True, latents="gaussian", pool_blocks=2)
+
+
 # ---- the method --------------------------------------------------------------------------------------------
 
 

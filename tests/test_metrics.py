@@ -2,10 +2,12 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fcljax.errors import InputError
+from fcljax.parts.reports import Prototypes, prototype_distance
 from fcljax.results import metrics
 from fcljax.runs.records import Records
 from fcljax.runs.summary import warnings_of
@@ -187,3 +189,46 @@ def test_a_term_that_hardly_moves_the_model_is_named(shares, lines):
     ]
     found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
     assert len(found) == lines and all("the term 'ewc'" in line and "0.09 %" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("losses", "right", "says"),
+    [
+        ((2.0, 1.0, 0.8), 0.5, "still fell by 20 %, and clients get 50 %"),
+        ((2.0, 1.0, 0.97), 0.5, ""),  # flat
+        ((2.0, 1.0, 0.5), 0.9, ""),  # learned
+        ((2.0,), 0.1, ""),  # one round says nothing
+        ((1.0, 1.5), 0.1, ""),
+    ],
+)
+def test_training_that_would_go_on_says_so_and_names_what_to_change(losses, right, says):
+    rounds = [
+        {"task": task, "rejected": 0, "participants": 1, "loss": loss, "train_accuracy": right}
+        for task in (0, 1)
+        for loss in losses
+    ]
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    assert len(found) == bool(says)
+    assert all(says in line and "--rounds or --epochs" in line for line in found)
+
+
+@pytest.mark.parametrize(("away", "lines"), [((9.0, 3.25), 1), ((9.0, 0.4), 0), ((9.0, None), 0)])
+def test_prototypes_that_stay_far_from_class_means_are_reported(away, lines):
+    """What counts is a task's last round."""
+    rounds = [
+        {"task": 0, "rejected": 0, "participants": 1, "reweight_prototype_distance": value} for value in away
+    ]
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    assert len(found) == lines and all("3.2 times as far" in line and "--headtune" in line for line in found)
+
+
+def test_the_distance_of_prototypes_by_hand():
+    """Class means (0, 0) and (4, 0), of two clients each and of one; nobody has the third class."""
+    means = Prototypes(
+        jnp.array([[[1.0, 0], [4, 0], [9, 9]], [[-1, 0], [7, 7], [9, 9]]]),
+        jnp.array([[True, True, False], [True, False, False]]),
+    )
+    prototype = jnp.array([[0.0, 3], [4, 1], [0, 0]])
+    assert float(prototype_distance(prototype, means)) == pytest.approx((3 + 1) / 2 / 4)
+    alone = means._replace(present=means.present & jnp.array([True, False, False]))
+    assert float(prototype_distance(prototype, alone)) == 0

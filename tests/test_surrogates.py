@@ -34,11 +34,11 @@ from fcljax import config
 from fcljax.adapters import find_adapter
 from fcljax.errors import InputError
 from fcljax.methods import cfed as C
-from fcljax.methods.target import target as T
-from fcljax.methods.target.generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
+from fcljax.methods import target as T
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload
+from fcljax.parts.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
 from fcljax.parts.learner import Params, learner
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast
@@ -361,7 +361,7 @@ def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(l
 
 def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
     generator, fast, total = {"w": jnp.array([1.0])}, {"w": jnp.array([0.9])}, {"w": jnp.array([5.0])}
-    best = T.Best((fast, jnp.zeros(1)), (), total, jnp.zeros(()), jnp.zeros((1, 2, 2, 3)))
+    best = T.Best((fast, jnp.zeros(1)), (), (total, jnp.zeros(1)), jnp.zeros(()), jnp.zeros((1, 2, 2, 3)))
     same(T._meta_gradient(options_of("target", meta_update="fomaml"), generator, best), total)
     close(
         T._meta_gradient(options_of("target", meta_update="reptile"), generator, best),

@@ -16,7 +16,7 @@ from small_runs import ROOT, finished
 
 from fcljax import cli
 from fcljax.runs.folder import locked
-from fcljax.studies import sweeps
+from fcljax.studies import jobs, sweeps
 from fcljax.studies.engines import ClusterTask, SlurmOptions, slurm_parameters
 from fcljax.studies.grid import plan_of
 from fcljax.studies.jobs import Job, command
@@ -115,6 +115,32 @@ def sweeps_stopped(number):
         assert number_of(found.value) == number
 
     return check()
+
+
+def left_behind(monkeypatch, program):
+    """A process of a sweep that is gone: the lock, which the process has, is left."""
+    monkeypatch.setattr(jobs, "command", lambda job: [sys.executable, "-c", program])
+    process = jobs.start(job("a"))
+    (adopted, again) = jobs.start(job("a")), jobs.start(job("a"))
+    assert [type(each) for each in (adopted, again)] == [jobs.Adopted, jobs.Adopted]
+    assert adopted.poll() is None
+    return process, adopted
+
+
+def test_a_run_that_a_killed_sweep_has_left_is_waited_for_and_not_made_twice(here, monkeypatch):
+    work = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+    process, adopted = left_behind(monkeypatch, work + "os.makedirs('a'); open('a/summary.json', 'w')")
+    Path("go").touch()
+    assert process.wait() == adopted.wait() == adopted.poll() == 0
+    monkeypatch.setattr(jobs, "command", lambda job: [sys.executable, "-c", "raise SystemExit(7)"])
+    assert jobs.start(job("a")).wait() == 7  # nobody is at work any more
+
+
+def test_a_run_that_a_killed_sweep_has_left_gets_the_signals_of_the_next_one(here, monkeypatch):
+    process, adopted = left_behind(monkeypatch, "import time; time.sleep(600)")
+    adopted.send_signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM and adopted.wait() == 1
+    adopted.send_signal(signal.SIGTERM)  # the number may be another process's by now: nothing is sent
 
 
 def test_a_run_that_was_begun_goes_on(here):
@@ -259,6 +285,24 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
     stopped = metrics()
     assert cli.main(["sweep", "two.yaml", "--out", "whole", "--jobs", "2"]) == 0
     assert metrics("whole") == stopped
+
+
+@pytest.mark.long
+def test_the_runs_of_a_killed_sweep_go_on_and_are_found_again(here):
+    (here / "two.yaml").write_text(TWO.replace("rounds: 1", "rounds: 10"))
+    arguments = [sys.executable, "-m", "fcljax", "sweep", "two.yaml", "--jobs", "2"]
+    killed = subprocess.Popen([*arguments, "--out", "out"], env=dict(os.environ))
+    locks, end = [here / "out" / "logs" / f"{name}.log.lock" for name in NAMES], time.monotonic() + 300
+    while time.monotonic() < end and not all(lock.exists() and lock.read_text() for lock in locks):
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    numbers = [lock.read_text() for lock in locks]
+    # at once, so that the processes of the first sweep have not even made their folders
+    assert subprocess.run([*arguments, "--resume", "out"], env=dict(os.environ)).returncode == 0
+    assert [lock.read_text() for lock in locks] == numbers
+    assert {run["state"] for run in record().values()} == {"finished"}
+    assert all(log.count(b"\n") == 20 for log in metrics().values())
 
 
 @pytest.mark.long

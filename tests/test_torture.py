@@ -1,50 +1,110 @@
 """A short run of experiments/torture.py, which says how to make a long one."""
 
-import importlib.util
+import importlib
 import os
+import random
+import sys
 
+import numpy as np
 import pytest
 import small_runs
 
 
 @pytest.fixture
 def torture(monkeypatch):
-    path = small_runs.ROOT / "experiments" / "torture.py"
-    spec = importlib.util.spec_from_file_location("torture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(small_runs.ROOT / "experiments"))
     for name, value in small_runs.program_environment().items():
         monkeypatch.setenv(name, value)
-    return module
+    before = {*sys.modules}
+    yield importlib.import_module("torture")
+    for name in {name for name in sys.modules if name.startswith("torture")} - before:
+        del sys.modules[name]
 
 
 def results(found, kind):
     return [outcome for outcome in found[kind] if outcome.result != "survived"], len(found[kind])
 
 
+def tried(torture, folder, monkeypatch, **wanted):
+    """What became of so many trials of each kind."""
+    for name in ("FCLJAX_DATA", "FCLJAX_COMPILED"):  # which the trials change
+        monkeypatch.setenv(name, os.environ.get(name, "off"))
+    wanted = {kind.replace("_", " "): number for kind, number in wanted.items()}
+    return torture.torture(folder, 1, 10.0, wanted)
+
+
 def test_bad_inputs_end_in_one_line_and_leave_nothing(torture, tmp_path, monkeypatch):
-    monkeypatch.setenv("FCLJAX_DATA", os.environ["FCLJAX_DATA"])  # which the trials change
-    found = torture.torture(tmp_path, 1, 10.0, {"kills": 0, "damage": 0, "bad inputs": 50})
+    found = tried(torture, tmp_path, monkeypatch, bad_inputs=50)
     assert results(found, "bad inputs") == ([], 50)
+
+
+# TensorStore's threads may say of a damaged file what the exception has said
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damaged_files_are_named_refused_or_made_again(torture, tmp_path, monkeypatch):
+    monkeypatch.setattr(torture.References, "of", lambda self, method: small_runs.finished(method))
+    # `compare` draws figures, which other tests do
+    monkeypatch.setattr(sys.modules["torture_files"], "FILES", sys.modules["torture_files"].FILES[2:])
+    found = tried(torture, tmp_path, monkeypatch, files=40)
+    assert results(found, "files") == ([], 40)
+
+
+def test_hostile_uploads_are_left_out_and_counted(torture, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["torture_uploads"], "METHODS", ("linear",))
+    found = tried(torture, tmp_path, monkeypatch, uploads=60)
+    assert results(found, "uploads") == ([], 60)
+
+
+def test_what_is_taken_though_it_should_not_be_is_counted(torture, tmp_path, monkeypatch):
+    """The judges, where the checks that they try are switched off."""
+    uploads, files = sys.modules["torture_uploads"], sys.modules["torture_files"]
+    from fcljax.federated import claims
+    from fcljax.runs import checkpoint, compile_cache
+
+    monkeypatch.setattr(uploads, "METHODS", ("linear",))
+    uploads.server_of.cache_clear()
+    monkeypatch.setattr(
+        claims, "WEIGHT", claims.WEIGHT._replace(holds=lambda context, upload: np.bool_(True))
+    )
+    outcomes = [uploads.by_simulation(random.Random(i)).result for i in range(60)]
+    assert "different" in outcomes
+    uploads.server_of.cache_clear()
+    monkeypatch.setattr(checkpoint, "check_tasks", lambda *_: None)
+    monkeypatch.setattr(compile_cache.hashlib, "sha256", lambda *_: FixedDigest())
+    for kind in (files.kept, files.compiled):
+        outcomes = [kind(random.Random(i), tmp_path / f"{kind.__name__}-{i}", None).result for i in range(9)]
+        assert "different" in outcomes
+
+
+class FixedDigest:
+    """A checksum that fits everything."""
+
+    def digest(self):
+        return bytes(32)
 
 
 def test_a_trial_that_goes_wrong_is_counted_and_kept(torture, tmp_path, monkeypatch):
     outcomes = iter([torture.Outcome("survived", "a"), torture.Outcome("different", "b")])
     monkeypatch.setitem(torture.TRIALS, "bad inputs", lambda *_: next(outcomes))
-    monkeypatch.setenv("FCLJAX_DATA", os.environ["FCLJAX_DATA"])
-    found = torture.torture(tmp_path, 1, 10.0, {"kills": 0, "damage": 0, "bad inputs": 2})
+    found = tried(torture, tmp_path, monkeypatch, bad_inputs=2)
     assert torture.table(found).splitlines()[-1] == "| bad inputs | 2 | 1 | 1 | 0 |"
     assert (tmp_path / "wrong").read_text() == "bad inputs 1: different: 'b'\n"
 
 
 def test_there_are_twenty_kinds_of_bad_inputs_and_each_is_drawn_from_the_seed(torture):
-    draw = lambda: [make(torture.random.Random(i)) for make in torture.GENERATORS for i in range(3)]
+    generators = sys.modules["torture_inputs"].GENERATORS
+    draw = lambda: [make(random.Random(i)) for make in generators for i in range(3)]
     assert len({bad.kind for bad in draw()}) >= 20
     assert [bad.arguments for bad in draw()] == [bad.arguments for bad in draw()]
 
 
 @pytest.mark.long
-def test_kills_and_damaged_checkpoints_lose_nothing_and_change_nothing(torture, tmp_path):
-    found = torture.torture(tmp_path, 1, 30.0, {"kills": 4, "damage": 12, "bad inputs": 0})
-    assert results(found, "kills") == ([], 4)
+def test_kills_and_damaged_runs_lose_nothing_and_change_nothing(torture, tmp_path, monkeypatch):
+    found = tried(torture, tmp_path, monkeypatch, kills=6, damage=12)
+    assert results(found, "kills") == ([], 6)
     assert results(found, "damage") == ([], 12)
+
+
+@pytest.mark.long
+def test_hostile_uploads_of_every_method_are_left_out_and_counted(torture, tmp_path, monkeypatch):
+    found = tried(torture, tmp_path, monkeypatch, uploads=200)
+    assert results(found, "uploads") == ([], 200)

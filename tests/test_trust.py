@@ -321,6 +321,25 @@ def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_n
         checkpoint.load_tasks(tmp_path / "kept", noted, kept(0))
 
 
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["a bit", "no file"])
+def test_what_a_server_has_kept_and_is_damaged_is_made_again_from_the_checkpoint_before_it(damage, tmp_path):
+    kept = ReplayBuffer(np.ones((2, 3), np.float32), np.arange(2), np.ones(2, bool))
+    noted = [checkpoint.save_task(tmp_path / loop.KEPT, task, kept) for task in range(2)]
+    state, told = checkpoint.State({}, (), np.zeros(2, np.uint32)), []
+    with checkpoint.open_checkpoints(tmp_path / "checkpoints", 2) as manager:
+        for step, tasks in ((7, 1), (8, 2)):
+            checkpoint.save(manager, checkpoint.Snapshot(step, state, {"kept": noted[:tasks]}, {}))
+        checkpoint.finish(manager)
+        check = loop.intact_files(tmp_path / loop.KEPT)
+        assert checkpoint.latest(manager, state, told.append, check).step == 8 and told == []
+        damage(tmp_path / loop.KEPT / "task-001.npz")
+        assert checkpoint.latest(manager, state, told.append, check).step == 7
+        assert "checkpoint 8 is damaged (" in told[0] and "task-001.npz' does not have" in told[0]
+        damage(tmp_path / loop.KEPT / "task-000.npz")
+        with pytest.raises(InputError, match="resume: checkpoint 7 .* cannot be read: .*task-000.npz'"):
+            checkpoint.latest(manager, state, told.append, check)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.long
 def test_a_run_goes_on_before_a_damaged_checkpoint_and_past_strange_folders(cut, linear, capsys):

@@ -64,7 +64,13 @@ MOST_FACTS = 1 << 20  # characters of a node's report about itself
 _STAMP = ("index", "task", "round")  # of an exchange: an answer has that of the call
 _CLASSES = "classes.png"  # the figure of examples per class and client, which clients do not report
 
-_SERVER = ("out", "test", "wait", "timeout")  # the part of the run's configuration that only the server reads
+_SERVER = (
+    "out",
+    "test",
+    "wait",
+    "timeout",
+    "nodes",
+)  # the part of the run's configuration that only the server reads
 OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state)
 
 
@@ -204,6 +210,7 @@ class Service(NamedTuple):
     test: str | None
     wait: float
     timeout: float
+    nodes: str | None = None
 
 
 def server_app(
@@ -212,6 +219,7 @@ def server_app(
     test: str | None = None,
     wait: float = 600.0,
     timeout: float = 3600.0,
+    nodes: str | None = None,
     on_round: OnRound | None = None,
     **settings: Any,
 ) -> ServerApp:
@@ -225,10 +233,13 @@ def server_app(
         set, of whose training images none is kept.
       wait: seconds in which all clients must have connected.
       timeout: seconds in which a client must answer in a round; otherwise it has dropped out of the round.
+      nodes: the numbers of the nodes that may take part, separated by commas: first that of client 0, then of
+        client 1, and so on. With authentication of nodes, Flower gives each registered key one number, so
+        that a client is bound to a key. None: any connected node may be a client.
       on_round: called after every round, with task, round and the server's state.
       settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
     """
-    app, usual = ServerApp(), Service(out, test, wait, timeout)
+    app, usual = ServerApp(), Service(out, test, wait, timeout, nodes)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
@@ -254,9 +265,10 @@ def serve(
 
     if out:
         check_new(out)
+    bound = numbers_of_nodes(service.nodes, settings.clients)
     inputs = node.load_server(settings, service.test)
     mine = node.server_facts(settings, inputs, service.test)
-    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine, say_line)
+    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine, say_line, bound)
     tasks = 1 if find_method(settings.source).joint else settings.tasks
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link, records = Link(nodes, exp, service.timeout, say_line), Records()
@@ -310,6 +322,22 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
     }
 
 
+def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
+    """The one client that each node may be, by the node's number; empty if any node may be any client.
+
+    Raises:
+      InputError: for anything else than a different number for each client.
+    """
+    if text is None:
+        return {}
+    parts = [part.strip() for part in str(text).split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+        raise InputError(f"nodes: {text!r} is no list of numbers, such as '815,4711'")
+    if len(parts) != clients or len({*map(int, parts)}) != clients:
+        raise InputError(f"nodes: {len(parts)} given, of which {len({*parts})} differ; expected {clients}")
+    return {int(part): client for client, part in enumerate(parts)}
+
+
 class Nodes:
     """The nodes of a grid: which client each is, and what data it has.
 
@@ -323,7 +351,9 @@ class Nodes:
         class_names: tuple[str, ...],
         mine: Facts,
         say: Callable[[str], None],
+        bound: Mapping[int, int] | None = None,
     ):
+        self.bound = bound or {}
         self.grid, self.clients, self.class_names, self.mine = grid, clients, class_names, mine
         self.say = say
         self.of_client: dict[int, int] = {}  # client -> node
@@ -358,10 +388,12 @@ class Nodes:
     def refresh(self, tasks: int, timeout: float) -> list[str]:
         """Ask all unknown nodes. Returns a line for each that cannot take part."""
         connected = self.connected = set(self.grid.get_node_ids())
+        strangers = connected - self.asked - {*self.bound} if self.bound else set()
+        self.asked |= strangers
         new = sorted(connected - self.asked)
         call = {"class_names": list(self.class_names)}
         ask = [Message(RecordDict({"call": config(call)}), each, HELLO) for each in new]
-        wrong = []
+        wrong = [f"nodes: node {each} is not among those that may take part" for each in sorted(strangers)]
         for reply in self.grid.send_and_receive(ask, timeout=timeout) if ask else ():
             if reply.metadata.src_node_id not in connected:
                 continue  # the SuperLink reports that a node is gone
@@ -376,6 +408,11 @@ class Nodes:
         """Add a node that can take part."""
         found, sender = _facts(reply), reply.metadata.src_node_id
         node.check_facts(self.mine, found, tasks)
+        if self.bound and self.bound[sender] != found.client:
+            raise InputError(
+                f"partition-id: node {sender} says that it is client {found.client}; it is client "
+                f"{self.bound[sender]}"
+            )
         other, before = self.of_client.get(found.client), self.facts.get(found.client)
         if other in self.connected:
             raise InputError(f"partition-id: two nodes say that they are client {found.client}")

@@ -114,6 +114,17 @@ METHODS: dict[str, MethodEntry] = {
         ),
         merges=_MEANS,
     ),
+    "fedran": MethodEntry(
+        "ridge regression on random features from the largest directions of Gram matrices (FedRAN)",
+        "fedran:FedRANOptions",
+        "fedran:fedran",
+        "linear",
+        excludes=dict.fromkeys(
+            ("lora", *_PROMPTS, "full"),
+            "nothing trains in FedRAN: an adapter would stay at its first values",
+        ),
+        merges="it merges the largest directions of what clients send, and sums over examples",
+    ),
     "lorm": MethodEntry(
         "LoRA pairs merged in closed form to keep their responses, one factor at a time (LoRM)",
         "lorm:PRESETS",
@@ -253,8 +264,20 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "target": MethodEntry(
         "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
-        "target.target:PRESETS",
-        "target.target:target",
+        "target:PRESETS",
+        "target:target",
+        "full",
+    ),
+    "mfcl": MethodEntry(
+        "FedAvg of the whole network, replay of images of a generator that the server trains (MFCL)",
+        "mfcl:PRESETS",
+        "mfcl:mfcl",
+        "full",
+    ),
+    "lander": MethodEntry(
+        "features near anchors of their classes, distillation on images made of the anchors (LANDER)",
+        "lander:PRESETS",
+        "lander:lander",
         "full",
     ),
     "glfc": MethodEntry(

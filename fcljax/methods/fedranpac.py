@@ -13,25 +13,25 @@ squared error needs nothing but the sums of the examples apart, since
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.federated.keys import InitKey
 from fcljax.models.products import exact_matmul
 from fcljax.options import option
-from fcljax.parts.classifiers import computed, linear
+from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.first_task import first_task_only
-from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
+from fcljax.parts.learner import Params, cross_entropy_loss, learner
+from fcljax.parts.random_features import chosen_by_index, on_projection, project
 from fcljax.parts.ridge import Moments, add_examples, no_moments, possible_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
-from fcljax.types import ClientContext, Method, Task, Weighted
+from fcljax.types import ClientContext, Method, Weighted
 
 RIDGES = 10.0 ** jnp.arange(-8, 9)
 SPLIT = 0  # the key of the split of examples; no result depends on it but through chance
@@ -59,17 +59,6 @@ PRESETS = {
 }
 
 
-class Projected(NamedTuple):
-    """The parameters of the classifier."""
-
-    inner: PyTree
-    """Of the classifier that trains in the first session, if one does."""
-    projection: Float[Array, "D M"]
-    """P, the same for all clients and tasks."""
-    weights: PyTree
-    """W [M, C]; () at clients, which do not need it."""
-
-
 Split = dict[str, Moments]  # "fit": of four fifths of the examples; "apart": of those that choose the ridge
 
 
@@ -85,43 +74,6 @@ def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
         client_rules=(first_task_only("first_session"),) if trains else (),
         server_rules=(ridge_regression(options, run),),
     )
-
-
-# ---- the classifier ----------------------------------------------------------------------------------------
-
-
-def on_projection(features: int, width: int, classes: int, inner: Classifier | None) -> Classifier:
-    """A linear classifier on the random projection, which clients hold too.
-
-    Args:
-      features: D.
-      width: M.
-      classes: C.
-      inner: what trains in the first session.
-    """
-
-    def first(key: PRNGKeyArray, inner_params: PyTree) -> Projected:
-        drawn = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
-        return Projected(inner_params, drawn, jnp.zeros((width, classes)))
-
-    def predict(params: Projected, feature: Array, task: Task) -> Array:
-        del task
-        return exact_matmul(project(feature, params.projection), params.weights)
-
-    made = computed(classes, first, predict, inner)
-
-    def cached(params: Projected) -> Projected:
-        return params._replace(inner=made.cached(params), weights=())
-
-    def logits(cached: Projected, trainable: PyTree, feature: Array, task: Task) -> Array:
-        return made.logits(cached.inner, trainable, feature, task)
-
-    return made._replace(cached=cached, logits=logits)
-
-
-def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -> Float[Array, "batch M"]:
-    """relu(f^T P) (RanPAC, section 4)."""
-    return jax.nn.relu(exact_matmul(feature, projection))
 
 
 # ---- the sums and the ridge --------------------------------------------------------------------------------
@@ -167,11 +119,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
 
 def held_apart(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:
     """Every fifth example at random, by its index in the training set: whoever holds it, it is the same."""
-
-    def chosen(number: Array) -> Bool[Array, ""]:
-        return jax.random.bernoulli(jax.random.fold_in(jax.random.key(SPLIT), number), 0.2)
-
-    return jax.vmap(chosen)(index)
+    return chosen_by_index(index, 0.2, jax.random.key(SPLIT))
 
 
 def choose_ridge(split: Split) -> Float[Array, ""]:

@@ -41,9 +41,11 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("ditto", "fedper", "fedproto", "fed-talora"), _HEAD | _PAIR),
     "dolfin": _HEAD | {"lora_lr": 5e-3},
     "lorm": _HEAD | {"lora_lr": 3e-3},
+    # at the rates of the other methods that train the whole network
+    **dict.fromkeys(("mfcl", "lander"), _WHOLE),
     # as the papers have them; other values that were tried are no better
     **dict.fromkeys(("fedslca", "scaffold", "feddyn"), {}),
     # closed forms: no learning rate
-    **dict.fromkeys(("afcl", "fedranpac"), {}),
+    **dict.fromkeys(("afcl", "fedranpac", "fedran"), {}),
 }
 """Method -> option -> value; options of adapters that a run does not have are left out."""

@@ -37,10 +37,16 @@ from fcljax.parts.classifiers import Sums, current_classes, merge_current, proto
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
-from fcljax.parts.reports import Prototypes, class_prototypes, class_sums
+from fcljax.parts.reports import (
+    PROTOTYPE_DISTANCE,
+    Prototypes,
+    class_prototypes,
+    class_sums,
+    prototype_distance,
+)
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import Batch, Method, Task, View
+from fcljax.types import Batch, Method, Task, View, Weighted
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 
@@ -93,7 +99,7 @@ class PiloraLoraOptions(PiloraOptions):
 _RUN = RunConfig(lr=0.1, weight_decay=1e-5, train_share=0.8)
 PRESETS = {
     "intended": Preset(PiloraLoraOptions(), _RUN),
-    "improved": Preset(PiloraLoraOptions(), dataclasses.replace(_RUN, train_share=1.0)),
+    "improved": Preset(PiloraLoraOptions(headtune=True), dataclasses.replace(_RUN, train_share=1.0)),
     "paper": Preset(
         PiloraLoraOptions(
             distance="squared", mean_features="clean", reweight_distance="l2sq", reweight_mode="multiply"
@@ -250,7 +256,10 @@ def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
             temperature=options.reweight_temperature,
             temperature_mode=options.reweight_mode,
         )
-        return ServerUpdate(replace_prototypes(params, round.task, merged), state)
+        holds = mean_features.present & round.valid[:, None]
+        away = prototype_distance(merged, mean_features._replace(present=holds))
+        metrics = {PROTOTYPE_DISTANCE: Weighted(away, jnp.float32(1))}
+        return ServerUpdate(replace_prototypes(params, round.task, merged), state, metrics)
 
     return ServerRule("reweight", update, reports=(features, OfEachClient("classifier")))
 

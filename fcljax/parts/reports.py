@@ -17,6 +17,8 @@ from fcljax.parts.learner import Params
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, View
 
+PROTOTYPE_DISTANCE = "prototype_distance"  # what metrics of `prototype_distance` end with; runs warn by it
+
 
 class Prototypes(NamedTuple):
     """A vector for each class of some list of classes."""
@@ -69,6 +71,25 @@ def class_prototypes(
         return Prototypes(*class_means(total.feature, total.examples))
 
     return Report(name, init, add_features, finalize, view, follows_rule=follows_rule)
+
+
+def prototype_distance(prototype: Float[Array, "classes width"], means: Prototypes) -> Float[Array, ""]:
+    """The mean distance of learned prototypes to the mean features of their classes, over the mean distance
+    between the mean features of two classes; 0 where there are fewer than two.
+
+    Args:
+      prototype: of each class.
+      means: mean features of each client, [clients, classes, width], and which client has which class.
+    """
+    holds = means.present[..., None]
+    mean = jnp.sum(jnp.where(holds, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(holds, 0), 1)
+    known = jnp.any(means.present, axis=0)
+    apart = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
+    pairs = known[:, None] & known & ~jnp.eye(len(known), dtype=bool)
+    between = jnp.sum(jnp.where(pairs, apart, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
+    away = jnp.sqrt(jnp.sum((prototype - mean) ** 2, axis=-1))
+    away = jnp.sum(jnp.where(known, away, 0.0)) / jnp.maximum(jnp.sum(known), 1)
+    return jnp.where(between > 0, away / jnp.where(between > 0, between, 1.0), 0.0)
 
 
 def add_features(step: ClientStep, total: Sums) -> Sums:

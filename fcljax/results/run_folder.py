@@ -67,12 +67,15 @@ def seal(run_dir: str | Path) -> None:
 
 def changed(run_dir: str | Path) -> list[str]:
     """Warnings, in lines, about files that are not as the run wrote them; none without digests."""
+    path = Path(run_dir) / DIGESTS
+    if not path.exists():
+        return []
     try:
-        known = json.loads(read_text(Path(run_dir) / DIGESTS, 1 << 16))
-    except (OSError, ValueError):
-        return []
+        known = json.loads(read_text(path, 1 << 16))
+    except (OSError, ValueError, RecursionError):
+        known = None
     if not isinstance(known, dict):
-        return []
+        return [f"warning: {path} is not as the run wrote it: it has no digests"]
     found = {name: _sha256(Path(run_dir) / name) for name in SEALED}
     # a file that is gone is told by what needs it, or made again
     names = [name for name in SEALED if found[name] and found[name] != known.get(name)]

@@ -88,8 +88,15 @@ def finish(manager: ocp.CheckpointManager) -> None:
         raise _unwritable(manager, error) from error
 
 
+def _no_files(snapshot: Snapshot) -> None:
+    """A snapshot that needs no files beside it."""
+
+
 def latest(
-    manager: ocp.CheckpointManager, template: PyTree, say: Callable[[str], None] = lambda line: None
+    manager: ocp.CheckpointManager,
+    template: PyTree,
+    say: Callable[[str], None] = lambda line: None,
+    check: Callable[[Snapshot], None] = _no_files,
 ) -> Snapshot | None:
     """The newest intact snapshot, or None if there is none at all. Damaged ones after it are set aside.
 
@@ -97,6 +104,7 @@ def latest(
       manager: of the checkpoints.
       template: the structure, shapes and types of the state.
       say: called with a line for each damaged one.
+      check: raises an exception for a snapshot that cannot be resumed, because a file beside it is damaged.
 
     Raises:
       InputError: if there are some and none can be read, or they have other shapes than this run; they stay
@@ -106,6 +114,7 @@ def latest(
     for step in steps(folder):
         try:
             snapshot = _restore(folder, step, template)
+            check(snapshot)
             break
         except Exception as error:  # of Orbax, TensorStore and JSON: a damaged file may raise anything
             damaged[step] = _line(error)
@@ -236,6 +245,18 @@ def load_tasks(folder: str | Path, sha256: Sequence[str], template: ReplayBuffer
       InputError: if a file is missing or has other content.
     """
     return tuple(_load_task(_file(folder, task), each, template) for task, each in enumerate(sha256))
+
+
+def check_tasks(folder: str | Path, sha256: Sequence[str]) -> None:
+    """Check that the examples kept of the first tasks have these checksums.
+
+    Raises:
+      ValueError: if a file is missing or has other content.
+    """
+    for task, each in enumerate(sha256):
+        path = _file(folder, task)
+        if not path.is_file() or _sha256(path) != each:
+            raise ValueError(f"{str(path)!r} does not have the checksum in the checkpoint")
 
 
 def _sha256(path: Path) -> str:

@@ -10,7 +10,6 @@ other user may write to, is used.
 import hashlib
 import os
 import platform
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 
-from fcljax.files import in_home
+from fcljax.files import atomic, in_home
 
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
@@ -26,7 +25,7 @@ MOST = 4 * 2**30  # bytes of all compiled programs; a run of a small network lea
 LEAST_SECONDS = 0.05  # compile time of a cached program; faster ones are compiled as quickly as they are read
 # lines of /proc/cpuinfo that distinguish types of CPU, for x86 and Arm
 CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
-UNREAD = re.compile(r"Error reading persistent compilation cache entry for '([\w.<>-]+)'")
+DIGEST = 32  # bytes of a sha256
 UNWRITTEN = "Error writing persistent compilation cache entry"
 
 
@@ -55,9 +54,9 @@ def keep(option: str | None, say: Callable[[str], None]) -> None:
         return
     whys = []
     for folder in folders:
-        whys.append(why_not(folder))
+        whys.append(why_not(folder) or why_not(folder / machine()))
         if whys[-1] is None:
-            _set_up(folder / machine())
+            _set_up(folder / machine(), say)
             forget(oldest_beyond(entries(folder), MOST))
             return
     say(f"compiled programs are not kept: {whys[-1]}; choose a folder with --compile-cache, or off")
@@ -105,8 +104,14 @@ def machine() -> str:
     return f"jax-{jax.__version__}-{platform.machine()}-{kind}"
 
 
-def _set_up(folder: Path) -> None:
+def _set_up(folder: Path, say: Callable[[str], None]) -> None:
     """Change jax's settings, except for those that the user has set."""
+    if not _checked_by(
+        lambda key: say(f"compiled program {key} is damaged; it is removed and compiled again")
+    ):
+        jax.config.update("jax_enable_compilation_cache", False)
+        say(f"compiled programs are not kept: jax {jax.__version__} has no place for their checksums")
+        return
     settings = {
         "jax_persistent_cache_min_compile_time_secs": LEAST_SECONDS,
         "jax_persistent_cache_enable_xla_caches": "none",  # they put the folder's name into the keys
@@ -115,32 +120,68 @@ def _set_up(folder: Path) -> None:
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    _forget_what_cannot_be_read(folder)
+    warnings.filterwarnings("ignore", message=UNWRITTEN)  # a full disk needs none for every program
 
 
-def _forget_what_cannot_be_read(folder: Path) -> None:
-    """jax does not write its files atomically: a damaged file of a process that was killed, or whose disk was
-    full, stays forever, and costs all later processes a warning and the time to compile. Here jax's warning
-    removes the file, so that jax writes it again. A full disk needs no warning for every program."""
-    show = warnings.showwarning
+class CheckedCache:
+    """jax's cache of compiled programs, by key, as files that begin with the sha256 of the rest.
 
-    def show_or_remove(message, category, filename, lineno, file=None, line=None) -> None:
-        unread = UNREAD.match(str(message))
-        if unread is None:
-            show(message, category, filename, lineno, file, line)
-            return
-        for path in folder.glob(f"{unread[1]}-*-cache"):
-            path.unlink(missing_ok=True)
+    jax's own has a checksum only where it compresses with zlib, and writes files that a kill leaves half
+    written, which then cost all later processes a warning and the time to compile.
+    """
 
-    warnings.filterwarnings("always", message=UNREAD.pattern)
-    warnings.filterwarnings("ignore", message=UNWRITTEN)
-    warnings.showwarning = show_or_remove
+    def __init__(self, path: str, damaged: Callable[[str], None]):
+        self._path, self._damaged = Path(path), damaged
+
+    def get(self, key: str) -> bytes | None:
+        """The program; None: there is none. One that is not intact is removed."""
+        path = self._file(key)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, program = content[:DIGEST], content[DIGEST:]
+        if hashlib.sha256(program).digest() == digest:
+            return program
+        path.unlink(missing_ok=True)
+        self._damaged(key)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program."""
+        path = self._file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(value).digest() + value)
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}-cache"
+
+
+def _checked_by(damaged: Callable[[str], None]) -> bool:
+    """Let jax keep programs in a `CheckedCache`. jax has no public place for another cache, so a version may
+    lack this one: returns whether it is there."""
+    try:
+        from jax._src import compilation_cache
+    except ImportError:
+        return False
+
+    def checked(path: str) -> tuple[CheckedCache, str]:
+        return CheckedCache(path, damaged), path
+
+    if not hasattr(compilation_cache, "get_file_cache"):
+        return False
+    # pyrefly: ignore[bad-assignment]  # it has what jax uses of a cache
+    compilation_cache.get_file_cache = checked
+    return True
 
 
 def entries(folder: Path) -> list[CachedProgram]:
     """All compiled programs in a folder, of all versions and types of CPU."""
     found = []
-    for path in folder.glob("*/*-cache"):
+    for path in folder.glob("*/*"):
+        if not path.name.endswith("-cache") and ".tmp-" not in path.name:
+            continue  # but what killed processes have left half written is counted
         try:
             state = path.stat()
         except OSError:  # another process has removed it

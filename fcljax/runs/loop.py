@@ -259,11 +259,16 @@ def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None)
     """The newest intact checkpoint of the first process, in all processes; without one, the state before the
     first round."""
     hosts, say_line = session.hosts, session.observer.say
-    state = first_state(exp)
-    found = hosts.agree(lambda: checkpoint.latest(manager, state, say_line) if manager else None)
+    state, check = first_state(exp), intact_files(session.out / KEPT)
+    found = hosts.agree(lambda: checkpoint.latest(manager, state, say_line, check) if manager else None)
     found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
     step, records = hosts.from_first(lambda: found.step), hosts.from_first(lambda: found.records)
     return Progress(exp.engine.place(hosts.broadcast(found.state)), Records(**records), step)
+
+
+def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
+    """check(snapshot), for `checkpoint.latest`: the files of finished tasks are those of the snapshot."""
+    return lambda snapshot: checkpoint.check_tasks(kept, snapshot.records["kept"])
 
 
 def _play(

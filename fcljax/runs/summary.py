@@ -15,6 +15,7 @@ from fcljax.federated.communication import Traffic
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
 from fcljax.parts.client import OWN, SHARE
+from fcljax.parts.reports import PROTOTYPE_DISTANCE
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
@@ -23,6 +24,10 @@ from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundConte
 
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
+# a run has not arrived if its loss still falls by such a share in the last round of a task, and clients get
+# fewer of their training examples right than this
+STEEP, ARRIVED = 0.1, 0.8
+FAR = 1.0  # from prototypes to the means of their classes, over the distance between the means
 
 
 class Payloads(NamedTuple):
@@ -254,7 +259,7 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
 
 def warnings_of(records: Records) -> list[str]:
     """Warnings about a finished run, in lines: uploads that were left out, rounds whose result was rejected,
-    and test images without a prediction."""
+    test images without a prediction, terms that do nothing, and training that has not arrived."""
     lines, counts = [], records.counts
     if counts["rejected"]:
         rounds = sum(line["rejected"] > 0 for line in records.rounds)
@@ -286,7 +291,7 @@ def warnings_of(records: Records) -> list[str]:
             f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
             f"they count as wrong"
         )
-    return lines + _idle_terms(records)
+    return lines + _idle_terms(records) + _not_arrived(records) + _far_prototypes(records)
 
 
 def _idle_terms(records: Records) -> list[str]:
@@ -302,6 +307,44 @@ def _idle_terms(records: Records) -> list[str]:
                 f"its method"
             )
     return lines
+
+
+def _not_arrived(records: Records) -> list[str]:
+    """A line where training visibly goes on learning, in the median task, when its rounds are over."""
+    falls, right = [], []
+    for task in sorted({line["task"] for line in records.rounds}):
+        of_task = [line for line in records.rounds if line["task"] == task and line.get("loss") is not None]
+        if len(of_task) < 2 or not of_task[-2]["loss"] > 0:
+            continue
+        falls.append(1 - of_task[-1]["loss"] / of_task[-2]["loss"])
+        right.append(of_task[-1].get("train_accuracy") or 0.0)
+    fall, accuracy = (float(np.median(each)) if each else 0.0 for each in (falls, right))
+    if not fall > STEEP or accuracy >= ARRIVED:
+        return []
+    return [
+        f"warning: training has not arrived: in the last round of a task the loss still fell by "
+        f"{100 * fall:.0f} %, and clients get {100 * accuracy:.0f} % of their training examples right; more "
+        f"--rounds or --epochs, or a larger learning rate (--lr, and the adapter's own), would go on"
+    ]
+
+
+def _far_prototypes(records: Records) -> list[str]:
+    """A line where learned prototypes lie far from the means of their classes after the tasks' rounds."""
+    last = {line["task"]: line for line in records.rounds}  # of each task, its last round
+    found = [
+        value
+        for line in last.values()
+        for name, value in line.items()
+        if name.endswith(PROTOTYPE_DISTANCE) and value is not None
+    ]
+    away = float(np.median(found)) if found else 0.0
+    if not away > FAR:
+        return []
+    return [
+        f"warning: prototypes lie {away:.1f} times as far from the mean features of their classes as these "
+        f"lie from each other; --headtune starts them there, and more --rounds or --epochs or a larger --lr "
+        f"bring them closer"
+    ]
 
 
 def _rate(amount: float | int, seconds: float) -> float:

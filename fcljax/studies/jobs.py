@@ -1,9 +1,12 @@
 """A run as a process of its own: `python -m fcljax run`, on this machine or on one that an engine chooses."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +15,8 @@ from fcljax.runs.signals import number_of, pause
 
 # variables of the environment that runs on other machines get too
 CARRIED = ("FCLJAX_", "JAX_", "XLA_", "PYTHONPATH", "PYTHONWARNINGS")
+
+WAIT = 0.2  # seconds between two looks at a process
 
 
 class Job(NamedTuple):
@@ -45,18 +50,79 @@ def command(job: Job) -> list[str]:
     return [sys.executable, "-m", "fcljax", "run", job.method, *where, *job.options]
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a run in a session of its own: it gets signals from the caller, not from the terminal."""
-    with open(job.log, "ab") as log:
-        return subprocess.Popen(
-            command(job),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=job.folder,
-            env=os.environ | dict(job.environment),
-            start_new_session=True,
-        )
+class Adopted:
+    """The process of a run that a killed sweep has left behind, known by the lock that it has. It has what is
+    used of `subprocess.Popen`."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """0 if it has finished the run, 1 if it has ended otherwise; None while it runs."""
+        if self._code is None:
+            handle = _lock(self._job)
+            if handle is not None:
+                os.close(handle)
+                self._code = 0 if (Path(self._job.out) / "summary.json").exists() else 1
+        return self._code
+
+    def send_signal(self, number: int, /) -> None:
+        """Ask it to end. Nothing is sent if it has ended, or if its number was never written."""
+        with contextlib.suppress(OSError, ValueError):
+            if self.poll() is None:
+                os.kill(int(_lock_file(self._job).read_text()), number)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(WAIT)
+        return code
+
+
+def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
+    """Start a run in a session of its own: it gets signals from the caller, not from the terminal. If a sweep
+    that was killed has left a process that is still at work on the run, it is that one."""
+    handle = _lock(job)
+    if handle is None:
+        return Adopted(job)
+    try:
+        with open(job.log, "ab") as log:
+            process = subprocess.Popen(
+                command(job),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=job.folder,
+                env=os.environ | dict(job.environment),
+                start_new_session=True,
+                pass_fds=[
+                    handle
+                ],  # the process owns the lock as long as it lives, whatever becomes of this one
+            )
+        os.ftruncate(handle, 0)
+        os.write(handle, str(process.pid).encode())
+    finally:
+        os.close(handle)
+    return process
+
+
+def _lock(job: Job) -> int | None:
+    """The open lock file of a run, locked; None: another process has it."""
+    handle = os.open(_lock_file(job), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+def _lock_file(job: Job) -> Path:
+    """The file that the process of a run owns, with its number."""
+    return Path(f"{job.log}.lock")
 
 
 def run_job(job: Job) -> int:
@@ -68,7 +134,7 @@ def run_job(job: Job) -> int:
     process = start(job)
     try:
         while process.poll() is None:
-            pause(0.2)
+            pause(WAIT)
             if stop.exists():
                 process.send_signal(int(stop.read_text()))
                 process.wait()
@@ -76,7 +142,7 @@ def run_job(job: Job) -> int:
         process.send_signal(number_of(end) if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
         process.wait()
         raise
-    return process.returncode
+    return process.wait()
 
 
 def stop_file(job: Job) -> Path:

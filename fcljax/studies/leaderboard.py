@@ -47,7 +47,13 @@ PLAN, TEXT, DATA, FIGURE = "leaderboard.yaml", "leaderboard.md", "leaderboard.js
 SEARCH = "search"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
 # what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
-TUNED: Mapping[str, Sequence[str]] = {"afcl": ("ridge",), "fedranpac": (), "fedncm": (), "fedrecon": ()}
+TUNED: Mapping[str, Sequence[str]] = {
+    "afcl": ("ridge",),
+    "fedran": ("ridge",),
+    "fedranpac": (),
+    "fedncm": (),
+    "fedrecon": (),
+}
 # an upper bound that is no federation
 OWN: Mapping[str, Mapping[str, Any]] = {"centralized-prompt": {"clients": 1}}
 # what no method's preset decides here

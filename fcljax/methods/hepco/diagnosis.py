@@ -1,7 +1,8 @@
-"""Why HePCo's server step helps or not: generated latents beside the features that clients really have.
+"""The features that clients really have: sums of them by class, beside which generated latents are judged.
 
-For research in a simulation. Clients also send sums of their features, so uploads grow; nothing that trains
-reads them, and a run with the diagnosis ends with the same model as one without.
+The diagnosis says why HePCo's server step helps or not. It is for research in a simulation: uploads grow by
+the sums, and a run with it ends with the same model as one without. With `--latents gaussian` the server
+draws from the sums in place of generators.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,8 @@ class RealFeatures(NamedTuple):
 
     feature: Float[Array, "C width"]
     """Of features."""
-    square: Float[Array, " C"]
-    """Of their squared lengths."""
+    square: Float[Array, "C width"]
+    """Of their squares."""
     examples: Float[Array, " C"]
     """Numbers of examples."""
 
@@ -60,11 +61,14 @@ def real_features(run: Run) -> Report:
 def no_features(run: Run) -> RealFeatures:
     """Sums of no examples yet."""
     classes = run.sizes.classes
-    return RealFeatures(jnp.zeros((classes, run.network.width)), jnp.zeros(classes), jnp.zeros(classes))
+    nothing = jnp.zeros((classes, run.network.width))
+    return RealFeatures(nothing, nothing, jnp.zeros(classes))
 
 
 def _possible(context: ClientContext, sent: RealFeatures) -> Bool[Array, ""]:
-    return possible_counts(sent.examples, context.client.examples)
+    """Numbers of examples that it has, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
+    most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
+    return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
 
 
 def sums(
@@ -75,16 +79,20 @@ def sums(
 ) -> RealFeatures:
     """The sums of a batch."""
     total, examples = class_sums(feature, label, classes, mask)
-    square = jnp.sum(feature**2, axis=1, keepdims=True)
-    return RealFeatures(total, class_sums(square, label, classes, mask)[0][:, 0], examples)
+    return RealFeatures(total, class_sums(feature**2, label, classes, mask)[0], examples)
 
 
 def spread_of(total: RealFeatures) -> Spread:
     """E|x|^2 - |E x|^2 of each class."""
-    count = jnp.maximum(total.examples, 1)
-    mean = total.feature / count[:, None]
-    variance = jnp.maximum(total.square / count - jnp.sum(mean**2, axis=1), 0)
-    return Spread(mean, variance, total.examples >= 2)
+    mean, variance = normal_of(total)
+    return Spread(mean, jnp.sum(variance, axis=1), total.examples >= 2)
+
+
+def normal_of(total: RealFeatures) -> tuple[Float[Array, "C width"], Float[Array, "C width"]]:
+    """Means and variances of every class, channel by channel."""
+    count = jnp.maximum(total.examples, 1)[:, None]
+    mean = total.feature / count
+    return mean, jnp.maximum(total.square / count - mean**2, 0)
 
 
 def compare(

@@ -29,7 +29,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import possible_counts
-from fcljax.methods.hepco.diagnosis import PER_CLASS, RealFeatures, compare, no_features, real_features
+from fcljax.methods.hepco.diagnosis import (
+    PER_CLASS,
+    RealFeatures,
+    compare,
+    no_features,
+    normal_of,
+    real_features,
+)
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
@@ -95,12 +102,16 @@ class HepcoOptions(PromptedOptions):
     """Ablation: prompts stay averaged."""
     wo_classifier_distillation: bool = False
     """Ablation: the classifier stays averaged."""
+    latents: Literal["generated", "gaussian"] = "generated"
+    """What the server distils on: latents of generators, or of normal distributions of each class, of whose
+    features clients then send sums."""
     diagnose: bool = False
     """Record how generated latents compare with clients' features, of which clients then send sums."""
 
 
 PRESETS = {
     "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
+    "improved": CLIENT["intended"]._replace(options=HepcoOptions(latents="gaussian")),
     "paper": CLIENT["paper"]._replace(
         options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
     ),
@@ -116,6 +127,8 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
     Raises:
       InputError: for an ablation of what the generators do not see anyway.
     """
+    if options.diagnose and options.latents == "gaussian":
+        raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
     return federate(
@@ -138,7 +151,7 @@ class Past(NamedTuple):
     examples: Float[Array, " C"]
     """Numbers of examples of each class in all rounds so far."""
     real: RealFeatures | None = None
-    """Sums of the clients' features in all rounds so far; None: without the diagnosis."""
+    """Sums of the clients' features in all rounds so far; None: nothing reads them."""
 
 
 class Teachers(NamedTuple):
@@ -178,9 +191,10 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     shape = GeneratorConfig(
         sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
     )
+    gaussian = options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> Past:
-        real = no_features(run) if options.diagnose else None
+        real = no_features(run) if options.diagnose or gaussian else None
         return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
 
     def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
@@ -191,24 +205,27 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         clients = _clients(options, round, params, examples)
         previous = _previous(params, past, task)
         study = Study(options, round.learner, params, task)
-        steps = jnp.where(anybody, options.generator_steps, 0)
-        new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
-        older = Generator((), ())
-        if not options.wo_previous:
+        steps = jnp.where(anybody, 0 if gaussian else options.generator_steps, 0)
+        new = older = Generator((), ())
+        found = Weighted(jnp.zeros(()), jnp.zeros(()))
+        if past.real is not None:
+            past = past._replace(real=jax.tree.map(jnp.add, past.real, round.reports["features"]))
+        if not gaussian:
+            new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
+        if not (gaussian or options.wo_previous):
             more = steps_of_older(options, steps, task.index)
             older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
         draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
-        trainable, losses = distil(study, clients, previous, draw, keys[2], steps > 0)
-        if past.real is not None:
-            real = jax.tree.map(jnp.add, past.real, round.reports["features"])
-            past = past._replace(real=real)
+        trainable, losses = distil(study, clients, previous, draw, keys[2], anybody)
+        if options.diagnose:
+            assert past.real is not None
             made = ("new", new, examples.sum(0)), ("older", older, past.examples * task.old)
-            losses |= diagnosis(study, shape, real, made, jax.random.fold_in(round.key, 3))
+            losses |= diagnosis(study, shape, past.real, made, jax.random.fold_in(round.key, 3))
         merged = round.learner.merge(params, task, trainable)
         return ServerUpdate(merged, past, losses | {"generator": found})
 
     counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
-    features = (real_features(run),) if options.diagnose else ()
+    features = (real_features(run),) if options.diagnose or gaussian else ()
     return ServerRule("latent", update, init, reports=(counts, OfEachClient("trainable"), *features))
 
 
@@ -473,6 +490,9 @@ def draw_latents(
     """A composite batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
 
     def drawn(generator: Generator, key: PRNGKeyArray, count: int, examples: Float[Array, " C"]) -> Latents:
+        if options.latents == "gaussian":
+            assert past.real is not None
+            return normal_latents(past.real, key, count, _odds(examples))
         noise, label = _conditions(key, count, shape, _odds(examples))
         return Latents(generate(shape, generator, noise, label, False)[0], label)
 
@@ -480,6 +500,15 @@ def draw_latents(
     replay = 0 if options.wo_previous else int(count * options.replay_ratio)
     old = drawn(older, keys[1], replay, past.examples * task.old) if replay else None
     return Composite(drawn(new, keys[0], count, examples), old)
+
+
+def normal_latents(real: RealFeatures, key: PRNGKeyArray, count: int, odds: Float[Array, " C"]) -> Latents:
+    """Draws of normal distributions with the classes' means and variances."""
+    first, second = jax.random.split(key)
+    label = jax.random.categorical(second, odds, shape=(count,))
+    mean, variance = normal_of(real)
+    noise = jax.random.normal(first, (count, mean.shape[1]))
+    return Latents(mean[label] + jnp.sqrt(variance[label]) * noise, label)
 
 
 def distil(

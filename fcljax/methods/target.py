@@ -19,14 +19,25 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
-from fcljax.methods.target.generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.models.heads import kl, mask_logits
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.parts.task_start import distil_start, send_start_of_task, unlabelled
+from fcljax.parts.synthesis import (
+    Best,
+    MadeSoFar,
+    Student,
+    added,
+    best_images,
+    disagreement,
+    output_of,
+    student_optimiser,
+    taught,
+)
+from fcljax.parts.task_start import distil_start, send_start_of_task
 from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
@@ -132,34 +143,13 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
 # ---- server: image synthesis -------------------------------------------------------------------------------
 
 
-class Student(NamedTuple):
-    """A model that learns from the images so far."""
-
-    trainable: Params
-    optimiser: PyTree
-
-
 class Making(NamedTuple):
     """What goes from one round of the synthesis to the next."""
 
     generator: PyTree
     optimiser: PyTree
     student: Student
-    images: UInt8[Array, "images h w 3"]
-
-
-class Best(NamedTuple):
-    """A round of the synthesis at work."""
-
-    fast: tuple[PyTree, Array]
-    """The round's own copy of the generator, and its noise."""
-    optimiser: PyTree
-    total: PyTree
-    """The sum of the generator's gradients."""
-    loss: Float[Array, ""]
-    """The lowest so far."""
-    image: Float[Array, "batch h w 3"]
-    """The images of the lowest loss."""
+    made: MadeSoFar
 
 
 def synthesis(options: TargetOptions, run: Run) -> ServerRule:
@@ -202,56 +192,49 @@ def synthesise(
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """New images of the classes that `params` has seen, and the mean of the rounds' lowest losses."""
-    learner, frozen, task, size = round.learner, round.frozen, round.task, options.synthesis_batch
+    learner, frozen, task = round.learner, round.frozen, round.task
     first, second, rest = jax.random.split(round.key, 3)
     cached = learner.init(second, frozen)
-    adam, sgd = _meta_optimiser(options), _student_optimiser(options)
+    adam, sgd = _meta_optimiser(options), student_optimiser(options.student_lr, MOMENTUM, DECAY)
     generator, own = init_image_generator(shape, first), learner.trainable(cached, task)
-    start = Making(generator, adam.init(generator), Student(own, sgd.init(own)), jnp.zeros_like(images))
+    made = MadeSoFar(jnp.zeros_like(images), jnp.int32(0))
+    start = Making(generator, adam.init(generator), Student(own, sgd.init(own)), made)
     logits = functools.partial(_logits, round)
     models = Models(
         functools.partial(logits, params, learner.trainable(params, task)), functools.partial(logits, cached)
     )
+    distil = functools.partial(student_loss, options, models, task)
 
     def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         made, total = carry
         draw, learn = jax.random.split(jax.random.fold_in(rest, r))
-        disputed, taught = r + 1 >= options.synthesis_warmup, r >= options.synthesis_warmup
+        disputed, learns = r + 1 >= options.synthesis_warmup, r >= options.synthesis_warmup
         rival = functools.partial(models.student, made.student.trainable)
         loss = functools.partial(synthesis_loss, options, models.teacher, rival, task, disputed)
         best = _best_of_round(options, shape, loss, made.generator, task, draw)
         gradient = _meta_gradient(options, made.generator, best)
         update, optimiser = adam.update(gradient, made.optimiser)
-        grey = jnp.round(best.image * 255).astype(jnp.uint8)
-        images = jax.lax.dynamic_update_slice(made.images, grey, (r * size, 0, 0, 0))
-        steps = jnp.where(taught, options.student_steps, 0)
-        filled = images, (r + 1) * size
-        student = _taught(options, models, task, sgd, made.student, filled, steps, learn)
+        images = added(made.made, best.image)
+        steps = jnp.where(learns, options.student_steps, 0)
+        batch, padding = options.synthetic_batch, options.crop_padding
+        student = taught(distil, sgd, made.student, images, batch, padding, steps, learn)
         generator = optax.apply_updates(made.generator, update)
         return Making(generator, optimiser, student, images), total + best.loss
 
     rounds = options.synthesis_rounds
     made, total = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
-    return made.images, Weighted(total, jnp.float32(rounds))
+    return made.made.images, Weighted(total, jnp.float32(rounds))
 
 
 def _logits(
     round: ServerRound, cached: Params, trainable: Params, pixels: Float[Array, "batch h w 3"]
 ) -> Float[Array, "batch C"]:
     """What a model says of pixels in [0, 1], over the seen classes."""
-    batch = unlabelled(round.learner, pixels)
-    output = round.learner.forward(round.frozen, cached, trainable, batch, round.task, False)
-    return mask_logits(output.logits, round.task.seen)
+    return mask_logits(output_of(round, cached, trainable, pixels).logits, round.task.seen)
 
 
 def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
     return optax.adam(options.generator_lr * options.generator_steps, *BETAS)
-
-
-def _student_optimiser(options: TargetOptions) -> optax.GradientTransformation:
-    """Gradient descent on gradients of at most norm 1."""
-    steps = optax.sgd(options.student_lr, MOMENTUM)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(DECAY), steps)
 
 
 def synthesis_loss(
@@ -267,14 +250,11 @@ def synthesis_loss(
     once images are `disputed`."""
     theirs = teacher(pixels)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
-    loss = options.label_weight * right
 
     def against() -> Float[Array, ""]:
-        own = student(pixels)
-        agree = jnp.argmax(own, -1) == jnp.argmax(theirs, -1)
-        return -options.adversarial_weight * jnp.mean(jnp.where(agree, kl(theirs, own, task.seen), 0.0))
+        return options.adversarial_weight * disagreement(theirs, student(pixels), task.seen)
 
-    return loss + jax.lax.cond(disputed, against, lambda: jnp.zeros(()))
+    return options.label_weight * right + jax.lax.cond(disputed, against, lambda: jnp.zeros(()))
 
 
 def _best_of_round(
@@ -296,56 +276,26 @@ def _best_of_round(
     }
     adam = optax.partition(adams, ("generator", "noise"))
 
-    def step(i: Array, best: Best) -> Best:
-        def loss_of(fast: tuple[PyTree, Array]):
-            image = generate_images(shape, *fast)
-            return loss(label, jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)), image
+    def loss_of(fast: tuple[PyTree, Array], i: Array) -> tuple[Array, Array]:
+        image = generate_images(shape, *fast)
+        return loss(label, jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)), image
 
-        (value, image), gradient = jax.value_and_grad(loss_of, has_aux=True)(best.fast)
-        update, optimiser = adam.update(gradient, best.optimiser)
-        fast, total = jax.tree.map(jnp.add, best.fast, update), optax.tree.add(best.total, gradient[0])
-        image = jnp.where(value < best.loss, image, best.image)
-        return Best(fast, optimiser, total, jnp.minimum(value, best.loss), image)
-
-    fast = (generator, noise)
-    nothing = jnp.zeros((size, shape.height, shape.width, 3))
-    start = Best(fast, adam.init(fast), optax.tree.zeros_like(generator), jnp.float32(jnp.inf), nothing)
-    return jax.lax.fori_loop(0, options.generator_steps, step, start)
+    where = (size, shape.height, shape.width)
+    return best_images(loss_of, (generator, noise), adam, options.generator_steps, where)
 
 
 def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
     """The generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that its copy
     has gone (Reptile)."""
     if options.meta_update == "fomaml":
-        return best.total
+        return best.total[0]
     return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.fast[0])
 
 
-def _taught(
-    options: TargetOptions,
-    models: Models,
-    task: Task,
-    sgd: optax.GradientTransformation,
-    student: Student,
-    made: tuple[UInt8[Array, "images h w 3"], Int[Array, ""]],
-    steps: Int[Array, ""],
-    key: PRNGKeyArray,
-) -> Student:
-    """The student after so many steps of distillation on the images made so far: `made` are all places, and
-    how many are filled."""
-    heat, size, (images, filled) = options.student_temperature, options.synthesis_batch, made
-
-    def step(i: Array, now: Student) -> Student:
-        pick, move = jax.random.split(jax.random.fold_in(key, i))
-        chosen = images[jax.random.randint(pick, (size,), 0, filled)] / 255
-        pixels = jitter(move, chosen, options.crop_padding)
-        theirs = models.teacher(pixels) / heat
-
-        def loss(trainable: Params) -> Float[Array, ""]:
-            own = models.student(trainable, pixels) / heat
-            return heat**2 * jnp.mean(kl(theirs, own, task.seen))
-
-        update, optimiser = sgd.update(jax.grad(loss)(now.trainable), now.optimiser, now.trainable)
-        return Student(jax.tree.map(jnp.add, now.trainable, update), optimiser)
-
-    return jax.lax.fori_loop(0, steps, step, student)
+def student_loss(
+    options: TargetOptions, models: Models, task: Task, trainable: Params, pixels: Float[Array, "batch h w 3"]
+) -> Float[Array, ""]:
+    """The student's distillation from the global model."""
+    heat = options.student_temperature
+    theirs, own = models.teacher(pixels) / heat, models.student(trainable, pixels) / heat
+    return heat**2 * jnp.mean(kl(theirs, own, task.seen))

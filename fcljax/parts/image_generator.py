@@ -1,4 +1,4 @@
-"""A generator of images from noise (DeepInversion's successors; TARGET, specification C6).
+"""A generator of images from noise (TARGET, specification C6; also of MFCL and LANDER).
 
 A linear layer to a map of a quarter of the image's sides, doubled twice, with 3x3 convolutions, batch
 normalisation and leaky ReLU, to pixels in [0, 1]. It normalises by the batch at hand alone: it is never used

@@ -1,0 +1,59 @@
+"""What the parts of experiments/torture.py share: outcomes, and ways to run the program."""
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+PATIENCE = 600  # seconds for one command
+DECODER = Path(__file__).parent.parent / "fcljax" / "assets" / "vit_micro_decoder.safetensors"
+
+
+class Outcome(NamedTuple):
+    """What became of one trial: "survived", "different" or "other", and what it was."""
+
+    result: str
+    what: str
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """The program with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fcljax", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and stderr of a program that ends by itself; it is killed if it does not."""
+    try:
+        err = process.communicate(timeout=PATIENCE)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return -1, "no end: " + process.communicate()[1].decode(errors="replace")
+    return process.returncode, err.decode(errors="replace")
+
+
+def one_line(err: str) -> bool:
+    """Does the program end with its one line, and with nothing that looks like a failure of Python?"""
+    lines = [line for line in err.splitlines() if line.startswith("fcljax: ")]
+    return len(lines) == 1 and "Traceback" not in err
+
+
+def called(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command in this process, which saves seconds of imports."""
+    from fcljax import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            err.write(f"Traceback: {type(error).__name__}: {error}")
+            code = 1
+    return code, out.getvalue(), err.getvalue()

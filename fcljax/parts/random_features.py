@@ -1,0 +1,73 @@
+"""A classifier on random features relu(f^T P), and choices of examples by their index alone."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from fcljax.federated.keys import InitKey
+from fcljax.models.products import exact_matmul
+from fcljax.parts.classifiers import computed
+from fcljax.parts.learner import Classifier
+from fcljax.types import Task
+
+
+class Projected(NamedTuple):
+    """The parameters of the classifier."""
+
+    inner: PyTree
+    """Of the classifier that trains before the network is frozen, if one does."""
+    projection: Float[Array, "D M"]
+    """P, the same for all clients and tasks."""
+    weights: PyTree
+    """W [M, C]; () at clients, which do not need it."""
+    statistics: PyTree = ()
+    """What the method's server keeps besides, and clients do not."""
+
+
+def on_projection(
+    features: int, width: int, classes: int, inner: Classifier | None = None, statistics: PyTree = ()
+) -> Classifier:
+    """A linear classifier on a random projection, which clients hold too.
+
+    Args:
+      features: D.
+      width: M.
+      classes: C.
+      inner: what trains before the network is frozen.
+      statistics: the first value of `Projected.statistics`.
+    """
+
+    def first(key: PRNGKeyArray, inner_params: PyTree) -> Projected:
+        drawn = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
+        return Projected(inner_params, drawn, jnp.zeros((width, classes)), statistics)
+
+    def predict(params: Projected, feature: Array, task: Task) -> Array:
+        del task
+        return exact_matmul(project(feature, params.projection), params.weights)
+
+    made = computed(classes, first, predict, inner)
+
+    def cached(params: Projected) -> Projected:
+        return params._replace(inner=made.cached(params), weights=(), statistics=())
+
+    def logits(cached: Projected, trainable: PyTree, feature: Array, task: Task) -> Array:
+        return made.logits(cached.inner, trainable, feature, task)
+
+    return made._replace(cached=cached, logits=logits)
+
+
+def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -> Float[Array, "batch M"]:
+    """relu(f^T P) (RanPAC, section 4)."""
+    return jax.nn.relu(exact_matmul(feature, projection))
+
+
+def chosen_by_index(index: Int[Array, " batch"], share: float, key: PRNGKeyArray) -> Bool[Array, " batch"]:
+    """A share of all examples at random, by the index in the training set: whoever holds an example, it is
+    chosen or not."""
+
+    def chosen(number: Array) -> Bool[Array, ""]:
+        return jax.random.bernoulli(jax.random.fold_in(key, number), share)
+
+    return jax.vmap(chosen)(index)
