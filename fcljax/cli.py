@@ -26,6 +26,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax data list               data sets, and whether they are here
   fcljax data prepare NAME       download where possible, decode once, check
   fcljax data show NAME          images, and which client would hold which class
+  fcljax weights get NAME        download weights by timm's or the hub's name, resumed and checked
   fcljax convert SRC [DST]       a checkpoint of another library as .safetensors with its provenance
   fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
@@ -48,6 +49,7 @@ COMMANDS = {
     "reproduce": "reproducing:reproduce",
     "leaderboard": "leaderboard:leaderboard",
     "data": "data:data",
+    "weights": "weights:weights",
     "convert": "weights:convert",
     "embed": "weights:embed",
     "pretrain": "weights:pretrain",

@@ -206,13 +206,21 @@ def _schedule(
         problem = f"tasks_by: no column {column!r} of the {{}} examples"
         domain = find_column(column, dataset.columns, problem.format("training"), dataset)
         test_domain = find_column(column, dataset.columns_test, problem.format("test"), dataset)
-        order = [name.strip() for name in options.task_order.split(",")] if options.task_order else None
-        return by_domain(domain, test_domain, order or natural_order(domain), label, classes)
+        return by_domain(domain, test_domain, domains_of(dataset, options) or [], label, classes)
     schedule = by_class(_sizes(classes, options), label, test_label)
     if not options.blurry:
         return schedule
     draws = np.random.RandomState([options.seed, PURPOSE])
     return blurred(schedule, label, options.blurry, options.disjoint, draws)
+
+
+def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
+    """The domains that are tasks, in the order of the tasks; None where tasks are of classes."""
+    if options.tasks_by == "class":
+        return None
+    if options.task_order:
+        return [name.strip() for name in options.task_order.split(",")]
+    return natural_order(dataset.columns[options.tasks_by.partition(":")[2]])
 
 
 def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:

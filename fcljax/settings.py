@@ -25,7 +25,7 @@ Partition = Literal[
     "file:PATH",
     "column:NAME",
 ]
-Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "cifar100"]
+Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
 Positions = Literal["antialiased", "plain"]
 Stem = Literal["imagenet", "cifar"]
 StemChoice = Literal["auto", "imagenet", "cifar"]
@@ -68,7 +68,8 @@ class ImageConfig:
     """Which images are read, and how they are stored."""
 
     dataset: str = "digits"
-    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH or mix:NAME+NAME."""
+    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, hf:OWNER/NAME, tfds:NAME or
+    mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
     class_list: str = option("none", unset="none")
@@ -105,7 +106,8 @@ class BackboneConfig:
     """The network, and the range of pixels that it gets."""
 
     backbone: str = "auto"
-    """Network: a backbone of `fcljax list`, or auto for the checkpoint's, and vit_micro without one."""
+    """Network: a backbone of `fcljax list`; auto for the checkpoint's, and vit_micro without one; or weights
+    that are here, by timm's name (vit_base_patch16_224.augreg_in21k) or the hub's (facebook/dinov2-base)."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
     """Pretrained weights: a .safetensors, .npz, .pth or .bin file, or hf:OWNER/NAME."""
     stem: StemChoice = option("auto", unset="cifar under 64 pixels, else imagenet")

@@ -396,6 +396,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("X-Linked-Etag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()
         if body:
             self.wfile.write(content[start : 10 if name in hub.cut else None])

@@ -27,7 +27,7 @@ from fcljax.models.convolution import Window, conv, conv_general_dilated
 from fcljax.models.densenet import DenseNet, DenseNetConfig, densenet_network
 from fcljax.models.networks import make_network
 from fcljax.models.resnet import ResNet, ResNetConfig, resnet_network
-from fcljax.models.shapes import DENSENETS, RESNETS
+from fcljax.models.shapes import DENSENETS, RESNETS, ConvNeXtConfig
 from fcljax.models.vit import Injection
 from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.pretrained import WeightOptions, load_backbone
@@ -207,7 +207,10 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features():
 # ---- other libraries' weights ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", small_runs.some(["resnet", "resnet_cifar", "densenet"], ("resnet",)))
+GOLDENS = ["resnet", "resnet_cifar", "resnet_bottleneck", "densenet"]
+
+
+@pytest.mark.parametrize("name", small_runs.some(GOLDENS, ("resnet", "resnet_bottleneck")))
 def test_torchvision_weights_give_torchvision_outputs(name):
     expected = np.load(GOLDEN / "convnets.npz")
     loaded = load_backbone(None, str(GOLDEN / f"torchvision_{name}.safetensors"), 40)
@@ -219,6 +222,50 @@ def test_torchvision_weights_give_torchvision_outputs(name):
     np.testing.assert_allclose(logits, expected[f"{name}.logits"], rtol=1e-4, atol=1e-4)
     assert NORMALISE["imagenet"] == (loaded.mean, loaded.std)
     assert any("7 classes" in note for note in loaded.notes)
+
+
+def as_torchvision_names_convnexts(tensors):
+    for name in list(tensors):
+        new = re.sub(r"^stem\.", "features.0.", name)
+        new = re.sub(r"^stages\.(\d)\.blocks\.", lambda m: f"features.{2 * int(m[1]) + 1}.", new)
+        new = re.sub(r"^stages\.(\d)\.downsample\.", lambda m: f"features.{2 * int(m[1])}.", new)
+        words = {"conv_dw": "block.0", "norm": "block.2", "mlp.fc1": "block.3", "mlp.fc2": "block.5"}
+        for ours, theirs in words.items():
+            new = re.sub(rf"^(features\.[1357]\.\d\.){ours}\.", rf"\1{theirs}.", new)
+        for ours, theirs in {"head.norm": "classifier.0", "head.fc": "classifier.2"}.items():
+            new = new.replace(ours, theirs)
+        tensors[new.replace("gamma", "layer_scale")] = tensors.pop(name)
+
+
+def as_its_authors_name_convnexts(tensors):
+    for name in list(tensors):
+        new = re.sub(r"^stages\.(\d)\.downsample", r"downsample_layers.\1", name)
+        new = re.sub(r"^stem\.", "downsample_layers.0.", new).replace(".blocks.", ".")
+        for ours, theirs in {"conv_dw": "dwconv", "mlp.fc1": "pwconv1", "mlp.fc2": "pwconv2"}.items():
+            new = new.replace(ours, theirs)
+        tensors[new.replace("head.norm", "norm").replace("head.fc", "head")] = tensors.pop(name)
+
+
+def test_convnexts_of_timm_torchvision_and_their_authors_give_timms_outputs(tmp_path):
+    expected, path = np.load(GOLDEN / "vits.npz"), GOLDEN / "timm_convnext.safetensors"
+    loaded = load_backbone(None, str(path), 40)
+    assert loaded.config == ConvNeXtConfig(40, (1, 1, 2, 1), (8, 16, 24, 32))
+    network = make_network(loaded.config, loaded.mean, loaded.std)
+    features = network.apply(loaded.params, jnp.asarray(expected["convnext/image"]), None, False)[0].cls
+    np.testing.assert_allclose(features, expected["convnext/features"], rtol=1e-4, atol=1e-4)
+    logits = features @ loaded.head["kernel"] + loaded.head["bias"]
+    np.testing.assert_allclose(logits, expected["convnext/logits"], rtol=1e-4, atol=1e-4)
+    tensors = load_file(path)
+    for change in (as_torchvision_names_convnexts, as_its_authors_name_convnexts):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, tmp_path / "other.safetensors")
+        other = load_backbone(None, str(tmp_path / "other.safetensors"), 40)
+        jax.tree.map(np.testing.assert_array_equal, other.params, loaded.params)
+    tensors.pop("stages.0.0.norm.bias")
+    save_file(tensors, tmp_path / "broken.safetensors")
+    with pytest.raises(InputError, match="stem or a first block of this ConvNeXt is missing"):
+        load_backbone(None, str(tmp_path / "broken.safetensors"), 40)
 
 
 def edited(tmp_path, change, name="resnet"):
@@ -256,7 +303,7 @@ def test_other_spellings_of_the_names_are_understood(tmp_path, name, change):
         (lambda t: t.update({"layer2.0.se": np.ones(3, np.float32)}), ["unexpected", "layer2.0.se"]),
         (lambda t: t.update({"bn1.bias": np.ones(3, np.float32)}), ["bn1.bias", "(3,)", "(4,)"]),
         (lambda t: t["bn1.bias"].fill(np.nan), ["bn1.bias", "finite"]),
-        (lambda t: t.update({"layer1.0.conv3.weight": np.ones(3, np.float32)}), ["bottleneck", "18 and 34"]),
+        (lambda t: t.update({"layer1.0.conv3.weight": np.ones(3, np.float32)}), ["does not fit", "missing"]),
         (lambda t: t.update({"conv1.weight": np.ones((4, 3, 5, 5), np.float32)}), ["first convolution"]),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import random
+import shutil
 import struct
 import sys
 import types
@@ -155,6 +156,56 @@ def test_a_missing_domain_is_named(tmp_path):
     for domain in DOMAINS[:-1]:
         tree(tmp_path / "domainnet" / domain, ("ant",), 2)
     assert "domain 'sketch' is missing" in refusal("domainnet", tmp_path)
+
+
+def test_office_home_and_eurosat_are_pooled(tmp_path):
+    for number, domain in enumerate(("Art", "Clipart", "Product", "Real World")):
+        tree(tmp_path / "OfficeHomeDataset_10072016" / domain, ("Bed", "Fan"), 5, start=number * 10)
+    data = load("office_home", tmp_path)
+    assert data.class_names == ("Bed", "Fan") and len(data.y_train) == 32
+    domain = np.array(["Art", "Clipart", "Product", "Real World"])
+    for split, columns in (("train", data.columns), ("test", data.columns_test)):
+        images = getattr(data, f"x_{split}")
+        np.testing.assert_array_equal(columns["domain"], domain[np.array(numbers(images)) // 10])
+    tree(tmp_path / "2750", ("Forest", "River"), 10)
+    assert_random_split(load("eurosat", tmp_path), 10)
+
+
+def test_three_sessions_of_core50_are_for_testing(tmp_path):
+    sessions = [f"s{i}" for i in range(1, 12)]
+    for i, session in enumerate(sessions):
+        tree(tmp_path / "core50_128x128" / session, ("o1", "o2", "o10"), 2, start=i * 6)
+    data = load("core50", tmp_path)
+    assert data.class_names == ("o1", "o2", "o10")
+    assert set(data.columns_test["session"]) == {"s3", "s7", "s10"}
+    np.testing.assert_array_equal(
+        data.columns["session"], np.array(sessions)[np.array(numbers(data.x_train)) // 6]
+    )
+    shutil.rmtree(tmp_path / "core50_128x128" / "s7")
+    assert "expected s1 to s11" in refusal("core50", tmp_path)
+
+
+def test_folders_may_have_sites(tmp_path):
+    for number, (split, site) in enumerate(itertools.product(("train", "test"), ("lyon", "rome"))):
+        tree(tmp_path / "own" / split / site, ("cat", "dog"), 3, start=number * 6)
+    data = load(f"folder:{tmp_path / 'own'}", tmp_path / "data")
+    assert data.class_names == ("cat", "dog") and numbers(data.x_train) == [
+        0,
+        1,
+        2,
+        6,
+        7,
+        8,
+        3,
+        4,
+        5,
+        9,
+        10,
+        11,
+    ]
+    assert data.columns["site"].tolist() == [*["lyon"] * 3, *["rome"] * 3] * 2
+    again = load(f"folder:{tmp_path / 'own'}", tmp_path / "data")
+    assert again.columns_test["site"].tolist() == data.columns_test["site"].tolist()
 
 
 @pytest.fixture
@@ -503,6 +554,19 @@ def test_cifar_of_tfds_comes_in_its_official_order(tfds, tmp_path, name):
     data = load(name, tmp_path)
     assert numbers(data.x_train) == list(range(20)) and numbers(data.x_test) == list(range(100, 120))
     assert data.y_train.tolist() == [0, 1] * 10 and data.class_names == ("bee", "ant")
+
+
+def test_any_data_set_of_tfds_has_a_name(tfds, tmp_path):
+    examples = [{"image": encoded(n), "label": n % 2} for n in range(10)]
+    generate(
+        tfds, tmp_path, "own", labelled(tfds, ["bee", "ant"]), {"train": examples, "validation": examples}
+    )
+    data = load("tfds:own", tmp_path)
+    assert data.class_names == ("bee", "ant") and (len(data.y_train), len(data.y_test)) == (10, 10)
+    assert [n % 2 for n in numbers(data.x_train)] == data.y_train.tolist()
+    generate(tfds, tmp_path, "whole", labelled(tfds, ["bee", "ant"]), {"train": examples})
+    assert len(load("tfds:whole", tmp_path).y_test) == 2
+    assert "prepare 'other' there with tensorflow-datasets" in refusal("tfds:other", tmp_path)
 
 
 def test_imagenet_r_of_tfds_equals_its_official_files(tfds, tmp_path):

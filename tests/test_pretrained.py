@@ -417,7 +417,7 @@ def test_timm_s_config_tells_constants_too(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"layer_norm_eps": "small"}, "epsilon 'small'"),
         ({"layer_norm_eps": 0.1}, "epsilon 0.1"),
         ({"num_attention_heads": "two"}, "'two' heads"),
@@ -572,12 +572,12 @@ def test_what_is_no_vit_is_refused_with_what_it_holds(refuses):
         ({"patch_embed.proj.weight": np.ones(12)}, "square patches of 3 channels"),
         (
             {"blocks.0.ls1.gamma": np.ones(12), "blocks.1.ls1.gamma": np.ones(12)},
-            "unexpected: blocks.0.ls1.gamma, blocks.1.ls1.gamma$",
+            "missing: blocks.0.ls2.weight, blocks.1.ls2.weight$",
         ),
-        ({"reg_token": np.ones((1, 4, 12))}, "unexpected: reg_token$"),
-        ({"blocks.0.attn.q_norm.weight": np.ones(6)}, "unexpected: blocks.0.attn.q_norm.weight$"),
+        ({"reg_token": np.ones((1, 4, 11))}, "misshaped: reg_token has shape"),
+        ({"blocks.0.attn.q_norm.weight": np.ones(6)}, "missing: blocks.0.attn.k_norm.bias"),
         ({"blocks.0.attn.qkv.bias": None}, "missing: blocks.0.attn.qkv.bias$"),
-        ({"norm_pre.weight": np.ones(12)}, "unexpected: norm_pre.weight$"),
+        ({"norm_pre.weight": np.ones(12)}, "missing: norm_pre.bias$"),
         ({"head.weight": np.ones((7, 12))}, "missing: head.bias$"),
         ({"head.0.running_mean": np.ones(12)}, "unexpected: head.0.running_mean$"),
         ({"blocks.999999999999.norm1.bias": np.ones(12)}, "unexpected: blocks.999999999999.norm1.bias$"),

@@ -88,7 +88,16 @@ def test_the_comments_beside_the_aggregation_rules_are_right():
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
-    commands_ |= {"pretrain-decoder", "sweep", "reproduce", "doctor", "completion", "report", "watch"}
+    commands_ |= {
+        "pretrain-decoder",
+        "sweep",
+        "reproduce",
+        "doctor",
+        "completion",
+        "report",
+        "watch",
+        "weights",
+    }
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):

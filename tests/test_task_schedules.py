@@ -16,9 +16,10 @@ from fcljax.data.shifts import SHIFTS
 from fcljax.errors import InputError
 from fcljax.federated.schedule import participants
 from fcljax.methods import METHODS
-from fcljax.runs import loop, signals
+from fcljax.runs import loop, resume, signals
 from fcljax.runs.build import build
-from fcljax.scenario import fitted, make_scenario, scenario_of_one
+from fcljax.runs.inputs import Inputs
+from fcljax.scenario import domains_of, fitted, make_scenario, scenario_of_one
 
 DIGITS = load_dataset("digits")
 SHIFTED = load_dataset("shifted_digits")
@@ -130,6 +131,21 @@ def test_domains_are_tasks_with_the_same_classes_and_test_images_of_their_own():
         assert scenario.tests_seen(task).sum() == (task + 1) * len(DIGITS.y_test)
     total = sum(len(np.concatenate(examples(scenario, task))) for task in range(5))
     assert total == len(SHIFTED.y_train)
+
+
+def test_a_run_goes_on_with_the_same_domains_only():
+    settings, _ = scenario_of(SHIFTED, tasks_by="column:domain")
+
+    def digest(dataset):
+        return resume.owners_digest(settings, Inputs(None, dataset, None, False))["domains of the examples"]
+
+    moved = SHIFTED.columns["domain"].copy()
+    moved[:2] = moved[1::-1]
+    assert digest(SHIFTED) != digest(SHIFTED._replace(columns={"domain": moved}))
+    assert (
+        domains_of(SHIFTED, settings) == sorted(SHIFTS)
+        and domains_of(DIGITS, config.PartitionConfig()) is None
+    )
 
 
 def test_packaged_shifts_change_images_but_no_labels():

@@ -26,6 +26,7 @@ def list_(arguments: list[str]) -> int:
         name: f"features of width {each.width}, {each.image_size} px; random values without --checkpoint"
         for name, each in CONVNETS.items()
     }
+    backbones["NAME.TAG or OWNER/NAME"] = "weights of timm or the hub; `fcljax weights get` downloads them"
     methods = {name: f"{entry.summary}; adapter {entry.adapter}" for name, entry in METHODS.items()}
     adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
     excluded = {

@@ -1,11 +1,39 @@
-"""`fcljax convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with them."""
+"""`fcljax weights get`, `convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with
+them."""
 
+import dataclasses
 from pathlib import Path
 
 from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, parse, parsed, print_rows, slug
 from fcljax.errors import InputError, Value
-from fcljax.options import check_ranges, replaced
+from fcljax.options import check_ranges, option, replaced
 from fcljax.runs import signals
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsOptions:
+    """Options of `fcljax weights get`."""
+
+    data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
+    """Folder of data, in which the weights are kept."""
+
+
+def weights(arguments: list[str]) -> int:
+    """`fcljax weights get NAME`."""
+    about = "Download weights by timm's or the hub's name, resumed and checked."
+    words = Words("get NAME", ("get",), False)
+    given, options = parsed(WeightsOptions(), arguments, ["weights"], about, words)
+    if len(given) != 2 or given[0] != "get":
+        raise InputError(
+            f"weights: {' '.join(given) or 'nothing'} given; usage: fcljax weights get NAME, such as "
+            "vit_base_patch16_224.augreg_in21k or facebook/dinov2-base"
+        )
+    from fcljax.models.weights.hub import get_weights
+
+    found = get_weights(given[1], options.data_dir)
+    use = f"fcljax run METHOD --backbone {given[1]}"
+    print_rows([("file", found.path), ("bytes", f"{found.bytes:,}"), ("sha256", found.sha256), ("use", use)])
+    return 0
 
 
 def convert(arguments: list[str]) -> int:

@@ -89,7 +89,7 @@ def by_domain(
       classes: C.
 
     Raises:
-      InputError: for an order that is not one of the domains.
+      InputError: for an order that is not one of the domains, or a domain without test examples.
     """
     number, there = {name: task for task, name in enumerate(order)}, natural_order(domain)
     wrong = next((name for name in order if name not in there), None)
@@ -100,6 +100,9 @@ def by_domain(
         what = f"{missing!r} is missing" if missing is not None else "a domain comes twice"
         raise InputError(f"task_order: {','.join(order)!r}: {what}")
     train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
+    untested = next((name for name in order if number[name] not in test), None)
+    if untested is not None:
+        raise InputError(f"tasks_by: no test example is of domain {untested!r}; every task needs some")
     return TaskSchedule(_tasks(train, label, classes), train, test)
 
 

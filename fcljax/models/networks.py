@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from fcljax.errors import InputError
 from fcljax.models.convnet import Colour
+from fcljax.models.convnext import ConvNeXtConfig, convnext_network
 from fcljax.models.densenet import DenseNetConfig, densenet_network
 from fcljax.models.own import OwnConfig, own_network
 from fcljax.models.resnet import ResNetConfig, resnet_network
@@ -13,7 +14,7 @@ from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.types import Autoencoder, Network
 
-ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig
+ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig | ConvNeXtConfig
 NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig | OwnConfig
 
 
@@ -43,6 +44,8 @@ def make_network(
         return resnet_network(config, mean, std)
     if isinstance(config, DenseNetConfig):
         return densenet_network(config, mean, std)
+    if isinstance(config, ConvNeXtConfig):
+        return convnext_network(config, mean, std)
     return vit_network(config, mean, std, autoencoder, remat)
 
 
@@ -69,7 +72,10 @@ def _in_words(config: ViTConfig | ConvNetConfig) -> str:
             f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
         )
     if isinstance(config, ResNetConfig):
-        return f"resnet of {_listed(config.stages)} blocks, {config.channels} channels"
+        kind = "bottlenecks" if config.bottleneck else "blocks"
+        return f"resnet of {_listed(config.stages)} {kind}, {config.channels} channels"
+    if isinstance(config, ConvNeXtConfig):
+        return f"convnext of {_listed(config.depths)} blocks, {_listed(config.widths)} channels"
     return f"densenet of {_listed(config.blocks)} layers, {config.channels} channels, growth {config.growth}"
 
 

@@ -79,10 +79,11 @@ def _dot_general(x: Array, kernel: Array, dimensions: object, precision: object 
 # ---- between products --------------------------------------------------------------------------------------
 
 
-def gelu(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
-    """Exact GELU in float32, of x and with a result in the compute type."""
-    activate = functools.partial(jax.nn.gelu, approximate=False)
-    return activate(x) if dtype == "float32" else _from_rounded(activate, x.astype(dtype), dtype)
+def elementwise(
+    function: Callable[[Array], Array], x: Float[Array, "..."], dtype: str
+) -> Float[Array, "..."]:
+    """function(x) in float32, such as GELU, of x and with a result in the compute type."""
+    return function(x) if dtype == "float32" else _from_rounded(function, x.astype(dtype), dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))

@@ -1,4 +1,5 @@
-"""ResNets of basic blocks (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34, as torchvision has them."""
+"""ResNets (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34 of basic blocks, ResNet-50 of bottlenecks, as
+torchvision has them."""
 
 import functools
 
@@ -29,6 +30,30 @@ class BasicBlock(nn.Module):
         return nn.relu(x + y)
 
 
+class Bottleneck(nn.Module):
+    """A convolution between two of single pixels, and the block's input beside them. The stride is the middle
+    one's, as in torchvision."""
+
+    features: int
+    stride: int
+    dtype: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        out = 4 * self.features
+        y = layer(self.features, 1, dtype=self.dtype, name="conv1")(x)
+        y = Norm(self.train, name="norm1")(y, mask)
+        y = layer(self.features, 3, self.stride, dtype=self.dtype, name="conv2")(y)
+        y = Norm(self.train, name="norm2")(y, mask)
+        y = layer(out, 1, dtype=self.dtype, name="conv3")(y)
+        y = Norm(self.train, False, name="norm3")(y, mask)
+        if self.stride != 1 or x.shape[-1] != out:
+            x = layer(out, 1, self.stride, dtype=self.dtype, name="down")(x)
+            x = Norm(self.train, False, name="down_norm")(x, mask)
+        return nn.relu(x + y)
+
+
 class ResNet(nn.Module):
     """The whole network: features (the mean of the last stage) and every stage by its name."""
 
@@ -39,11 +64,11 @@ class ResNet(nn.Module):
     def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
         c = self.config
         x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
-        taps = {}
+        taps, kind = {}, Bottleneck if c.bottleneck else BasicBlock
         for stage, blocks in enumerate(c.stages):
             for i in range(blocks):
                 stride = 2 if stage and i == 0 else 1
-                block = BasicBlock(
+                block = kind(
                     c.channels * 2**stage, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}"
                 )
                 x = block(x, mask)

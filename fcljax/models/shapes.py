@@ -1,6 +1,7 @@
 """The shapes of the networks that have names; without JAX."""
 
 import dataclasses
+from typing import Literal
 
 from fcljax.settings import Stem
 
@@ -22,6 +23,11 @@ class ViTConfig:
     dtype: str = "float32"
     epsilon: float = 1e-6  # of the LayerNorms
     final_norm: bool = True
+    layer_scale: bool = False  # what each half of a block adds is scaled by channel (DINOv2)
+    registers: int = 0  # learned tokens beside the class token, which nothing reads (DINOv2)
+    qk_norm: bool = False  # LayerNorms of the queries and keys of each head
+    pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
+    activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
 
     @property
     def grid(self) -> int:
@@ -44,14 +50,15 @@ def reduction(stem: Stem, stages: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """Static shape of a ResNet: basic blocks per stage; each stage doubles the channels of the one before it
-    and halves the side. `dtype` is the type of the factors of convolutions."""
+    """Static shape of a ResNet: blocks per stage; each stage doubles the channels of the one before it and
+    halves the side. `dtype` is the type of the factors of convolutions."""
 
     image_size: int = 224
     stages: tuple[int, ...] = (2, 2, 2, 2)
-    channels: int = 64  # of the first stage
+    channels: int = 64  # of the first stage; what bottlenecks pass on has four times as many
     stem: Stem = "imagenet"
     dtype: str = "float32"
+    bottleneck: bool = False
 
     @property
     def reduction(self) -> int:
@@ -61,13 +68,14 @@ class ResNetConfig:
     @property
     def width(self) -> int:
         """Channels of the last stage, which are the features."""
-        return self.channels * 2 ** (len(self.stages) - 1)
+        return self.channels * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
 
 RESNETS: dict[str, ResNetConfig] = {
     "resnet_micro": ResNetConfig(16, (1, 1, 1), 16, "cifar"),
     "resnet18": ResNetConfig(),
     "resnet34": ResNetConfig(stages=(3, 4, 6, 3)),
+    "resnet50": ResNetConfig(stages=(3, 4, 6, 3), bottleneck=True),
 }
 
 
@@ -103,5 +111,31 @@ DENSENETS: dict[str, DenseNetConfig] = {
 }
 
 
-CONVNETS: dict[str, ResNetConfig | DenseNetConfig] = {**RESNETS, **DENSENETS}
+@dataclasses.dataclass(frozen=True)
+class ConvNeXtConfig:
+    """Static shape of a ConvNeXt: blocks and channels per stage; each stage halves the side of the one before
+    it."""
+
+    image_size: int = 224
+    depths: tuple[int, ...] = (3, 3, 9, 3)
+    widths: tuple[int, ...] = (96, 192, 384, 768)
+    patch: int = 4  # pixels of a side that become one place of the first stage
+    dtype: str = "float32"
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of a side that become one place of the last stage."""
+        return self.patch * 2 ** (len(self.depths) - 1)
+
+    @property
+    def width(self) -> int:
+        """Channels of the last stage, which are the features."""
+        return self.widths[-1]
+
+
+CONVNEXTS: dict[str, ConvNeXtConfig] = {
+    "convnext_tiny": ConvNeXtConfig(),
+    "convnext_small": ConvNeXtConfig(depths=(3, 3, 27, 3)),
+}
+CONVNETS: dict[str, ResNetConfig | DenseNetConfig | ConvNeXtConfig] = {**RESNETS, **DENSENETS, **CONVNEXTS}
 PACKAGED = {"vit_micro": "vit_micro.safetensors"}

@@ -1,9 +1,10 @@
 """A pre-norm Vision Transformer in Flax with named intermediates, into which adapters inject.
 
 The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class
-token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. Adapters change it through an `Injection`
-and never touch this code. The patch embedding is a reshape and a matrix product because convolutions inside
-loops fall off XLA's fast path.
+token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. DINOv2 (Oquab et al. 2024) adds scaled
+layers and registers, CLIP (Radford et al. 2021) a norm before the blocks. Adapters change it through an
+`Injection` and never touch this code. The patch embedding is a reshape and a matrix product because
+convolutions inside loops fall off XLA's fast path.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.models.products import attention, dense, gelu, matmul
+from fcljax.models.products import attention, dense, elementwise, matmul
 from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
@@ -106,6 +107,8 @@ class Attention(nn.Module):
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
+        if c.qk_norm:
+            q, k = (_norm(c, name)(part).astype(c.dtype) for name, part in (("q_norm", q), ("k_norm", k)))
         if prefix is not None:
             key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
@@ -126,6 +129,27 @@ def low_rank(
     return matmul(matmul(x, down.T.astype(x.dtype)).astype(x.dtype), up.T.astype(x.dtype))
 
 
+def activation(c: ViTConfig, x: Array) -> Array:
+    """Of the MLPs: exact GELU, or OpenAI's cheaper form of it."""
+    return elementwise(_quick_gelu if c.activation == "quick_gelu" else _gelu, x, c.dtype)
+
+
+def _gelu(x: Array) -> Array:
+    return nn.gelu(x, approximate=False)
+
+
+def _quick_gelu(x: Array) -> Array:
+    return x * nn.sigmoid(1.702 * x)
+
+
+class Scale(nn.Module):
+    """A learned factor for each channel."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return x * self.param("scale", nn.initializers.constant(1e-5), x.shape[-1:])
+
+
 class Block(nn.Module):
     """One transformer block. Only the first `queries` tokens come out; others are only keys and values."""
 
@@ -139,9 +163,13 @@ class Block(nn.Module):
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
-        x = (x[:, :queries] + attended).astype(c.dtype)
-        hidden = gelu(dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)), c.dtype)
-        return (x + dense(c.width, c.dtype, "fc2")(hidden)).astype(c.dtype)
+        x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
+        hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)))
+        return (x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))).astype(c.dtype)
+
+    def _scaled(self, name: str, x: Array) -> Array:
+        """Each channel times a learned factor, if the network has such (Touvron et al. 2021)."""
+        return Scale(name=name)(x) if self.config.layer_scale else x
 
 
 def patchify(
@@ -173,7 +201,13 @@ class ViT(nn.Module):
             extra = injection.tokens + position[0]
             first.append(jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])))
         read = sum(part.shape[1] for part in first)
-        x = jnp.concatenate([*first, x], axis=1).astype(c.dtype)
+        if c.registers:
+            registers = self.param("registers", nn.initializers.normal(0.02), (c.registers, c.width))
+            first.append(jnp.broadcast_to(registers, (x.shape[0], *registers.shape)))
+        x = jnp.concatenate([*first, x], axis=1)
+        if c.pre_norm:
+            x = _norm(c, "norm_pre")(x)
+        x = x.astype(c.dtype)
         taps = {"embed": x}
         for i in range(c.depth):
             # Only the class token and injected tokens are read from the last block: query, projection and
@@ -188,7 +222,8 @@ class ViT(nn.Module):
 
 
 def init_vit(key: PRNGKeyArray, config: ViTConfig) -> PyTree:
-    """Random parameters of a ViT, float32: {patch, cls, pos, block_00.., norm}."""
+    """Random parameters of a ViT, float32: {patch, cls, pos, block_00.., norm}, and registers and norm_pre
+    where it has them."""
     image = jnp.zeros((1, config.image_size, config.image_size, 3))
     return jax.jit(lambda key, image: ViT(config).init(key, image, full=True)["params"])(key, image)
 

@@ -26,6 +26,7 @@ from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
 from fcljax.models.vit import ViTConfig
+from fcljax.models.weights.hub import find_weights, is_hub_name
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
@@ -77,11 +78,17 @@ def load_network(
     """The network that the settings name. Without weights it has random values, which `seed` decides.
 
     Raises:
-      InputError: as `load_backbone`.
+      InputError: as `load_backbone`, and for the name of weights that are not here.
     """
+    name, checkpoint = None if cfg.backbone == "auto" else cfg.backbone, cfg.checkpoint
+    if name is not None and is_hub_name(name):
+        if checkpoint is not None:
+            raise InputError(f"backbone: {name!r} names weights, and --checkpoint others; leave one out")
+        folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
+        name, checkpoint = None, str(find_weights(name, folder))
     return load_backbone(
-        None if cfg.backbone == "auto" else cfg.backbone,
-        cfg.checkpoint,
+        name,
+        checkpoint,
         image_size,
         compute_type(cfg),
         WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from fcljax import config
@@ -47,11 +48,15 @@ def digests(inputs: Inputs) -> dict[str, str]:
 
 
 def owners_digest(settings: RunConfig, inputs: Inputs) -> dict[str, str]:
-    """sha256 of a client partition of the user's own, by name; {} for others."""
-    if not is_owned(settings.partition):
-        return {}
-    text = owners_csv(inputs.dataset, settings.partition)
-    return {"owners of the examples": hashlib.sha256(text.encode()).hexdigest()}
+    """sha256 of a client partition and of domains of the user's own, by name; {} for others."""
+    found, dataset = {}, inputs.dataset
+    if is_owned(settings.partition):
+        found["owners of the examples"] = owners_csv(dataset, settings.partition)
+    if settings.tasks_by != "class":
+        name = settings.tasks_by.partition(":")[2]
+        columns = (dataset.columns[name], dataset.columns_test[name])
+        found["domains of the examples"] = "\n".join(map(str, np.concatenate(columns)))
+    return {what: hashlib.sha256(text.encode()).hexdigest() for what, text in found.items()}
 
 
 def plain_settings(settings: RunConfig) -> dict[str, Any]:

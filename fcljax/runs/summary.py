@@ -20,6 +20,7 @@ from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
 from fcljax.runs.records import Records
+from fcljax.scenario import domains_of
 from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundContext, Upload
 
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
@@ -98,6 +99,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "by_image": _by_image(exp, records),
         "class_names": _class_names(exp),
         "task_classes": [[int(c) for c in task.classes if c >= 0] for task in exp.scenario.tasks],
+        "domains": domains_of(exp.inputs.dataset, settings),
         "holdings": _holdings(exp).tolist(),
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,

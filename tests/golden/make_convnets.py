@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 from torchvision.models.densenet import DenseNet
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 SIDE, CHANNELS, CLASSES = 40, 4, 7
 
@@ -25,16 +25,16 @@ SIDE, CHANNELS, CLASSES = 40, 4, 7
 class Narrow(ResNet):
     """torchvision's ResNet with fewer channels; `cifar` has the first layers of small images."""
 
-    def __init__(self, layers: list[int], cifar: bool):
-        super().__init__(BasicBlock, layers)
+    def __init__(self, layers: list[int], cifar: bool, block: type[nn.Module] = BasicBlock):
+        super().__init__(block, layers)
         self.inplanes = CHANNELS
         size, stride = (3, 1) if cifar else (7, 2)
         self.conv1 = nn.Conv2d(3, CHANNELS, size, stride, size // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(CHANNELS)
         for i, blocks in enumerate(layers):
-            stage = self._make_layer(BasicBlock, CHANNELS * 2**i, blocks, stride=2 if i else 1)
+            stage = self._make_layer(block, CHANNELS * 2**i, blocks, stride=2 if i else 1)
             setattr(self, f"layer{i + 1}", stage)
-        self.fc = nn.Linear(CHANNELS * 8, CLASSES)
+        self.fc = nn.Linear(CHANNELS * 8 * block.expansion, CLASSES)
         if cifar:
             self.maxpool = nn.Identity()
 
@@ -45,6 +45,7 @@ def networks() -> dict[str, nn.Module]:
         "resnet": Narrow([1, 2, 1, 1], cifar=False),
         "resnet_cifar": Narrow([1, 1, 1, 1], cifar=True),
         "densenet": DenseNet(4, (2, 1, 2), 8, num_classes=CLASSES),
+        "resnet_bottleneck": Narrow([1, 2, 1, 1], False, Bottleneck),
     }
 
 

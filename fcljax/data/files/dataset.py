@@ -46,6 +46,29 @@ def names_file(folder: Path, split: str) -> Path:
     return folder / f"names_{split}.json"
 
 
+def columns_file(folder: Path, split: str) -> Path:
+    """Where the columns of a split's prepared images are, if they have any."""
+    return folder / f"columns_{split}.json"
+
+
+def prepared_columns(folder: Path, split: str) -> dict[str, np.ndarray]:
+    """The columns of a split's prepared images.
+
+    Raises:
+      InputError: for a damaged file.
+    """
+    try:
+        text = columns_file(folder, split).read_text(encoding="utf-8")
+        return {name: np.array(values, str) for name, values in json.loads(text).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError):
+        raise InputError(
+            f"dataset: {str(columns_file(folder, split))!r} is damaged; prepare the data set again, with "
+            "--force"
+        ) from None
+
+
 def image_names(dataset: Dataset, split: str) -> list[str] | None:
     """The names of all images of a split, before any were held out; None for images that are no files.
 

@@ -137,6 +137,40 @@ def fetch(
         ) from error
 
 
+def fetch_file(
+    field: str, archive: Archive, target: Path, console: Console | None = None, timeout: float = 60.0
+) -> None:
+    """Download one file to `target`, whole and checked. What broke off stays as TARGET.part, and the next
+    call resumes it.
+
+    Args:
+      field: for messages.
+
+    Raises:
+      InputError: naming the file and the failure.
+    """
+    console, part = console or Console(stderr=True), target.with_name(f"{target.name}.part")
+    try:
+        with prepared.alone(target, console):
+            if not target.exists():
+                say(console, f"downloading {target}, {_readable(archive.bytes)}")
+                with _progress(console) as progress:
+                    task = progress.add_task(archive.file, total=archive.bytes)
+                    _download(archive, part, partial(progress.update, task), timeout)
+                os.replace(part, target)
+    except _Useless as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"{field}: cannot download {archive.url}: {error}; try again") from error
+    except _Failed as error:
+        raise InputError(f"{field}: cannot download {archive.url}: {error}; try again") from error
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns += (TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def volume(archives: Sequence[Archive]) -> str:
     """The size of the download, for people: "1.2 GB"."""
     return _readable(sum(archive.bytes for archive in archives))
@@ -154,9 +188,7 @@ def _fetch(
             f"contents need {_readable(need)}; choose another with --data-dir or FCLJAX_DATA"
         )
     say(console, f"downloading {name}, {volume(archives)}, to {folder}")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    columns += (TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress(console) as progress:
         steps = ("", partial(_download, timeout=timeout)), ("unpacking ", partial(_unpack, stage=stage))
         for doing, work in steps:
             for archive, part in zip(archives, parts, strict=True):

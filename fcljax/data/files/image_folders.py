@@ -26,6 +26,8 @@ from fcljax.data.files.raw import (
 )
 from fcljax.errors import InputError
 
+OFFICE = ("Art", "Clipart", "Product", "Real World")
+CORE50_TEST = ("s3", "s7", "s10")  # sessions, of s1 to s11
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 IMAGENET_FILES = "imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG"
 TINY_FILES = "tiny-imagenet-200/ (train/WNID/images/*, val/images/*, val/val_annotations.txt)"
@@ -37,7 +39,7 @@ _Tree = dict[str, list[File]]  # image files by class
 
 
 def folder_of_classes(root: Path) -> Raw:
-    """train/CLASS/* and test/CLASS/* below `root`.
+    """train/CLASS/* and test/CLASS/* below `root`, or train/SITE/CLASS/* and test/SITE/CLASS/*.
 
     Raises:
       InputError: for missing folders, here or when it is scanned.
@@ -67,17 +69,30 @@ def imagenet_r_hepco(base: Path, choice: Choice) -> Raw | None:
     return Raw(root, partial(_scan_pooled, root, ["train", "test"] if _is_split(root) else [""], True))
 
 
-def domainnet(base: Path, choice: Choice) -> Raw | None:
-    """All six domains of DomainNet, pooled and split at random."""
-    root = base / "domainnet"
-    missing = [domain for domain in DOMAINS if not (root / domain).is_dir()]
-    if len(missing) == len(DOMAINS):
+def domains(base: Path, choice: Choice, *, folder: str, names: Sequence[str]) -> Raw | None:
+    """All domains of DomainNet or Office-Home, each with a folder for each class, pooled and split at
+    random."""
+    root = base / folder
+    missing = [domain for domain in names if not (root / domain).is_dir()]
+    if len(missing) == len(names):
         return None
     if missing:
         raise InputError(
-            f"dataset: domain {missing[0]!r} is missing in {str(root)!r}; expected {', '.join(DOMAINS)}"
+            f"dataset: domain {missing[0]!r} is missing in {str(root)!r}; expected {', '.join(names)}"
         )
-    return Raw(root, partial(_scan_pooled, root, DOMAINS))
+    return Raw(root, partial(_scan_pooled, root, names))
+
+
+def eurosat(base: Path, choice: Choice) -> Raw | None:
+    """EuroSAT's RGB images, split at random; its archives have two names of the folder."""
+    root = next((base / name for name in ("EuroSAT_RGB", "2750") if (base / name).is_dir()), None)
+    return Raw(root, partial(_scan_pooled, root, [""])) if root else None
+
+
+def core50(base: Path, choice: Choice) -> Raw | None:
+    """CORe50's sessions of 50 objects; three sessions are for testing."""
+    root = base / "core50_128x128"
+    return Raw(root, partial(_scan_core50, root)) if root.is_dir() else None
 
 
 def tiny_imagenet(base: Path, choice: Choice) -> Raw | None:
@@ -151,8 +166,13 @@ def _scan(root: Path, classes: Sequence[str], train: LabelledItems, test: Labell
 
 def _files(root: Path, split: LabelledItems) -> UndecodedSplit:
     names = [os.path.join(root, file.path) for file in split.items]
+    parts = [file.path.split("/") for file in split.items]
+    sited = all(len(each) == 4 and each[0] in ("train", "test") for each in parts)  # SPLIT/SITE/CLASS/FILE
     return UndecodedSplit(
-        np.array(split.labels, np.int64), names, lambda indices: [Path(names[i]) for i in indices]
+        np.array(split.labels, np.int64),
+        names,
+        lambda indices: [Path(names[i]) for i in indices],
+        columns={"site": [each[1] for each in parts]} if sited else {},
     )
 
 
@@ -160,17 +180,50 @@ def _files(root: Path, split: LabelledItems) -> UndecodedSplit:
 
 
 def _scan_splits(root: Path) -> Scan:
-    train, test = (_tree(root, split) for split in ("train", "test"))
+    train, test = (_of_sites(root, split) for split in ("train", "test"))
     classes = same_classes(str(root), list(train), list(test))
     return _scan(root, classes, table(classes, train), table(classes, test))
 
 
-def _scan_pooled(root: Path, folders: Sequence[str], by_name: bool = False) -> Scan:
-    """The files of all folders by class; `by_name` in the order that they would have in one folder."""
+def _of_sites(root: Path, split: str) -> _Tree:
+    """The files of a split by class, where there may be a folder for each site above the classes."""
+    inside = _folders(root / split)
+    if not inside or not all(_holds_folders_alone(root / split / name) for name in inside):
+        return _tree(root, split)
+    return _pooled(root, [f"{split}/{site}" for site in inside])
+
+
+def _holds_folders_alone(folder: Path) -> bool:
+    entries = visible(folder)
+    return bool(entries) and all(entry.is_dir() for entry in entries)
+
+
+def _pooled(root: Path, folders: Sequence[str]) -> _Tree:
+    """The files of all folders by class."""
     tree: _Tree = {}
     for inside in folders:
         for label, files in _tree(root, inside).items():
             tree.setdefault(label, []).extend(files)
+    return tree
+
+
+def _scan_core50(root: Path) -> Scan:
+    sessions = sorted(_folders(root), key=_number)
+    tests = [session for session in sessions if session in CORE50_TEST]
+    if len(tests) < len(CORE50_TEST) or len(sessions) == len(tests):
+        raise InputError(f"dataset: {str(root)!r} has the sessions {', '.join(sessions)}; expected s1 to s11")
+    train, test = (_pooled(root, some) for some in ([s for s in sessions if s not in tests], tests))
+    classes = sorted(same_classes(str(root), list(train), list(test)), key=_number)
+    return _scan(root, classes, table(classes, train), table(classes, test))
+
+
+def _number(name: str) -> tuple[int, str]:
+    return int("".join(filter(str.isdigit, name)) or 0), name
+
+
+def _scan_pooled(root: Path, folders: Sequence[str], by_name: bool = False) -> Scan:
+    """The files of all folders by class; `by_name` in the order that they would have in one folder."""
+    tree = _pooled(root, folders)
     if by_name:
         for files in tree.values():
             files.sort(key=lambda file: os.path.basename(file.path))

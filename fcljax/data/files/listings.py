@@ -157,11 +157,33 @@ NAMED = {
     "domainnet": Named(
         "DomainNet: 345 classes, its six domains pooled, random 80/20 split",
         f"domainnet/{{{','.join(image_folders.DOMAINS)}}}/CLASS/*",
-        image_folders.domainnet,
+        partial(image_folders.domains, folder="domainnet", names=image_folders.DOMAINS),
         None,
         tuple(f"domainnet/{domain}" for domain in image_folders.DOMAINS),
         partial(tfds.pooled, splits=("train", "test")),
         folders="domain",
+    ),
+    "office_home": Named(
+        "Office-Home: 65 classes, its four domains pooled, random 80/20 split",
+        f"OfficeHomeDataset_10072016/{{{','.join(image_folders.OFFICE)}}}/CLASS/*",
+        partial(image_folders.domains, folder="OfficeHomeDataset_10072016", names=image_folders.OFFICE),
+        15_588,
+        folders="domain",
+    ),
+    "core50": Named(
+        "CORe50: 164,866 frames of 50 objects in 11 sessions, 128x128; sessions 3, 7 and 10 are for testing",
+        "core50_128x128/s1..s11/o1..o50/*.png",
+        image_folders.core50,
+        164_866,
+        folders="session",
+    ),
+    "eurosat": Named(
+        "EuroSAT: 27,000 satellite images of 10 kinds of land, 64x64, random 80/20 split",
+        "EuroSAT_RGB/CLASS/*.jpg (or 2750/CLASS/*.jpg)",
+        image_folders.eurosat,
+        27_000,
+        ("eurosat/rgb",),
+        partial(tfds.pooled, splits=("train",)),
     ),
     "tiny_imagenet": Named(
         "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fcljax
-from fcljax.data.files.dataset import names_file
+from fcljax.data.files.dataset import columns_file, names_file
 from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
 from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
@@ -46,6 +46,7 @@ class UndecodedSplit(NamedTuple):
     names: Sequence[str]  # [N] for messages: the path, or another place of the image
     fetch: Callable[[Sequence[int]], list[Picture]]  # from indices to what is decoded
     size: tuple[int, int] | None = None  # height and width of every image, where known beforehand
+    columns: Mapping[str, Sequence[str]] = {}  # what else is known of each image [N]
 
 
 class Listing(NamedTuple):
@@ -289,8 +290,12 @@ def _write(
 def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> None:
     """The names of the images that are there, below the folder of the raw data."""
     for split, images in (("train", listing.train), ("test", listing.test)):
-        names = [name.removeprefix(f"{listing.where}/") for name in images.names if name not in skipped]
+        kept = [i for i, name in enumerate(images.names) if name not in skipped]
+        names = [images.names[i].removeprefix(f"{listing.where}/") for i in kept]
         write_text(names_file(folder, split), json.dumps(names))
+        columns = {name: [values[i] for i in kept] for name, values in images.columns.items()}
+        if columns:
+            write_text(columns_file(folder, split), json.dumps(columns))
 
 
 @contextlib.contextmanager

@@ -18,14 +18,15 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.archives import read_npz
-from fcljax.data.files import download, listings, prepared
+from fcljax.data.files import download, listings, prepared, tfds
 from fcljax.data.files.arrays import ARRAYS, checked_images, sides
-from fcljax.data.files.dataset import Dataset, image_names
+from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
 from fcljax.data.files.image_folders import folder_of_classes
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, same_classes
+from fcljax.data.files.tables import table_files
 from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
 from fcljax.data.shifts import SHIFTS, shifted
@@ -46,7 +47,11 @@ _IN_MEMORY = {
 DATASETS = {
     **_IN_MEMORY,
     "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
-    "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH",
+    "hf:NAME": "a data set of the Hugging Face hub, OWNER/NAME in its cache or a folder of parquet or arrow "
+    "files; its other columns are kept",
+    "tfds:NAME": "a data set that tensorflow-datasets has prepared as array_record files",
+    "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH, or train/SITE/CLASS/... "
+    "(column site)",
     **{name: named.what for name, named in NAMED.items()},
 }
 
@@ -177,9 +182,9 @@ def _state(name: str, folder: Path) -> str:
 
 def _kind(name: str, options: DataOptions) -> str:
     kind, colon, path = name.partition(":")
-    if kind in ("npz", "folder", "mix"):
+    if kind in ("npz", "folder", "mix", "hf", "tfds"):
         if not path:
-            what = "NAME+NAME" if kind == "mix" else "PATH"
+            what = {"mix": "NAME+NAME", "hf": "OWNER/NAME", "tfds": "NAME"}.get(kind, "PATH")
             raise InputError(f"dataset: {name!r} needs a path: {kind}:{what}")
     elif name not in DATASETS:
         raise InputError(
@@ -228,7 +233,8 @@ def _dataset(name: str, data: Prepared) -> Dataset:
     )
     column = NAMED[name].folders if name in NAMED else ""
     if not column:
-        return dataset
+        columns, columns_test = (prepared_columns(data.folder, split) for split in ("train", "test"))
+        return dataset._replace(columns=columns, columns_test=columns_test)
     return dataset._replace(
         columns={column: _first_folders(dataset, "train")},
         columns_test={column: _first_folders(dataset, "test")},
@@ -273,7 +279,24 @@ def _download(name: str, options: DataOptions) -> None:
 
 
 def _find(name: str, folder: Path, choice: Choice) -> Raw | None:
-    return listings.find(name, folder, choice) if name in NAMED else folder_of_classes(_path(name))
+    if name in NAMED:
+        return listings.find(name, folder, choice)
+    if name.startswith("hf:"):
+        return table_files(name.removeprefix("hf:"))
+    if name.startswith("tfds:"):
+        return _of_tfds(name, folder)
+    return folder_of_classes(_path(name))
+
+
+def _of_tfds(name: str, folder: Path) -> Raw:
+    builder = name.removeprefix("tfds:")
+    raw = tfds.find(folder / tfds.FOLDER, [builder], tfds.named)
+    if raw is None:
+        raise InputError(
+            f"dataset: {name!r} is not in {str(folder / tfds.FOLDER)!r}; prepare {builder!r} there with "
+            "tensorflow-datasets and file_format='array_record'"
+        )
+    return raw
 
 
 def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:

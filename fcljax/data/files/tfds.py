@@ -53,6 +53,34 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     return _listing(versions, records, records.features["label"].names, *splits)
 
 
+def named(versions: Sequence[Path]) -> Listing:
+    """A data set that we know nothing of: its images and labels, tested on its test split, else on its
+    validation split, else on a random fifth.
+
+    Raises:
+      InputError: for one without images, labels or training examples.
+    """
+    import tensorflow_datasets as tfds
+
+    info = tfds.builder_from_directory(versions[0]).info
+    lacks = [what for what in ("image", "label") if what not in info.features]
+    if lacks or "train" not in info.splits:
+        what = "split 'train'" if not lacks else f"feature {lacks[0]!r}"
+        raise InputError(f"dataset: {str(versions[0])!r} has no {what}")
+    tested = next((split for split in ("test", "validation") if split in info.splits), None)
+    records = _records(versions, ("train", tested) if tested else ("train",))
+    rows = _fields(records, ["label"])
+    splits = [
+        LabelledItems(some, [row[2] for row in some]) for some in _by_source(rows, len(records.sources))
+    ]
+    train, test = splits if tested else random_split(splits[0])
+    return _listing(versions, records, records.features["label"].names, train, test)
+
+
+def _by_source(rows: list[tuple], sources: int) -> list[list[tuple]]:
+    return [[row for row in rows if row[0] == source] for source in range(sources)]
+
+
 def pooled(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
     """All images of all splits, split at random.
 

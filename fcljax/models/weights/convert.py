@@ -9,7 +9,7 @@ import jax
 
 from fcljax.errors import InputError
 from fcljax.files import check_folder
-from fcljax.models.weights import checkpoints, torchvision
+from fcljax.models.weights import checkpoints, convnext, torchvision
 from fcljax.models.weights.pretrained import (
     FORMAT,
     Loaded,
@@ -61,7 +61,7 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
     """
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
-    if torchvision.is_convnet(file.tensors):
+    if torchvision.is_convnet(file.tensors) or convnext.is_convnext(file.tensors):
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
             f"`fcljax run METHOD --checkpoint {source}`"

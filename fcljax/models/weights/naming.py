@@ -20,6 +20,7 @@ from fcljax.errors import InputError, choose
 from fcljax.models.mae import DecoderConfig, decoder_shapes
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, parameter_shapes
+from fcljax.models.weights.dialects import translate
 from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]
@@ -44,6 +45,7 @@ class TensorFacts(NamedTuple):
 
     heads: int | None = None
     decoder_heads: int | None = None
+    activation: Literal["gelu", "quick_gelu"] | None = None
 
 
 class Interpreted(NamedTuple):
@@ -59,14 +61,19 @@ class Interpreted(NamedTuple):
     # whether it looks like the files of DINO, iBOT, MAE and DeiT, which normalise by ImageNet's constants
     torch_training: bool
     notes: tuple[str, ...]
+    pixels: str | None = None  # the pixel range of its kind, of NORMALISE, where that is known
+
+
+SOME_HAVE = ("ls1", "ls2", "attn.q_norm", "attn.k_norm")  # modules of some networks' blocks
 
 
 def _modules(norm1: str, qkv: str, proj: str, norm2: str, fc1: str, fc2: str) -> dict[str, tuple[str, ...]]:
     ours = ("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
-    return {
+    named = {
         name: tuple(theirs.split())
         for name, theirs in zip(ours, (norm1, qkv, proj, norm2, fc1, fc2), strict=True)
     }
+    return named | {name: (name,) for name in SOME_HAVE}  # under timm's names, see `dialects`
 
 
 _OURS = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
@@ -123,6 +130,7 @@ DECODERS = (
     Naming("huggingface", "torch", *_MAE, "decoder_encoder.layer.%d.", _HF4),  # what transformers 5 writes
 )
 _OUR_ENCODER = ENCODERS[0]
+NORM_PRE = "norm_pre"  # the norm before the first block
 _OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
 
 _WRAPPERS = {"model", "state_dict", "teacher", "student", "module", "backbone", "encoder", "vit", "_orig_mod"}
@@ -176,10 +184,15 @@ def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str)
       InputError: if there is no ViT, or one of a kind that is not supported, or tensors are missing,
         unexpected, misshaped or not finite.
     """
-    found = _find(tensors, choose("part", part, sorted(_ROLES)))
+    translated = translate(tensors)
+    found = _find(translated.tensors, choose("part", part, sorted(_ROLES)))
     naming = found.naming
     _refuse_other_networks(naming, found.tensors)
     config, assumed = _architecture(naming, found.tensors, name, facts)
+    if translated.activation and name is None:
+        activation = facts.activation or translated.activation
+        config = dataclasses.replace(config, activation=activation)
+        assumed += [] if facts.activation else [f"the activation {activation} of its kind is assumed"]
     shapes, outputs = _shapes(parameter_shapes(dataclasses.replace(config, depth=1))), _outputs(found)
     if outputs is not None:
         shapes |= {"head.kernel": (config.width, outputs), "head.bias": (outputs,)}
@@ -199,7 +212,13 @@ def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str)
         fused=len(naming.modules["attn.qkv"]) == 1,
         part=next(iter(_ROLES & found.wrappers), None),
         torch_training=naming.layout == "torch" and bool(decoder or found.wrappers & _TRAINING or trained),
-        notes=(*_notes(found, config, head), *assumed, *(decoder[1] if decoder else ())),
+        notes=(
+            *_notes(found, config, head),
+            *translated.notes,
+            *assumed,
+            *(decoder[1] if decoder else ()),
+        ),
+        pixels=translated.pixels,
     )
 
 
@@ -352,7 +371,17 @@ def _architecture(
     patch, width = _patches(naming, tensors)
     grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
     depth, mlp = _blocks(naming, tensors), _mlp(naming, tensors, width)
+    first, pre = naming.block % 0, _leaf(naming, NORM_PRE, "scale")
     config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
+    config = dataclasses.replace(
+        config,
+        layer_scale=_leaf(naming, f"{first}ls1", "scale") in tensors,
+        registers=_extent(tensors, _registers(naming), -2, 0),
+        qk_norm=_leaf(naming, f"{first}attn.q_norm", "scale") in tensors,
+        pre_norm=pre in tensors,
+        activation=facts.activation or "gelu",
+        epsilon=1e-5 if pre in tensors else ViTConfig.epsilon,  # CLIP's
+    )
     has = None
     if naming.layout == "google":
         query = f"{naming.block % 0}{naming.modules['attn.qkv'][0]}"
@@ -387,6 +416,10 @@ def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
     heads = 16 if huge else config.width // 64
     assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
     return heads, [f"{assumed}: the checkpoint does not tell them"]
+
+
+def _registers(naming: Naming) -> str:
+    return "registers" if naming.layout == "ours" else "reg_token"
 
 
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
@@ -495,8 +528,8 @@ def _recipes(
       config: the network's own shape.
     """
     recipes, first = {}, ours.block % 0
-    single = {ours.token: theirs.token, ours.pos: theirs.pos}
-    outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out}
+    single = {ours.token: theirs.token, ours.pos: theirs.pos, "registers": _registers(theirs)}
+    outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out, NORM_PRE: NORM_PRE}
     for name, shape in shapes.items():
         if name in single:
             lead = () if theirs.layout == "ours" else (1,) * (3 - len(shape))

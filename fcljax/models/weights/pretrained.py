@@ -20,9 +20,9 @@ from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
+from fcljax.models.shapes import CONVNETS, PACKAGED, VITS, ConvNeXtConfig
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights import checkpoints, naming, torchvision
+from fcljax.models.weights import checkpoints, convnext, naming, torchvision
 from fcljax.pixels import NORMALISE
 from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
@@ -34,6 +34,7 @@ ASSET_DIGESTS = {
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
 FORMAT = "fcljax-1"
+VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "activation")  # fields of some ViTs' shapes
 
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls them
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
@@ -123,7 +124,7 @@ def load_backbone(
     if name in VITS:
         _check_size(image_size, VITS[name], name)
     file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
-    if name in CONVNETS or (file and torchvision.is_convnet(file.tensors)):
+    if name in CONVNETS or (file and _is_convolutional(file)):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
                 raise InputError(
@@ -167,10 +168,12 @@ def load_backbone(
 def _convnet(
     name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: StemChoice
 ) -> Pretrained:
-    """A ResNet or DenseNet of a file."""
-    found = torchvision.interpret(file.tensors, name)
-    if stem not in ("auto", found.config.stem):
-        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {found.config.stem!r}")
+    """A convolutional network of a file."""
+    kind = convnext if convnext.is_convnext(file.tensors) else torchvision
+    found = kind.interpret(file.tensors, name)
+    own = getattr(found.config, "stem", None)
+    if stem not in ("auto", own):
+        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {own or 'one of its own'!r}")
     config = _sized(found.config, image_size, dtype)
     said, notes = _said_constants(file), []
     if said is None:
@@ -182,12 +185,22 @@ def _convnet(
     return Pretrained(config, params, head, None, *said, "torchvision", file.digest, tuple(notes))
 
 
+def _is_convolutional(file: checkpoints.Checkpoint) -> bool:
+    return torchvision.is_convnet(file.tensors) or convnext.is_convnext(file.tensors)
+
+
 def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
     """Values that depend on the seed alone; pixels between -1 and 1."""
     config, seed = CONVNETS[name], options.seed
-    own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-    stem = own if options.stem == "auto" else options.stem
-    config = _sized(dataclasses.replace(config, stem=stem), image_size, dtype)
+    if isinstance(config, ConvNeXtConfig):
+        if options.stem != "auto":
+            raise InputError(
+                f"stem: {options.stem!r} is not of {name}, which has one of its own; leave it out"
+            )
+    else:
+        own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
+        config = dataclasses.replace(config, stem=own if options.stem == "auto" else options.stem)
+    config = _sized(config, image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"
@@ -278,8 +291,15 @@ def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: 
 
 
 def shape_text(config: ViTConfig | DecoderConfig) -> str:
-    """A static shape as metadata."""
-    return json.dumps({key: value for key, value in dataclasses.asdict(config).items() if key != "dtype"})
+    """A static shape as metadata; what few networks have is there for those alone."""
+    usual = dataclasses.asdict(ViTConfig())
+    return json.dumps(
+        {
+            key: value
+            for key, value in dataclasses.asdict(config).items()
+            if key != "dtype" and not (key in VARIANTS and value == usual[key])
+        }
+    )
 
 
 def interpolate_positions(
@@ -356,23 +376,34 @@ def _said(file: checkpoints.Checkpoint) -> naming.TensorFacts:
             f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}"
         )
     ours, decoder = (_object(file, key) for key in ("config", "decoder"))
-    config = file.config
-    if config.get("hidden_act", "gelu") != "gelu":
+    config = _network_config(file)
+    activation = ours.get("activation", config.get("hidden_act"))
+    if "quickgelu" in str(config.get("architecture")):  # timm's name of CLIP's
+        activation = "quick_gelu"
+    if activation not in (None, "gelu", "quick_gelu"):
         raise InputError(
-            f"checkpoint: config.json has hidden_act {config['hidden_act']!r}, "
-            "and the network here has 'gelu'"
+            f"checkpoint: config.json has hidden_act {activation!r}, and the networks here have 'gelu' or "
+            "'quick_gelu'"
         )
     heads = ours.get("heads", config.get("num_attention_heads"))
     return naming.TensorFacts(
         _whole(file, "heads", heads),
         _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads"))),
+        activation,
     )
+
+
+def _network_config(file: checkpoints.Checkpoint) -> dict[str, Any]:
+    """The config.json beside the file, or its part on the visual tower (CLIP)."""
+    vision = file.config.get("vision_config")
+    return vision if isinstance(vision, dict) else file.config
 
 
 def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Interpreted) -> naming.Interpreted:
     """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
-    usual = 1e-12 if network.mapping == "huggingface" else 1e-6
-    epsilon = _epsilon(file, _object(file, "config").get("epsilon", file.config.get("layer_norm_eps", usual)))
+    usual = 1e-12 if network.mapping == "huggingface" else network.config.epsilon
+    said = _network_config(file).get("layer_norm_eps", usual)
+    epsilon = _epsilon(file, _object(file, "config").get("epsilon", said))
     decoder = network.decoder and (
         dataclasses.replace(network.decoder[0], epsilon=epsilon),
         network.decoder[1],
@@ -414,12 +445,14 @@ def _whole(file: checkpoints.Checkpoint, what: str, value: object) -> int | None
 
 
 def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.TensorFacts:
-    for field, ours, theirs in zip(naming.TensorFacts._fields, asked, said, strict=True):
+    for field in ("heads", "decoder_heads"):
+        ours, theirs = getattr(asked, field), getattr(said, field)
         if ours is not None and ours < 1:
             raise InputError(f"{field}: {ours} is not positive")
         if None not in (ours, theirs) and ours != theirs:
             raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
-    return naming.TensorFacts(asked.heads or said.heads, asked.decoder_heads or said.decoder_heads)
+    heads, decoder_heads = asked.heads or said.heads, asked.decoder_heads or said.decoder_heads
+    return naming.TensorFacts(heads, decoder_heads, said.activation)
 
 
 def _resized(
@@ -467,7 +500,7 @@ def _constants(
     named = network.mapping != "google" and any(
         word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES
     )
-    kind = "imagenet" if network.torch_training or named else "half"
+    kind = network.pixels or ("imagenet" if network.torch_training or named else "half")
     mean, std = NORMALISE[kind]
     return mean, std, [_assumed(mean, std, kind)]
 
@@ -558,7 +591,7 @@ def _read_decoder(
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell
         facts = facts._replace(heads=facts.heads or encoder.network.config.heads)
-        decoder = _own_decoder(loaded(file, None, None, WeightOptions(*facts)))
+        decoder = _own_decoder(loaded(file, None, None, WeightOptions(facts.heads, facts.decoder_heads)))
         if decoder is None:
             raise InputError(f"{file.source!r} has no decoder")
         return file, decoder, []

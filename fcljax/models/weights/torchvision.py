@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fcljax.errors import InputError
 from fcljax.models.convnet import Variables, convnet_shapes
 from fcljax.models.densenet import DenseNet, DenseNetConfig
-from fcljax.models.networks import ConvNetConfig, network_name
+from fcljax.models.networks import network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
 from fcljax.models.weights.naming import Tensors, check_tensors, float32, reverse
 from fcljax.settings import Stem
@@ -28,6 +28,7 @@ _OUTSIDE = {
 _IN_BLOCK = {
     "norm1.norm": "bn1",
     "norm2.norm": "bn2",
+    "norm3.norm": "bn3",
     "down": "downsample.0",
     "down_norm.norm": "downsample.1",
 }
@@ -43,7 +44,7 @@ _LEAVES = {
 class Found(NamedTuple):
     """A network of a file."""
 
-    config: ConvNetConfig
+    config: ResNetConfig | DenseNetConfig
     params: Variables
     head: PyTree | None  # {"kernel", "bias"} of its classifier, if there is one
 
@@ -65,8 +66,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
       name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
-      InputError: for bottleneck blocks, and for tensors that are missing, unexpected, misshaped or not
-        finite.
+      InputError: for tensors that are missing, unexpected, misshaped or not finite.
     """
     if not is_convnet(tensors):
         raise InputError(f"checkpoint: does not fit {name}: no ResNet or DenseNet is in it")
@@ -88,7 +88,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     return Found(config, params, _head(head, config.width))
 
 
-def _their_name(config: ConvNetConfig, path: tuple[str, ...]) -> str:
+def _their_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
     """Of a variable by its path: its collection, its modules and its leaf."""
     module = ".".join(path[1:-1])
     theirs = _OUTSIDE[type(config)].get(module)
@@ -113,7 +113,7 @@ def _renamed(tensors: Tensors) -> Tensors:
     return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.", r"\1", name): x for name, x in own.items()}
 
 
-def _architecture(tensors: Tensors) -> ConvNetConfig:
+def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
     """The shape that the names and the first kernels tell, at the image size of its kind."""
     dense = any(name.startswith("features.") for name in tensors)
     first = tensors.get("features.conv0.weight" if dense else "conv1.weight")
@@ -122,11 +122,9 @@ def _architecture(tensors: Tensors) -> ConvNetConfig:
     stem, channels = _STEMS[first.shape[2]], first.shape[0]
     size = 224 if stem == "imagenet" else 32
     if not dense:
-        if "layer1.0.conv3.weight" in tensors:
-            raise InputError(
-                "checkpoint: its blocks are bottlenecks; of ResNets only 18 and 34 are supported"
-            )
-        return ResNetConfig(size, _counted(tensors, r"layer(\d+)\.(\d+)\."), channels, stem)
+        bottleneck = "layer1.0.conv3.weight" in tensors
+        stages = _counted(tensors, r"layer(\d+)\.(\d+)\.")
+        return ResNetConfig(size, stages, channels, stem, bottleneck=bottleneck)
     layers = _counted(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
     narrow = tensors.get("features.denseblock1.denselayer1.conv2.weight")
     growth = 32 if narrow is None else narrow.shape[0]

@@ -1,0 +1,106 @@
+"""ConvNeXts (Liu et al. 2022, arXiv 2201.03545), as timm and torchvision have them: blocks of a depthwise
+7 x 7 convolution and an MLP, with LayerNorms and scaled layers. Nothing in them depends on other examples."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import linen as nn
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from fcljax.errors import InputError
+from fcljax.models.convnet import Colour, pooled
+from fcljax.models.products import dense
+from fcljax.models.shapes import ConvNeXtConfig
+from fcljax.types import Features, Network
+
+KERNEL = 7
+EPSILON = 1e-6
+
+
+def _norm(name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=EPSILON, dtype=jnp.float32, name=name)
+
+
+class Depthwise(nn.Module):
+    """A 7 x 7 convolution of each channel by itself, as a sum of shifted images: it needs no grouped
+    convolution, in which clients with kernels of their own would be groups too."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch height width channels"]) -> Array:
+        shape = (KERNEL, KERNEL, x.shape[-1])
+        kernel = self.param("kernel", nn.initializers.normal(1 / KERNEL), shape)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
+        height, width, reach = x.shape[1], x.shape[2], KERNEL // 2
+        padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
+        result = bias + jnp.zeros_like(x)
+        for i, j in itertools.product(range(KERNEL), repeat=2):
+            result += padded[:, i : i + height, j : j + width] * kernel[i, j]
+        return result
+
+
+class ConvNeXtBlock(nn.Module):
+    """One block, beside its input."""
+
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        width = x.shape[-1]
+        y = _norm("norm")(Depthwise(name="depthwise")(x))
+        y = nn.gelu(dense(4 * width, self.dtype, "fc1")(y), approximate=False)
+        y = dense(width, self.dtype, "fc2")(y)
+        return x + y * self.param("scale", nn.initializers.constant(1e-6), (width,))
+
+
+def squares(x: Float[Array, "batch height width channels"], side: int) -> Array:
+    """Neighbouring pixels as channels, in order row, column, channel; what does not fill a square is cut off,
+    as a convolution of that stride does."""
+    height, width = (side * (size // side) for size in x.shape[1:3])
+    return rearrange(x[:, :height, :width], "b (h p) (w q) c -> b h w (p q c)", p=side, q=side)
+
+
+class ConvNeXt(nn.Module):
+    """The whole network: features (the normed mean of the last stage) and every stage by its name."""
+
+    config: ConvNeXtConfig
+
+    @nn.compact
+    def __call__(self, image: Array) -> tuple[Array, dict[str, Array]]:
+        c = self.config
+        x = _norm("stem_norm")(dense(c.widths[0], c.dtype, "stem")(squares(image, c.patch)))
+        taps = {}
+        for stage, (depth, width) in enumerate(zip(c.depths, c.widths, strict=True)):
+            if stage:
+                x = _norm(f"down_{stage}_norm")(x)
+                x = dense(width, c.dtype, f"down_{stage}")(squares(x, 2))
+            for i in range(depth):
+                x = ConvNeXtBlock(c.dtype, name=f"stage_{stage}_block_{i}")(x)
+            taps[f"stage_{stage}"] = x
+        return _norm("norm")(pooled(x)), taps
+
+
+def init_convnext(key: PRNGKeyArray, config: ConvNeXtConfig) -> PyTree:
+    """Random parameters, float32."""
+    image = jnp.zeros((1, config.image_size, config.image_size, 3))
+    return jax.jit(lambda key, image: ConvNeXt(config).init(key, image)["params"])(key, image)
+
+
+def convnext_network(config: ConvNeXtConfig, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3) -> Network:
+    """A ConvNeXt as methods see it."""
+
+    def init(key: PRNGKeyArray) -> PyTree:
+        return init_convnext(key, config)
+
+    def apply(params, image, injection, train, mask=None):
+        del train, mask  # no layer depends on training or on other examples
+        if injection is not None:
+            raise InputError("injection: a convolutional network has no attention to put anything into")
+        found: Any = ConvNeXt(config).apply({"params": params}, image)
+        feature, taps = found
+        return Features(feature, None, taps), params
+
+    size = config.image_size
+    return Network(init, apply, config.width, 0, (size, size, 3), mean, std)

@@ -1,0 +1,171 @@
+"""Weights by the names that people use: timm's (ARCHITECTURE.TAG) and the Hugging Face hub's (OWNER/NAME).
+
+A network's name stands for a file in the user's caches, that of the hub's libraries or ours; it is never
+downloaded on the way. `fcljax weights get NAME` downloads it, resumes what broke off, and compares it with
+the hub's sha256.
+"""
+
+import contextlib
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from fcljax.archives import sha256
+from fcljax.data.files.download import Archive, fetch_file
+from fcljax.data.files.sources import data_folder
+from fcljax.errors import InputError, reason
+from fcljax.files import atomic, check_folder
+from fcljax.models.weights.checkpoints import SUFFIXES
+
+HUB = "https://huggingface.co"
+FILES = ("model.safetensors", "pytorch_model.bin")
+SIDECARS = ("config.json", "preprocessor_config.json")
+SIDECAR_BYTES = 1 << 20
+TIMEOUT = 60.0  # seconds without an answer
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub, OWNER/NAME."""
+    if name.startswith((".", "/")) or name.endswith(SUFFIXES):  # a file
+        return False
+    return bool(re.fullmatch(r"[\w-]+\.[\w.-]+|[\w.-]+/[\w.-]+", name))
+
+
+def repository(name: str) -> str:
+    """The hub's repository of a network: timm's are all of one owner."""
+    return name if "/" in name else f"timm/{name}"
+
+
+def find_weights(name: str, data_dir: str | Path | None = None) -> Path:
+    """The file of a network's weights in the caches.
+
+    Args:
+      name: for which `is_hub_name` holds.
+      data_dir: as of `data_folder`.
+
+    Raises:
+      InputError: with the command that downloads it, if it is in none.
+    """
+    for folder in (_own_folder(name, data_dir), _hub_folder(name)):
+        for file in FILES:
+            if folder is not None and (folder / file).is_file():
+                return folder / file
+    raise InputError(f"backbone: the weights {name!r} are not here; get them with: fcljax weights get {name}")
+
+
+def _own_folder(name: str, data_dir: str | Path | None) -> Path:
+    return data_folder(data_dir) / "weights" / repository(name).replace("/", "--")
+
+
+def _hub_folder(name: str) -> Path | None:
+    """The newest snapshot in the cache of huggingface_hub, which timm and transformers use."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    root = cache / f"models--{repository(name).replace('/', '--')}"
+    try:
+        revision = (root / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return root / "snapshots" / Path(revision).name
+
+
+class Fetched(NamedTuple):
+    """A downloaded network."""
+
+    path: Path
+    sha256: str
+    bytes: int
+
+
+def get_weights(name: str, data_dir: str | Path | None = None, console: Console | None = None) -> Fetched:
+    """Download a network's weights and what the hub says of them, unless they are here.
+
+    Raises:
+      InputError: for a name that is none, a file that the hub does not have or does not give, or one whose
+        checksum differs.
+    """
+    if not is_hub_name(name):
+        raise InputError(
+            f"weights: {name!r} is no name of the hub; expected ARCHITECTURE.TAG, as timm has them, or "
+            "OWNER/NAME"
+        )
+    with contextlib.suppress(InputError):
+        found = find_weights(name, data_dir)
+        return Fetched(found, sha256(found), found.stat().st_size)
+    folder = _own_folder(name, data_dir)
+    check_folder(folder, "data_dir")
+    base = f"{os.environ.get('HF_ENDPOINT') or HUB}/{repository(name)}/resolve/main"
+    facts = next((each for file in FILES if (each := _facts(f"{base}/{file}", name))), None)
+    if facts is None:
+        raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
+    folder.mkdir(parents=True, exist_ok=True)
+    for sidecar in SIDECARS:
+        if content := _small(f"{base}/{sidecar}", name):
+            with atomic(folder / sidecar) as temporary:
+                temporary.write_bytes(content)
+    path = folder / facts.file
+    fetch_file("weights", facts, path, console, TIMEOUT)
+    return Fetched(path, facts.sha256, facts.bytes)
+
+
+def _facts(url: str, name: str) -> Archive | None:
+    """Size and checksum of a file, as the hub states them; None if it has no such file."""
+    with _opened(urllib.request.Request(url, method="HEAD"), name) as answer:
+        if answer is None:
+            return None
+        headers = answer.headers
+        tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
+        size = headers.get("X-Linked-Size") or headers.get("Content-Length") or ""
+        if not re.fullmatch("[0-9a-f]{64}", tag) or not size.isdigit():
+            raise InputError(f"weights: the hub states no checksum or size of {url}")
+        return Archive(url, int(size), tag, "")
+
+
+def _small(url: str, name: str) -> bytes | None:
+    """A JSON file; None if there is none."""
+    with _opened(urllib.request.Request(url), name, redirect=True) as answer:
+        content = None if answer is None else answer.read(SIDECAR_BYTES)
+    if content:
+        try:
+            json.loads(content)
+        except (ValueError, RecursionError):
+            raise InputError(f"weights: {url} is no JSON") from None
+    return content
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Does not follow: the hub's own answer, not that of its store, has the checksum."""
+
+    def redirect_request(self, *_: object) -> None:  # pyrefly: ignore[bad-override]
+        return None
+
+
+@contextlib.contextmanager
+def _opened(request: urllib.request.Request, name: str, redirect: bool = False) -> Iterator[Any]:
+    opener = urllib.request.build_opener(*([] if redirect else [_Stay]))
+    try:
+        answer = opener.open(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            yield None
+            return
+        if not 300 <= error.code < 400:
+            raise InputError(
+                f"weights: the hub refuses {name!r} (HTTP status {error.code}); if it is gated, log in and "
+                "fetch it with the hub's own program, whose cache is read too"
+            ) from error
+        answer = error  # a redirection, with the headers that count
+    except (OSError, HTTPException) as error:
+        cause = getattr(error, "reason", None)
+        why = reason(cause if isinstance(cause, Exception) else error)
+        raise InputError(f"weights: the hub cannot be reached for {name!r} ({why})") from error
+    with contextlib.closing(answer):
+        yield answer
