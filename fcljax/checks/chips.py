@@ -69,7 +69,8 @@ class Footprint(NamedTuple):
     flops: float
     """Of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written, in the same way."""
+    """Bytes read and written, in the same way; 0: the compiler does not count them, as that for GPUs. Then
+    `flops` are those of the program as written."""
     useful: float
     """Matrix products of the program as written over those of the compiled one; 0: it has none."""
     collectives: dict[str, int]
@@ -213,7 +214,7 @@ def report(program: RoundProgram) -> Footprint:
     seconds = time.process_time() - began
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
-    flops, text = times * float(counted.get("flops", 0.0)), compiled.as_text() or ""
+    flops, text = times * float(counted.get("flops", 0.0)) or wanted, compiled.as_text() or ""
     return Footprint(
         program=program.name,
         memory=peak(memory),
