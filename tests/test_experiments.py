@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import typing
 
 import jax
@@ -18,7 +19,7 @@ from fcljax.models.networks import make_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
-from fcljax.runs.summary import payload_shapes, traffic_by_round
+from fcljax.runs.traffic import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario
 from fcljax.settings import Fidelity
 from fcljax.studies import paper_tables as tables
@@ -77,10 +78,17 @@ def test_every_paper_is_there():
 
 
 def test_every_row_of_fppl_in_the_papers_tables_is_there():
-    ablation = {f"table3 {parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")}
-    clients = {f"table4 {clients}-clients" for clients in (20, 30, 40)}
-    others = {"table1 imagenet-r", "table1 cub-200", "table5 iid", "table5 beta0.5", "cifar-100"}
-    assert {column.key for column in columns("fppl")} == ablation | clients | others
+    sets = ("table1", "figure3a")
+    names = {f"{table} {name}" for table in sets for name in ("imagenet-r", "cub-200")} | {"table2"}
+    names |= {f"table3 {parts}" for parts in ("none", "u", "f", "uf", "d", "ud", "fd", "ufd")}
+    names |= {f"table4 {clients}-clients" for clients in (10, 20, 30, 40)}
+    names |= {f"{table} {name}" for table in ("table5", "figure3b") for name in ("iid", "beta0.5")}
+    names |= {f"figure4 {data}{alpha}" for data in "rc" for alpha in (0.01, 0.05, 0.1, 0.5, 1)}
+    assert {column.key for column in columns("fppl")} == names
+    baselines = ["ewc", "lwf", "l2p", "dualprompt", "coda-prompt", "fedslca", "glfc", "fppl"]
+    for table in ("table1", "figure3b"):
+        (first, *_) = papers.find_columns(FOLDER, "fppl", table)
+        assert [row.method for row in first.rows] == baselines
 
 
 @pytest.mark.parametrize("column", COLUMNS, indirect=True)
@@ -182,6 +190,7 @@ def test_the_columns_of_table_three_turn_the_parts_on_that_their_names_say():
 def test_every_table_of_hepco_has_its_columns():
     sets = ("cifar-100", "imagenet-r", "domainnet")
     names = [f"table1 {name}" for name in sets] + ["table3", "table4"]
+    names += [f"figure3 k{ratio}" for ratio in (0.2, 0.4, 0.6, 0.8, 1.0)]
     names += [f"table2 {name}_{imbalance}" for name in sets for imbalance in (0.05, 0.01)]
     assert {column.key for column in columns("hepco")} == set(names)
 
@@ -190,7 +199,8 @@ def test_every_table_of_hepco_has_its_columns():
 def test_the_settings_of_hepco_are_the_papers(column):
     cfg = own(column)
     assert (cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size, cfg.lr) == (5, 10, 10, 64, 1e-3)
-    assert (cfg.partition, cfg.split_ratio, cfg.category_ratio) == ("sampled", 0.1, 0.6)
+    ratio = float(column.name[1:]) if column.table == "figure3" else 0.6
+    assert (cfg.partition, cfg.split_ratio, cfg.category_ratio) == ("sampled", 0.1, ratio)
     assert (cfg.pool_size, cfg.pool_length, cfg.pool_blocks) == (100, 20, 5)
     assert (cfg.backbone, cfg.normalise, cfg.aggregator) == ("vit_b16", "release", "uniform")
     assert cfg.imbalance == (float(column.name.rpartition("_")[2]) if column.table == "table2" else 1)
@@ -206,6 +216,7 @@ ALPHAS = ("0.5", "0.1", "0.05")
 def test_every_table_and_figure_of_pmae_has_its_columns():
     names = [f"table{table} {kind}_b{x}" for table in (1, 2) for kind in ("sup", "ibot") for x in ALPHAS]
     names += [f"table{table} b{x}" for table in (3, 4) for x in ALPHAS] + ["figure7", "figure8"]
+    names += [f"figure{figure} {kind}_b{x}" for figure in (5, 6) for kind in ("sup", "ibot") for x in ALPHAS]
     assert {column.key for column in columns("pmae")} == set(names)
 
 
@@ -228,13 +239,17 @@ def test_the_settings_of_pmae_are_the_papers(column):
 
 
 def test_every_table_of_vfcl_with_accuracies_is_there():
-    assert {column.key for column in columns("vfcl")} == {f"table{i}" for i in (1, 2, 4, 5, 6, 7, 10, 11)}
+    names = {f"table{i}" for i in (1, 2, 4, 5, 6, 7, 10, 11)}
+    names |= {f"figure{name}" for name in ("4a", "4b", "8", "10", "12")}
+    names |= {f"figure5 {tasks}-tasks" for tasks in (5, 10, 20)}
+    assert {column.key for column in columns("vfcl")} == names
 
 
 @some("vfcl", 3)
 def test_the_settings_of_vfcl_are_the_papers(column):
     cfg = own(column)
-    assert (cfg.tasks, cfg.epochs, cfg.batch_size, cfg.lr, cfg.full_lr) == (10, 5, 32, 0.01, 0.01)
+    tasks = int(column.name.partition("-")[0]) if column.table == "figure5" else 10
+    assert (cfg.tasks, cfg.epochs, cfg.batch_size, cfg.lr, cfg.full_lr) == (tasks, 5, 32, 0.01, 0.01)
     assert (cfg.prior_weight, cfg.global_share, cfg.mc_samples, cfg.exemplars) == (1.0, 0.5, 1, 20)
     assert (cfg.partition, cfg.optimiser, cfg.momentum) == ("private", "sgd", 0.0)
     fedweit = column.key in ("table5", "table6")
@@ -249,6 +264,7 @@ COLUMNS_OF_PILORA = {
     "table1": ("a6", "a4", "a2", "b0.5", "b0.1", "b0.05"),
     "table2": ("a12", "a8", "a4", "b0.5", "b0.1", "b0.05"),
     "table3": ("a6", "b0.5"),
+    "figure4": tuple(f"{name}_{clients}" for name in ("a6", "b0.5") for clients in (10, 15, 20)),
 }
 
 
@@ -260,11 +276,59 @@ def test_every_column_of_piloras_tables_is_there():
 @some("pilora", 5)
 def test_the_settings_of_pilora_are_the_papers(column):
     cfg = own(column)
-    assert (cfg.partition, cfg.classes_per_client if column.name[0] == "a" else cfg.alpha) == (
-        ("quantity", int(column.name[1:]))
-        if column.name[0] == "a"
-        else ("task_dirichlet", float(column.name[1:]))
+    name, _, clients = column.name.partition("_")
+    assert (cfg.partition, cfg.classes_per_client if name[0] == "a" else cfg.alpha) == (
+        ("quantity", int(name[1:])) if name[0] == "a" else ("task_dirichlet", float(name[1:]))
     )
-    assert (cfg.tasks, cfg.clients, cfg.rounds, cfg.epochs, cfg.batch_size) == (10, 10, 30, 5, 64)
+    assert (cfg.tasks, cfg.clients, cfg.rounds) == (10, int(clients or 10), 30)
+    assert (cfg.epochs, cfg.batch_size) == (5, 64)
     assert cfg.lr == (5e-3 if cfg.dataset == "tiny_imagenet" else 2e-3)
     assert (cfg.backbone, cfg.preprocess, cfg.normalise) == ("vit_b16", "pilora", "release")
+
+
+# ---- the list of what the papers show ----------------------------------------------------------------------
+
+# how many tables and figures each paper has
+SHOWN = {"fppl": (5, 4), "pilora": (3, 4), "hepco": (4, 3), "pmae": (4, 10), "vfcl": (11, 12)}
+ROMAN = ("I", "II", "III", "IV", "V")
+
+
+def listed(system):
+    """The rows of a paper's list in docs/reproducing.md: (what of the paper, the cell with the command)."""
+    text = (small_runs.ROOT / "docs" / "reproducing.md").read_text()
+    part = re.split(r"\n### ", text.partition("## What the papers show")[2])[1 + list(SHOWN).index(system)]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if "|" in line
+    ]
+    assert rows[0][2] == f"`fcljax reproduce {system}`"
+    return [(name, command) for name, _, command in rows[2:]]
+
+
+@pytest.mark.parametrize("system", SHOWN)
+def test_the_list_has_every_table_and_figure_of_a_paper_and_every_entry_of_its_file(system):
+    rows = listed(system)
+    assert all(command for _, command in rows)
+    found = {"table": set(), "figure": set()}
+    for name, _ in rows:
+        kind, _, numbers = name.replace("figures", "figure").partition(" ")
+        numbers = [number.partition("(")[0] for number in numbers.split(", ")]
+        found[kind] |= {ROMAN.index(each) + 1 if each in ROMAN else int(each) for each in numbers}
+    tables_, figures_ = SHOWN[system]
+    assert found == {"table": set(range(1, tables_ + 1)), "figure": set(range(1, figures_ + 1))}
+    commands = {each for _, command in rows for each in re.findall(r"`((?:table|figure)\d+[ab]?)`", command)}
+    assert commands == set(PAPERS[system].tables)
+
+
+@pytest.mark.parametrize(("system", "table"), TABLES)
+def test_every_entry_plans_at_mini_scale(system, table):
+    made = reproduce.plan(papers.find_columns(FOLDER, system, table), "mini", None)
+    assert made.runs and not [part.label for part in made.parts if part.why]
+
+
+def test_the_means_of_printed_curves_are_the_printed_averages():
+    """VFCL's tables print A_t of each task and their mean."""
+    found = [(column.key, row) for column in columns("vfcl") for row in column.rows if row.curve]
+    assert len(found) > 35
+    off = {f"{key} {row.words()}": sum(row.curve) / 10 - row.numbers[0].mean for key, row in found}
+    off = {name: difference for name, difference in off.items() if abs(difference) > 0.07}
+    assert off == {}

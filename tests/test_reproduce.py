@@ -283,8 +283,13 @@ def test_mini_has_the_packaged_network_in_place_of_convolutional_ones():
 
 
 def test_mini_keeps_the_number_of_clients_where_the_table_is_about_it():
-    assert [run.cfg.clients for run in planned("fppl", "table4").runs] == [20, 30, 40]
+    assert [run.cfg.clients for run in planned("fppl", "table4").runs] == [10, 20, 30, 40]
     assert {run.cfg.clients for run in planned("fppl", "table3").runs} == {5}
+
+
+def test_mini_keeps_the_number_of_tasks_where_the_columns_differ_in_nothing_else():
+    assert [run.cfg.tasks for run in planned("vfcl", "figure5").runs[::5]] == [10, 20, 5]
+    assert {run.cfg.tasks for run in planned("hepco", "table1").runs} == {5}
 
 
 def test_mini_keeps_the_share_of_labels_that_a_client_owns():
@@ -311,7 +316,7 @@ def test_a_row_that_cannot_be_at_this_scale_is_said(folder, monkeypatch):
     made = planned("x", "table1", folder=folder)
     assert [part.why for part in made.parts] == ["", "cannot run at mini scale: lr: not so fast"]
     (run,) = made.runs
-    found = reproduce.results(made, {run.name: Outcome("failed", 2, "no data", None)})
+    found = reproduce.results(made, {run.name: Outcome("failed", 2, "no data", None)}, folder)
     assert [each.why for each in found] == ["failed: no data", made.parts[1].why]
 
 

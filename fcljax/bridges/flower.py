@@ -48,7 +48,8 @@ from fcljax.runs.checkpoint import State
 from fcljax.runs.folder import check_new, created
 from fcljax.runs.records import Clock, Records, json_line
 from fcljax.runs.rounds import first_server, make_play_round
-from fcljax.runs.summary import figures_of, payload_shapes, summarize, warnings_of
+from fcljax.runs.summary import figures_of, summarize, warnings_of
+from fcljax.runs.traffic import payload_shapes
 from fcljax.terminal import say
 from fcljax.types import Broadcast, ClientContext, ClientInfo, PyTree, RoundContext
 

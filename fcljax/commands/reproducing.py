@@ -74,7 +74,7 @@ def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
     from fcljax.studies import paper_tables as tables
     from fcljax.studies import reproduce as work
 
-    found = work.results(plan, outcomes)
+    found = work.results(plan, outcomes, out)
     work.write(plan, found, outcomes, out, lambda line: say(console, line))
     console.print(work.shown(plan, found))
     pairs = tables.orderings(found)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -72,34 +72,40 @@ def join(arguments: list[str], log: TextIO) -> int:
 
 
 def _read(
-    arguments: list[str], command: str = "run", more: dict[str, Any] | None = None
+    arguments: list[str], command: str = "run", own: Mapping[str, object] | None = None
 ) -> tuple[dict[str, Any], Paths, HostOptions]:
-    """The settings that are given for a run, and the options that are none of its settings; `more`: title ->
-    further options of the command, of which those that are given stay among the settings.
+    """The settings that are given for a run, and the options that are none of its settings; `own`: as of
+    `read_alone`.
 
     Raises:
       InputError: as `parse`, or if the arguments do not begin with a method.
     """
+    besides = {**(own or {}), "files": Paths(), "hosts": HostOptions()}
     if not arguments or arguments[0].startswith("-"):
-        shared = {**(more or {}), "run": config.RunConfig(), "files": Paths(), "hosts": HostOptions()}
+        shared = {"run": config.RunConfig(), **besides}
         parse(shared, arguments, [command], "Train and evaluate a method.", Words("METHOD", tuple(METHODS)))
         raise InputError(
             f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
             "file of your own"
         )
-    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, more)
+    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, besides)
     return given, taken(Paths(), given), taken(HostOptions(), given)
 
 
 def read_alone(
-    arguments: list[str], command: str, more: dict[str, Any] | None = None
+    arguments: list[str], command: str, own: Mapping[str, object] | None = None
 ) -> tuple[dict[str, Any], Paths]:
     """As `_read`, for a command that makes no run directory and is one process.
+
+    Args:
+      arguments: what was typed after the command.
+      command: what was typed before.
+      own: title -> the command's own options, of which those that are given stay among the settings.
 
     Raises:
       InputError: for options that only a run has.
     """
-    given, paths, host_options = _read(arguments, command, more)
+    given, paths, host_options = _read(arguments, command, own)
     for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
             raise InputError(f"{name}: {command} makes no run directory; leave out {flag(name)}")
@@ -193,10 +199,21 @@ def _folder(resolved: config.RunConfig) -> str:
 
 
 def parse_run(
-    method: str, arguments: Sequence[str], command: str, about: str, more: dict[str, Any] | None = None
+    method: str,
+    arguments: Sequence[str],
+    command: str,
+    about: str,
+    besides: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
-    scale and its file of settings decide the defaults that the help shows. `more`: as of `_read`.
+    scale and its file of settings decide the defaults that the help shows.
+
+    Args:
+      method: of the run.
+      arguments: what was typed after it.
+      command: what was typed before it.
+      about: the first line of the help.
+      besides: title -> further options of the command; None: those of `fcljax run`.
 
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
@@ -212,12 +229,10 @@ def parse_run(
         shown = config.from_mapping(method, values | chosen, str(source or "options"))
     else:
         shown = config.preset(method, adapter)
-    more = more or {}
-    further = {field.name for options in more.values() for field in fields_of(type(options))}
-    known = {name: value for name, value in typed.items() if name.removeprefix("no_") not in further}
-    config.check_known(method, adapter, known, "options")
+    config.check_known(method, adapter, typed, "options")
     run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
-    parts = dict([*more.items(), *own, run, ("files", Paths()), ("hosts", HostOptions())])
+    others = {"files": Paths(), "hosts": HostOptions()} if besides is None else besides
+    parts = dict([*own, run, *others.items()])
     return parse(parts, arguments, [command, method], about)[1]
 
 

@@ -84,7 +84,7 @@ class LeaderboardFile:
     tuned: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
-class Entry(NamedTuple):
+class Contender(NamedTuple):
     """A method of the leaderboard and its runs."""
 
     method: str
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
         return short_name(self.method)
 
 
-class Row(NamedTuple):
+class Standing(NamedTuple):
     """A method's results so far."""
 
     method: str
@@ -137,7 +137,7 @@ class Row(NamedTuple):
 # ---- planning ----------------------------------------------------------------------------------------------
 
 
-def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list[Entry]:
+def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list[Contender]:
     """The methods of a file with all their possible runs.
 
     Args:
@@ -179,7 +179,7 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
         raise InputError(f"{where}: tuned.{stray}: it is none of the methods")
 
 
-def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: str) -> Entry:
+def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: str) -> Contender:
     given = {**SHARED, **file.base, **own}
     try:
         usual = config.from_mapping(method, given, "options")
@@ -199,7 +199,7 @@ def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: st
         for factor, each in distinct.items()
     }
     named = {factor: run._replace(name=f"x{factor:g}") for factor, run in trials.items()}
-    return Entry(method, named, runs)
+    return Contender(method, named, runs)
 
 
 def _tuned(file: LeaderboardFile, method: str, usual: RunConfig) -> Sequence[str]:
@@ -225,8 +225,8 @@ def _scaled(usual: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, 
 
 
 def run(
-    entries: Sequence[Entry], out: Path, resume: bool, ways: Ways, command: str, console: Console
-) -> list[Row]:
+    entries: Sequence[Contender], out: Path, resume: bool, ways: Ways, command: str, console: Console
+) -> list[Standing]:
     """Make all trials and runs that are not finished in `out`, method by method; one that fails does not end
     the others. What is written into `out` is up to date after each method.
 
@@ -243,7 +243,7 @@ def run(
       KeyboardInterrupt: after all running processes have ended, with checkpoints to resume from.
     """
     check = (lambda: _check_folder(out)) if resume else None
-    rows: list[Row] = []
+    rows: list[Standing] = []
     with folder_of_runs(out, check):
         write_text(out / PLAN, yaml.safe_dump({"methods": [entry.name for entry in entries]}))
         for entry in entries:
@@ -259,7 +259,7 @@ def _check_folder(out: Path) -> None:
         raise InputError(f"resume: {str(out)!r} is no folder of a leaderboard: it has no {PLAN}")
 
 
-def _row(entry: Entry, out: Path, make: Make) -> Row:
+def _row(entry: Contender, out: Path, make: Make) -> Standing:
     """The result of a method, after `make` has made its trials and its runs."""
     trials, factor = {}, 1.0
     if entry.trials:
@@ -267,13 +267,13 @@ def _row(entry: Entry, out: Path, make: Make) -> Row:
         trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}
         best = chosen(trials)
         if best is None:
-            return Row(entry.name, (), len(next(iter(entry.runs.values()))), trials, {}, _why(outcomes))
+            return Standing(entry.name, (), len(next(iter(entry.runs.values()))), trials, {}, _why(outcomes))
         factor = best
     runs = entry.runs[factor]
     outcomes = make(runs, out / entry.name)
     found = tuple(each.summary for each in outcomes.values() if each.state == "finished" and each.summary)
     options = {name: value for name, value in runs[0].given.items() if _differs(entry, name)}
-    return Row(
+    return Standing(
         entry.name, found, len(runs), trials, options, _why(outcomes) if len(found) < len(runs) else ""
     )
 
@@ -304,7 +304,7 @@ def _why(outcomes: Mapping[str, Outcome]) -> str:
     return "" if bad is None else f"{bad.state}: {bad.why}" if bad.why else bad.state
 
 
-def _differs(entry: Entry, name: str) -> bool:
+def _differs(entry: Contender, name: str) -> bool:
     """Whether the trials of a method differ in an option."""
     return len({run.given.get(name) for run in entry.trials.values()}) > 1
 
@@ -315,12 +315,12 @@ HEAD = ("method", "seeds", "A_last", "A_avg", "forgetting", "MB", "minutes", "ch
 PERSONAL = "†"  # marks methods that are evaluated with the clients' own models
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
+def ranked(rows: Iterable[Standing]) -> list[Standing]:
     """The rows with results, the highest A_last first."""
     return sorted((row for row in rows if row.found), key=lambda row: -np.mean(row.values("A_last")))
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Standing) -> list[str]:
     """A row of the table, in the order of HEAD."""
     mark = PERSONAL if any(run.get("personal") for run in row.found) else ""
     trials = ", ".join(
@@ -347,7 +347,7 @@ def with_interval(values: Sequence[float]) -> str:
     return f"{mean:.2f} ± {mean - low:.2f}"
 
 
-def write(rows: Sequence[Row], entries: Sequence[Entry], out: Path, command: str) -> None:
+def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, command: str) -> None:
     """Write leaderboard.md, leaderboard.json and leaderboard.png into the folder."""
     write_text(out / TEXT, markdown(rows, entries, command))
     content = [
@@ -371,7 +371,7 @@ def write(rows: Sequence[Row], entries: Sequence[Entry], out: Path, command: str
         figures.save(out / FIGURE, drawn)
 
 
-def markdown(rows: Sequence[Row], entries: Sequence[Entry], command: str) -> str:
+def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: str) -> str:
     """The page."""
     base = " ".join(words_of(_shared(entries)))
     trials = max((len(entry.trials) for entry in entries), default=0)
@@ -403,12 +403,12 @@ def markdown(rows: Sequence[Row], entries: Sequence[Entry], command: str) -> str
     return "\n".join(lines)
 
 
-def missing(rows: Iterable[Row]) -> list[Row]:
+def missing(rows: Iterable[Standing]) -> list[Standing]:
     """The rows that lack runs."""
     return [row for row in rows if row.why]
 
 
-def _shared(entries: Sequence[Entry]) -> dict[str, Any]:
+def _shared(entries: Sequence[Contender]) -> dict[str, Any]:
     """The options in which the runs on test images differ from the defaults, all of them alike."""
     given = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
     return {
@@ -428,7 +428,7 @@ def machine() -> str:
     return ", ".join([f"{os.cpu_count()} cores ({processor})", *accelerator])
 
 
-def shown(rows: Sequence[Row]) -> list[Table]:
+def shown(rows: Sequence[Standing]) -> list[Table]:
     """The tables for a terminal."""
     best = Table(title="leaderboard")
     for name in HEAD:
@@ -441,7 +441,7 @@ def shown(rows: Sequence[Row]) -> list[Table]:
     return [table for table in (best, absent) if table.row_count]
 
 
-def plan_table(entries: Sequence[Entry]) -> Table:
+def plan_table(entries: Sequence[Contender]) -> Table:
     """The methods with the number of their trials and runs, for a terminal."""
     table = Table("method", "trials", "runs", "tuned", title=f"{len(entries)} methods")
     for entry in entries:

@@ -2,9 +2,10 @@
 
 When a number is met: it lies in the 95 % interval of our mean (Student's t over two seeds or more; the
 paper's own standard deviation has no part in it), or no further from our mean than the tolerance: 1 point, or
-2 % of a number of MiB. A column is `reproduced` if every number of every row is met, each row run at the
-paper's scale with at least 3 seeds, or with one where the paper had one; `not reproduced` if all rows were
-run with that many seeds and a number is not met. A column with fewer runs, or without numbers, has no status.
+2 % of a number of MiB or of parameters. A column is `reproduced` if every number of every row is met, each
+row run at the paper's scale with at least 3 seeds, or with one where the paper had one; `not reproduced` if
+all rows were run with that many seeds and a number is not met. A column with fewer runs, or without numbers,
+has no status.
 
 When two rows are ordered: rows are compared within a column, and across columns if method, options, data set
 and weights are the same. The paper orders two rows clearly in a metric if its numbers differ by more than the
@@ -61,6 +62,8 @@ class RowResult(NamedTuple):
     """How many runs finished."""
     why: str = ""
     """Why there are fewer runs than were asked for, or none."""
+    curves: tuple[tuple[float | None, ...], ...] = ()
+    """What the table's figure shows over tasks or rounds, in %, seed by seed."""
 
     @property
     def label(self) -> str:
@@ -100,17 +103,19 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
         value = value.get(name) if isinstance(value, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) / 2**20 if unit(metric) == "MiB" else 100 * float(value)
+    return float(value) * {"MiB": 2**-20, "10^6": 1e-6, "%": 100.0}[unit(metric)]
 
 
 def unit(metric: str) -> str:
     """The unit of a metric in tables."""
+    if metric.endswith("scalars"):
+        return "10^6"
     return "MiB" if metric.endswith("_bytes") else "%"
 
 
 def tolerance(metric: str, number: float) -> float:
     """How far from the paper's number ours may be."""
-    return SHARE * abs(number) if unit(metric) == "MiB" else POINTS
+    return POINTS if unit(metric) == "%" else SHARE * abs(number)
 
 
 def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Compared:

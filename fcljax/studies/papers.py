@@ -2,7 +2,7 @@
 
 docs/reproducing.md describes the format with an example. The settings of a row are those of `base`, of its
 table, its column and its own options; later ones win. Accuracies and forgetting are in %, metrics that end
-with _bytes in MiB.
+with _bytes in MiB, those that end with scalars in 10^6.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ MARK, VERIFIED = "\ntables:", "\nverified:"
 
 
 class Number(NamedTuple):
-    """A number of the paper, in % or MiB."""
+    """A number of the paper, in the unit of its metric."""
 
     mean: float
     deviation: float | None
@@ -40,6 +40,20 @@ class RowEntry:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = None
     """A list with an entry for each metric, in a table with columns a mapping from column to such a list."""
+    curve: Any = None
+    """The paper's accuracies A_t in %, a list over the tasks with null where one cannot be read; in a table
+    with columns a mapping from column to such a list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FigureEntry:
+    """What the figure of a table shows."""
+
+    x: str
+    """tasks: A_t over the tasks; rounds: A after each round; or the option that rows or columns vary, over
+    which the first metric is drawn."""
+    learned: list[int] = dataclasses.field(default_factory=list)
+    """With x tasks: the accuracies on these tasks, from 1, in the place of A_t."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +71,17 @@ class TableEntry:
 
     title: str
     source: str
-    metrics: list[str]
-    upload: int
-    rows: list[RowEntry]
+    metrics: list[str] = dataclasses.field(default_factory=list)
+    upload: int = 0
+    rows: list[RowEntry] = dataclasses.field(default_factory=list)
     columns: dict[str, ColumnEntry] = dataclasses.field(default_factory=dict)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
     """What the paper says in words."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    figure: FigureEntry | None = None
+    of: str | None = None
+    """A table whose rows, columns, settings, metrics and upload it has: a figure of the same runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +111,8 @@ class Row(NamedTuple):
     method: str
     options: Mapping[str, Any]
     numbers: tuple[Number | None, ...]
+    curve: tuple[float | None, ...] = ()
+    """The paper's A_t in %."""
 
     def words(self) -> str:
         """Method and options as they are typed on the command line."""
@@ -202,7 +221,7 @@ def columns(path: str, paper: Paper, table: str) -> list[Column]:
     Raises:
       InputError: for numbers that do not fit metrics and columns, or for two equal rows.
     """
-    entry = paper.tables[table]
+    entry = _whole(path, paper, table)
     found = []
     for name, own in (entry.columns or {"": ColumnEntry()}).items():
         rows = tuple(
@@ -217,18 +236,52 @@ def columns(path: str, paper: Paper, table: str) -> list[Column]:
     return found
 
 
+def _whole(path: str, paper: Paper, table: str) -> TableEntry:
+    """A table with what it has of another one.
+
+    Raises:
+      InputError: for a table without rows, or one of a table that is itself of another.
+    """
+    entry = paper.tables[table]
+    if entry.of is None:
+        if not (entry.rows and entry.metrics and entry.upload):
+            raise InputError(f"{path}: tables.{table}: rows, metrics and upload are needed, or of: TABLE")
+        return entry
+    other = paper.tables[choose(f"{path}: tables.{table}.of", entry.of, paper.tables)]
+    own = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
+    if own or other.of:
+        raise InputError(f"{path}: tables.{table}.{(*own, 'of')[0]}: it has those of {entry.of!r}")
+    return dataclasses.replace(
+        other,
+        title=entry.title,
+        source=entry.source,
+        settings={**other.settings, **entry.settings},
+        claims=entry.claims,
+        notes=[*other.notes, *entry.notes],
+        figure=entry.figure,
+    )
+
+
 def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
-    numbers, where = entry.numbers, f"{where}.numbers"
-    if numbers is not None and column:
-        by_column = typed.converted(dict[str, list], numbers, where)
-        for name in by_column:
-            choose(where, name, table.columns)
-        numbers, where = by_column.get(column), f"{where}.{column}"
+    numbers = _of_column(entry.numbers, table, column, f"{where}.numbers")
+    curve = _of_column(entry.curve, table, column, f"{where}.curve")
     if numbers is None:
         numbers = [None] * len(table.metrics)
+    at = ".".join(filter(None, [f"{where}.numbers", column]))
     if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
-        raise InputError(f"{where}: {numbers!r} is no list with a number for each of {table.metrics}")
-    return Row(entry.method, entry.options, tuple(_number(number, where) for number in numbers))
+        raise InputError(f"{at}: {numbers!r} is no list with a number for each of {table.metrics}")
+    drawn = typed.converted(list[float | None], curve or [], f"{where}.curve")
+    return Row(entry.method, entry.options, tuple(_number(number, at) for number in numbers), tuple(drawn))
+
+
+def _of_column(values: Any, table: TableEntry, column: str, where: str) -> Any:
+    """The part of a mapping by column that is this column's; without columns all."""
+    if values is None or not column:
+        return values
+    by_column = typed.converted(dict[str, list], values, where)
+    for name in by_column:
+        choose(where, name, table.columns)
+    return by_column.get(column)
 
 
 def _number(value: object, where: str) -> Number | None:

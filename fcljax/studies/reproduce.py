@@ -17,11 +17,11 @@ from fcljax.config import PartitionConfig, RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import write_text
 from fcljax.methods import find_method
-from fcljax.results import page
+from fcljax.results import figures, page
 from fcljax.results.comparison import compare
 from fcljax.results.run_folder import write_json
+from fcljax.studies import paper_figures, papers, sweeps
 from fcljax.studies import paper_tables as tables
-from fcljax.studies import papers, sweeps
 from fcljax.studies.grid import Planned, name_of
 from fcljax.studies.mini import MOST, RATES, mini
 from fcljax.studies.paper_tables import RowResult
@@ -30,7 +30,7 @@ from fcljax.studies.sweeps import Outcome
 from fcljax.terminal import add_row
 
 Scale = Literal["mini", "paper"]
-TEXT, DATA, FIGURE = "table.md", "table.json", "accuracy.png"
+TEXT, DATA, FIGURE, DRAWN = "table.md", "table.json", "accuracy.png", "figure.png"
 
 
 class Part(NamedTuple):
@@ -107,7 +107,7 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
     if row is not None:
         known = [name for column in found for each in column.rows for name in _names(column, each)]
         choose("row", row, known)
-    varied = {"clients"} if len({column.settings.get("clients") for column in found}) > 1 else set()
+    varied = _varied(found)
     parts, runs = [], {}
     for column in found:
         for each, cfg, why in _settings(column, scale, varied):
@@ -116,6 +116,14 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
             names = [_run(runs, column, each, cfg, seed) for seed in seeds_of(column, scale, seeds) if cfg]
             parts.append(Part(column, each, tuple(names), why))
     return Plan(scale, parts, list(runs.values()))
+
+
+def _varied(found: Sequence[Column]) -> set[str]:
+    """The sizes that a table varies, which stay as they are at mini scale: the number of clients, and of
+    tasks where the columns differ in nothing else."""
+    clients = {column.settings.get("clients") for column in found}
+    own = {name for each in found[0].entry.columns.values() for name in each.settings}
+    return ({"clients"} if len(clients) > 1 else set()) | (own & {"tasks"} if len(own) == 1 else set())
 
 
 def _names(column: Column, row: Row) -> tuple[str, str]:
@@ -181,21 +189,25 @@ def command(run: Planned) -> str:
 # ---- results -----------------------------------------------------------------------------------------------
 
 
-def results(made: Plan, outcomes: Mapping[str, Outcome]) -> list[RowResult]:
-    """What became of each row."""
-    return [_result(part, [outcomes[name] for name in part.runs]) for part in made.parts]
+def results(made: Plan, outcomes: Mapping[str, Outcome], out: Path) -> list[RowResult]:
+    """What became of each row, in the folder of the sweep."""
+    return [_result(part, {name: outcomes[name] for name in part.runs}, out) for part in made.parts]
 
 
-def _result(part: Part, outcomes: Sequence[Outcome]) -> RowResult:
-    good = [each.summary for each in outcomes if each.state == "finished" and each.summary]
-    bad = next((each for each in outcomes if each.state != "finished"), None)
+def _result(part: Part, outcomes: Mapping[str, Outcome], out: Path) -> RowResult:
+    finished = {
+        name: each.summary for name, each in outcomes.items() if each.state == "finished" and each.summary
+    }
+    good, figure = list(finished.values()), part.column.entry.figure
+    bad = next((each for each in outcomes.values() if each.state != "finished"), None)
     found = [[tables.value_of(summary, metric) for summary in good] for metric in part.column.metrics]
     values = tuple(tuple(value for value in each if value is not None) for each in found)
     why = part.why or ("" if bad is None else f"{bad.state}: {bad.why}" if bad.why else bad.state)
     missing = [metric for metric, each in zip(part.column.metrics, found, strict=True) if None in each]
     if missing and not why:
         why = f"no value of {', '.join(missing)}"
-    return RowResult(part.column, part.row, values, len(good), why)
+    curves = tuple(paper_figures.curve_of(figure, run, out / name) for name, run in finished.items())
+    return RowResult(part.column, part.row, values, len(good), why, curves)
 
 
 def shared(made: Plan) -> list[str]:
@@ -240,8 +252,9 @@ def write(
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Write table.md, table.json, the figure of `compare` and the report page into the folder of the sweep.
-    `tell` gets the reason if there is no page."""
+    """Write table.md, table.json, the figure of `compare`, the paper's figure if the table is one, and the
+    report page into the folder of the sweep. `tell` gets the reason if there is no page."""
+    figure = made.column.entry.figure
     pairs, claims = tables.orderings(found), made.column.entry.claims
     write_text(out / TEXT, tables.markdown(title_of(made), notes_of(made), found, claims))
     write_json(
@@ -258,8 +271,12 @@ def write(
                 ],
             },
             "claims": claims,
+            "figure": figure and paper_figures.as_json(figure, found),
         },
     )
+    drawn = paper_figures.draw(figure, found) if figure else None
+    if drawn:
+        figures.save(out / DRAWN, drawn)
     done = sweeps.finished(outcomes, out)
     if done:
         compare(done, out / FIGURE)

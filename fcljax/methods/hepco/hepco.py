@@ -111,7 +111,7 @@ class HepcoOptions(PromptedOptions):
 
 PRESETS = {
     "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
-    "improved": CLIENT["intended"]._replace(options=HepcoOptions(latents="gaussian")),
+    "improved": CLIENT["intended"]._replace(options=HepcoOptions(latents="gaussian", distill_lr=1e-3)),
     "paper": CLIENT["paper"]._replace(
         options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
     ),
