@@ -126,7 +126,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "--alpha", "-1"], ["alpha", "-1.0", "positive"]),
         (["run", "linear", "--batch-size", "0"], ["batch_size", "0", "nearest valid value: 1"]),
         (["run", "linear", "--seed", "-1"], ["seed", "-1", "nearest valid value: 0"]),
-        (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 1.0"]),
+        (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 2"]),
         (["run", "fppl", "--unified-weight", "nan"], ["unified_weight", "nan"]),
         (["run", "fppl", "--unified-weight", "-1"], ["unified_weight", "-1.0"]),
         (["run", "fppl", "--prompt-blocks", "7"], ["prompt_blocks", "7", "6 blocks"]),
