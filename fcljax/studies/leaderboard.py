@@ -20,6 +20,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,13 +138,19 @@ class Standing(NamedTuple):
 # ---- planning ----------------------------------------------------------------------------------------------
 
 
-def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list[Contender]:
+def plan(
+    path: str | Path,
+    only: Sequence[str] = (),
+    code: bool = False,
+    base: Mapping[str, str] = MappingProxyType({}),
+) -> list[Contender]:
     """The methods of a file with all their possible runs.
 
     Args:
       path: the file.
       only: names of the methods to keep, in this order; empty: all, in the file's.
       code: whether methods may be programs from outside of the package.
+      base: options in the place of those of the file's base.
 
     Raises:
       InputError: one line that names the file, the method, the option and the value.
@@ -152,6 +159,7 @@ def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list
     file = typed.read_typed(
         LeaderboardFile, {key: each for key, each in values.items() if each is not None}, str(path)
     )
+    file = dataclasses.replace(file, base={**file.base, **base})
     methods = file.methods or {name: OWN.get(name, {}) for name in METHODS}
     _check(file, methods, str(path), code)
     unknown = next((name for name in only if name not in methods), None)
