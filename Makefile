@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long test-extras test-accelerators mutants lint docs docs-serve wheel-check clean
+.PHONY: demo test test-long test-extras test-accelerators mutants lint docs docs-serve wheel-check release clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -17,10 +17,10 @@ test: .venv/ready lint
 test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
-# What is skipped where extras are missing: Flower, trackers, Ray and Slurm, the site and the notebook.
+# What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, the site and the notebook.
 test-extras: .venv/extras/ready
 	.venv/extras/bin/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
-	  tests/test_sweeps.py tests/test_docs.py
+	  tests/test_sweeps.py tests/test_docs.py tests/test_tuning.py
 
 # Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
 test-accelerators: .venv/aot/ready
@@ -50,7 +50,7 @@ docs-serve: .venv/docs
 	$(PYTHON) -m venv .venv/extras
 	.venv/extras/bin/python -m pip install --quiet --requirement requirements.txt
 	.venv/extras/bin/python -m pip install --quiet --editable \
-	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,wandb]'
+	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,tune,wandb]'
 	touch $@
 
 # An environment of its own: a run must not find the compilers' plugins for chips that are not here.
@@ -63,6 +63,10 @@ docs-serve: .venv/docs
 # Wheel and sdist, each installed into a fresh environment and run there.
 wheel-check: .venv/docs
 	$(BIN)/python experiments/wheel_check.py
+
+# What is uploaded to PyPI, into dist: as `wheel-check`, with metadata checked by twine and the demo run from the wheel.
+release: .venv/docs
+	$(BIN)/python experiments/wheel_check.py --release dist
 
 # Made anew when what it installs changes; the file at the end says that the installation is complete.
 .venv/ready: requirements.txt setup.cfg pyproject.toml

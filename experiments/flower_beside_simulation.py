@@ -23,7 +23,7 @@ from fcljax.runs.build import build
 from fcljax.runs.features import with_queries
 from fcljax.runs.records import Clock, Records
 from fcljax.runs.rounds import first_state, make_play_round
-from fcljax.runs.summary import payload_shapes, traffic_by_round
+from fcljax.runs.traffic import payload_shapes, traffic_by_round
 from fcljax.types import PyTree
 
 # one client's work at a time: compiling is what takes the time

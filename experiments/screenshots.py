@@ -18,7 +18,7 @@ from rich.console import Console
 from fcljax.results.watch import look, run_dirs, view
 
 # width, height, and whether a phone shows it
-SHOTS = {"report-wide.png": (1200, 1900, False), "report-phone.png": (390, 1700, True)}
+SHOTS = {"report-wide.png": (1440, 1900, False), "report-phone.png": (390, 1700, True)}
 COLORS = 128  # which keep the files small
 COLUMNS = 100  # of the terminal
 FONT = "DejaVu Sans Mono"  # which has the block characters of curves

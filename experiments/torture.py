@@ -66,6 +66,8 @@ class References(NamedTuple):
     """Runs that were left alone, each made when it is first needed."""
 
     folder: Path
+    methods: tuple[str, ...] = tuple(RUNS)
+    """Those of which runs are killed and damaged."""
 
     def of(self, method: str) -> Path:
         """The run of a method."""
@@ -94,7 +96,7 @@ def numbers(out: Path) -> tuple[bytes, dict]:
 
 def kill(rng: random.Random, out: Path, references: References) -> Outcome:
     """A run that is ended once or twice and resumed."""
-    method = rng.choice(list(RUNS))
+    method = rng.choice(references.methods)
     reference = references.of(method)
     arguments, ends = [*command(method), "--out", str(out)], [method]
     for _ in range(rng.choice((1, 1, 2))):
@@ -138,7 +140,7 @@ def _wait(rng: random.Random, process: subprocess.Popen, out: Path) -> str:
 def damage(rng: random.Random, out: Path, references: References) -> Outcome:
     """A copy of a finished run without a summary, whose last checkpoint, or what its server keeps, is
     damaged."""
-    method = rng.choice(list(RUNS))
+    method = rng.choice(references.methods)
     reference = references.of(method)
     shutil.copytree(reference, out)
     (out / "summary.json").unlink()
@@ -215,10 +217,12 @@ TRIALS: dict[str, Callable] = {
 USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 300), strict=True))
 
 
-def torture(out: Path, seed: int, minutes: float, wanted: dict[str, int]) -> dict[str, list[Outcome]]:
+def torture(
+    out: Path, seed: int, minutes: float, wanted: dict[str, int], methods: tuple[str, ...] = tuple(RUNS)
+) -> dict[str, list[Outcome]]:
     """Outcomes by kind of trial, until the time is up or as many as wanted have been tried."""
     end, folder, found = time.monotonic() + 60 * minutes, out / "trial", {kind: [] for kind in wanted}
-    references = References(out / "reference")
+    references = References(out / "reference", methods)
     os.environ.setdefault("FCLJAX_COMPILED", str(out / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.0")
     os.environ["FCLJAX_DATA"] = str(out / "data")
@@ -231,6 +235,8 @@ def torture(out: Path, seed: int, minutes: float, wanted: dict[str, int]) -> dic
             outcome = TRIALS[kind](rng, folder, references)
         except KeyboardInterrupt:
             break
+        except Exception as error:  # a run that should have been left alone failed
+            outcome = Outcome("other", f"{type(error).__name__}: {error}")
         found[kind].append(outcome)
         if outcome.result != "survived":
             with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
@@ -272,10 +278,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     for kind, count in USUAL.items():
         parser.add_argument(f"--{kind.replace(' ', '-')}", type=int, default=count)
+    parser.add_argument("--methods", nargs="+", default=list(RUNS), choices=RUNS, help="to kill and damage")
     options = parser.parse_args()
     wanted = {kind: getattr(options, kind.replace(" ", "_")) for kind in USUAL}
     options.out.mkdir(parents=True, exist_ok=True)
-    found = torture(options.out.absolute(), options.seed, options.minutes, wanted)
+    found = torture(options.out.absolute(), options.seed, options.minutes, wanted, tuple(options.methods))
     print(table(found))
     return int(any(each.result != "survived" for outcomes in found.values() for each in outcomes))
 

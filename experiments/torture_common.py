@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-PATIENCE = 600  # seconds for one command
+PATIENCE = 1800  # seconds for one command, on a machine that may be busy
 DECODER = Path(__file__).parent.parent / "fcljax" / "assets" / "vit_micro_decoder.safetensors"
 
 

@@ -1,12 +1,14 @@
 """Wheel and sdist as a user gets them: built, looked into, each installed into a fresh environment, and run.
 
     make wheel-check        # or: python experiments/wheel_check.py [--keep FOLDER]
+    make release            # the same, and what is to be uploaded stays in dist
 
-Needs the package `build`, and an index that pip can reach: all that fcljax needs is installed anew.
+Needs the packages `build` and `twine`, and an index that pip can reach: all dependencies are installed anew.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ASSETS = ("fcljax/assets/vit_micro.safetensors", "fcljax/assets/vit_micro_decoder.safetensors")
+ASSETS = (
+    "fcljax/assets/vit_micro.safetensors",
+    "fcljax/assets/vit_micro_decoder.safetensors",
+    "fcljax/assets/archives.tsv",
+    "fcljax/assets/report/page.css",
+    "fcljax/assets/report/page.html",
+    "fcljax/assets/report/page.js",
+)
 TINY = ["--tasks", "2", "--clients", "2", "--rounds", "1", "--epochs", "1", "--image-size", "8"]
 
 
@@ -24,16 +33,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", help="folder for the files and environments; default: one that is removed")
+    parser.add_argument("--release", help="folder for wheel and sdist, an empty one; the demo is run too")
     given = parser.parse_args()
+    release = Path(given.release).resolve() if given.release else None
+    if release and release.exists() and any(release.iterdir()):
+        raise SystemExit(f"{release} has files of before: only what was just checked may be uploaded")
     if given.keep:
-        checked(Path(given.keep).resolve())
+        checked(Path(given.keep).resolve(), release)
         return
     with tempfile.TemporaryDirectory(prefix="fcljax-wheel-") as folder:
-        checked(Path(folder))
+        checked(Path(folder), release)
 
 
-def checked(folder: Path) -> None:
-    """All checks, with files below `folder`."""
+def checked(folder: Path, release: Path | None) -> None:
+    """All checks, with files below `folder`; what passes is copied to `release`."""
     called(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT)
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
@@ -42,9 +55,27 @@ def checked(folder: Path) -> None:
         f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files; {sdist.name}: "
         f"{sdist.stat().st_size:,} bytes"
     )
+    called(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     for package in (wheel, sdist):
-        installed(package, folder / f"from-{'wheel' if package is wheel else 'sdist'}")
+        place = folder / f"from-{'wheel' if package is wheel else 'sdist'}"
+        installed(package, place)
         print(f"{package.name}: installed, and runs")
+    if release:
+        demo(folder / "from-wheel")
+        release.mkdir(parents=True, exist_ok=True)
+        for package in (wheel, sdist):
+            shutil.copy(package, release)
+        print(f"ready to be uploaded: {release}")
+
+
+def demo(folder: Path) -> None:
+    """`make demo` with the installed wheel: two methods, and what compares them."""
+    program = folder / "env/bin/fcljax"
+    for method in ("fppl", "fedavg"):
+        called(program, "run", method, "--out", f"demo/{method}", where=folder)
+    called(program, "compare", "demo/fppl", "demo/fedavg", where=folder)
+    if not (folder / "demo" / "report.html").is_file():
+        raise SystemExit("the demo left no page")
 
 
 def looked_into(names: list[str]) -> None:

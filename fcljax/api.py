@@ -6,7 +6,7 @@ import html
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ def run(
     *,
     backbone: str | Backbone = "auto",
     partition: Any = None,
+    tasks: int | Sequence[Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -154,11 +155,12 @@ def run(
         in [0, 1]; labels are integers or text.
       backbone: the name of a network, or one of your own.
       partition: as `--partition`; or the client of each training example [N], integers or text.
+      tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None: the method's number.
       out: the run directory, a new one; None: a temporary one, which is removed with the result.
       resume: continue the run in `out`. What was in memory must be given again.
       progress: whether a bar shows the rounds.
-      options: any option of `fcljax run METHOD`, such as `tasks=10, clients=20, alpha=0.1`; lists for
-        `class_order` and `task_sizes`.
+      options: any option of `fcljax run METHOD`, such as `clients=20, alpha=0.1`; lists for `class_order` and
+        `task_sizes`.
 
     Returns:
       Metrics, figures, the report and the final model.
@@ -169,6 +171,7 @@ def run(
     images, labels = _images(data)
     owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
     supplied = Supplied(images, _network(backbone), owners)
+    options |= _tasks(tasks, options)
     given = {name: _listed(value) for name, value in options.items()} | {
         "dataset": data if isinstance(data, str) else images.name if images else NAME,
         "backbone": backbone if isinstance(backbone, str) else "auto",
@@ -193,6 +196,27 @@ def run(
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that make these tasks.
+
+    Raises:
+      InputError: for tasks without classes, or options beside them that say the same.
+    """
+    if tasks is None or isinstance(tasks, int | np.integer):
+        return {} if tasks is None else {"tasks": int(tasks)}
+    if isinstance(tasks, str) or not all(isinstance(task, list | tuple | np.ndarray) for task in tasks):
+        raise InputError(f"tasks: {tasks!r} is no number and no list of lists of labels, as [[0, 1], [2]]")
+    empty = next((t for t, task in enumerate(tasks) if not len(task)), None)
+    if empty is not None or not len(tasks):
+        raise InputError(f"tasks: task {(empty or 0) + 1} has no labels")
+    both = next((name for name in ("class_order", "task_sizes") if name in options), None)
+    if both:
+        raise InputError(f"{both}: tasks has the labels of each task; leave out one of them")
+    order = [label for task in tasks for label in task]
+    sizes = [len(task) for task in tasks]
+    return {"class_order": _listed(order), "task_sizes": _listed(sizes)}
 
 
 def _listed(value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fcljax.errors import reason
+
 
 def sha256(path: Path) -> str:
     """The hex digest of a file."""
@@ -63,7 +65,10 @@ def _array(file: Any, name: str) -> np.ndarray:
     with file.zip.open(member) as stream:
         first = np.lib.format.read_magic(stream) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(stream)
+        try:
+            shape, _, kind = read(stream)
+        except Exception as error:  # numpy's parser of headers raises what Python's does
+            raise ValueError(f"{name} has no header of numpy's: {reason(error)}") from None
     if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
         raise ValueError(f"{name} is cut off")
     return file[name]

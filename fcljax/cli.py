@@ -21,6 +21,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax report RUN_DIR...       one HTML page over finished runs, which loads nothing
   fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
   fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
+  fcljax tune METHOD NAME=RANGE...   options chosen on held-out training images, such as lr=log:1e-4..1e-1
   fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
   fcljax leaderboard FILE.yaml   methods side by side, the learning rates of each searched alike
   fcljax data list               data sets, and whether they are here
@@ -45,6 +46,7 @@ COMMANDS = {
     "report": "report:report",
     "watch": "watch:watch",
     "sweep": "sweeping:sweep",
+    "tune": "tuning:tune",
     "reproduce": "reproducing:reproduce",
     "leaderboard": "leaderboard:leaderboard",
     "data": "data:data",

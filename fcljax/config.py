@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from fcljax.adapters import ADAPTERS, find_adapter
-from fcljax.data.owners import says_tasks
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
@@ -396,6 +395,8 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
         )
     decides = next((name for name in ("classes_per_task", "task_sizes") if getattr(config, name)), "")
     decides = decides if config.tasks_by == "class" else "tasks_by"
+    from fcljax.data.owners import says_tasks  # imports JAX, which help and lists do without
+
     if "tasks" in given and says_tasks(config.partition):
         raise InputError(f"tasks: {config.partition!r} has a column 'task', which decides; leave it out")
     if "tasks" in given and decides:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Int64
 
 from fcljax.config import PartitionConfig
 from fcljax.data.attendance import AWAY, attendance, changes
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.dataset import Dataset, natural_order
 from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
 from fcljax.data.partition import (
     Sample,
@@ -31,7 +31,6 @@ from fcljax.data.task_schedule import (
     by_class,
     by_domain,
     listed,
-    natural_order,
 )
 from fcljax.data.tasks import (
     chosen_sizes,

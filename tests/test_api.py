@@ -44,6 +44,8 @@ def shrinking(options, run):
     return fcljax.federate(run, learner, loss=fcljax.cross_entropy_loss("seen"), client_rules=rules)
 
 
+# labels of each of two tasks, in the caller's own words
+TASKS = [[f"digit {label}" for label in some] for some in ((3, 1, 4, 5), (9, 2, 6, 8, 7, 0))]
 OWN = fcljax.MethodEntry("a small classifier", ShrinkOptions, shrinking, adapter="linear")
 
 
@@ -51,13 +53,15 @@ OWN = fcljax.MethodEntry("a small classifier", ShrinkOptions, shrinking, adapter
 def result(tmp_path_factory):
     """Of a method, arrays and a network that are all objects of this file."""
     out = tmp_path_factory.mktemp("api") / "run"
-    return fcljax.run(OWN, DATA, backbone=FLAT, out=out, progress=False, shrink=1e-4, **SHORT)
+    listed = {"tasks": TASKS}
+    return fcljax.run(OWN, DATA, backbone=FLAT, out=out, progress=False, shrink=1e-4, **SHORT | listed)
 
 
 def test_a_run_on_objects_in_memory_has_everything_that_a_run_has(result):
     metrics = result.metrics
     assert (metrics["method"], metrics["dataset"], metrics["backbone"]) == ("shrinking", "arrays", "own")
     assert metrics["config"]["shrink"] == 1e-4 and 0 < metrics["A_last"] < 1
+    assert [[metrics["class_names"][c] for c in task] for task in metrics["task_classes"]] == TASKS
     np.testing.assert_array_equal(np.isnan(result.accuracy), [[False, True], [False, False]])
     assert {"accuracy", "matrix"} <= set(result.figures) and result.page.exists()
     assert "mean accuracy after the last task" in repr(result)
@@ -89,7 +93,7 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
 
 def test_a_finished_run_is_resumed_only_with_the_same_arrays(result):
     given = {"out": result.folder, "resume": True, "progress": False, "backbone": FLAT}
-    assert fcljax.run(OWN, DATA, shrink=1e-4, **given, **SHORT).metrics == result.metrics
+    assert fcljax.run(OWN, DATA, shrink=1e-4, **given, **SHORT | {"tasks": TASKS}).metrics == result.metrics
     other = fcljax.Result(
         result.metrics, result.folder, result.settings, supplied=result.supplied._replace(dataset=None)
     )
@@ -117,6 +121,10 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
         ({"data": (*DATA[:3], np.array(["one"] * 100))}, "data: y_test has the label one, and y has not"),
         ({"data": (X[:300], np.eye(10)[Y[:300]], *DATA[2:])}, "nearest: y.argmax(-1)"),
         ({"tasks": 99}, "tasks: 99 tasks cannot share 10 classes"),
+        ({"tasks": [3, 7]}, "tasks: [3, 7] is no number and no list of lists of labels"),
+        ({"tasks": [["digit 1"], []]}, "tasks: task 2 has no labels"),
+        ({"tasks": [["digit 1", "digit 11"]]}, "class_order: no class 'digit 11'; did you mean 'digit 1'"),
+        ({"tasks": TASKS, "task_sizes": [4, 6]}, "task_sizes: tasks has the labels of each task"),
         ({"shrnk": 1.0}, "options: unknown key 'shrnk'; did you mean 'shrink'?"),
         ({"adapter": "lora"}, "adapter: 'lora' works inside attention, which the backbone does not have"),
         ({"resume": True}, "resume: there is no run directory to resume; give out"),

@@ -126,7 +126,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "--alpha", "-1"], ["alpha", "-1.0", "positive"]),
         (["run", "linear", "--batch-size", "0"], ["batch_size", "0", "nearest valid value: 1"]),
         (["run", "linear", "--seed", "-1"], ["seed", "-1", "nearest valid value: 0"]),
-        (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 1.0"]),
+        (["run", "linear", "--participation", "1.5"], ["participation", "1.5", "nearest valid value: 2"]),
         (["run", "fppl", "--unified-weight", "nan"], ["unified_weight", "nan"]),
         (["run", "fppl", "--unified-weight", "-1"], ["unified_weight", "-1.0"]),
         (["run", "fppl", "--prompt-blocks", "7"], ["prompt_blocks", "7", "6 blocks"]),
@@ -354,7 +354,16 @@ def test_list_names_methods_data_sets_and_backbones(capsys):
     assert cli.main(["list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in (*METHODS, *ADAPTERS, *DATASETS, *VITS))
-    assert "fedncm + lora" in text and "pilora + --aggregator" in text
+    assert re.search(r"fedncm +--adapter lora, prompts", text) and re.search(r"pilora +--aggregator", text)
+
+
+def test_list_breaks_no_name_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    words = {word for line in lines for word in line.split()}
+    assert {*METHODS, *ADAPTERS, *VITS} <= words
 
 
 @pytest.mark.long
@@ -494,7 +503,10 @@ def test_data_show_leaves_out_what_is_held_out(capsys):
 
 def test_data_show_overwrites_nothing(capsys):
     Path("classes.png").write_text("mine")
-    assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits")
+    assert "classes.png' exists already" in mistake(capsys, "data", "show", "digits", "--out", ".")
+    assert cli.main(["data", "show", "digits"]) == 0  # into a folder of its own
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("data-digits-") and len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

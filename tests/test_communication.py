@@ -3,9 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from fcljax import config
 from fcljax.federated.communication import Traffic, extra_storage, num_bytes, scalars, total, traffic
-from fcljax.types import Broadcast, Upload
+from fcljax.runs.build import build, placed
+from fcljax.runs.features import make_fill
+from fcljax.runs.records import Clock, Records
+from fcljax.runs.rounds import first_state, make_play_round
+from fcljax.runs.traffic import Counted
+from fcljax.types import Broadcast, RoundContext, Upload
 
 
 def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -73,3 +80,30 @@ def test_sums_are_counted_like_means_and_the_total_scales_with_client_rounds():
         "download_scalars": 1500,
         "download_bytes": 6000,
     }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "method", ["ewc", "pilora", "fppl", "hepco", "fed-talora", "lorm", "dolfin", "fedranpac"]
+)
+def test_what_clients_cache_changes_by_no_more_than_what_is_counted(method):
+    """From one broadcast to the next, what clients cache changes only where a task's final parameters are
+    handed over, or where the payload has it anyway."""
+    values = {"tasks": 3, "clients": 2, "rounds": 2, "epochs": 1, "image_size": 8, "batch_size": 64}
+    exp = placed(build(config.from_mapping(method, values, "options")))
+    records, state = Records(), first_state(exp)
+    handed = Counted.of(exp).handover.download_scalars
+    changes, before = [], None
+    with Clock(records.seconds) as clock:
+        play, fill = make_play_round(exp, records, clock), make_fill(exp)
+        for step in range(6):
+            t, r = divmod(step, 2)
+            exp = fill(exp, range(t, t + 1), clock) if r == 0 else exp
+            context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[t], r, r == 1)
+            cached = jax.device_get(exp.method.broadcast(context, state.server).cached)
+            if before is not None:
+                pairs = zip(jax.tree.leaves(before), jax.tree.leaves(cached), strict=True)
+                changes.append(sum(int(np.sum(a != b)) for a, b in pairs))
+            before, state = cached, play(exp, state, (), step).state
+    assert max(changes) <= handed
+    assert (max(changes) > 0) == (handed > 0) == (method != "fedranpac")

@@ -9,8 +9,9 @@ from fcljax.results import comparison, figures, metrics
 from fcljax.results.comparison import groups_of, labels_of, results_table
 
 
-def test_the_table_shows_a_run_in_percent():
-    text = text_of(results_table([summary()]))
+def test_the_table_shows_a_run_in_percent_and_all_that_it_sent():
+    sent = {"upload_bytes": 1_234_500_000, "download_bytes": 170_000}
+    text = text_of(results_table([summary(communication_total=sent)]))
     for cell in (
         "fppl",
         "cifar100",
@@ -19,8 +20,8 @@ def test_the_table_shows_a_run_in_percent():
         "81.11",
         "78.33",
         "12.50",
+        "1,234.50",
         "0.17",
-        "169,060",
         "2 min 00 s",
         "123.4",
     ):
@@ -46,7 +47,16 @@ def test_the_same_seed_twice_is_not_called_two_seeds():
 
 
 def test_missing_numbers_show_as_a_dash():
-    assert " - " in text_of(results_table([summary(client_images_per_s=None)]))
+    assert text_of(results_table([summary(trained_images_per_s=None)])).count(" -") == 3  # no totals either
+
+
+def test_the_table_breaks_no_word_at_80_columns():
+    sent = {"upload_bytes": 1_234_500_000, "download_bytes": 170_000_000}
+    runs = [summary(method=name, communication_total=sent) for name in ("centralized-prompt", "fed-cprompt")]
+    text = text_of(results_table(runs), width=80)
+    assert "…" not in text
+    for word in ("prompt", "fed-cprompt", "A_last", "download", "images/s", "1,234.50", "123.4"):
+        assert word in text
 
 
 @pytest.mark.parametrize(

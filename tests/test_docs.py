@@ -270,10 +270,38 @@ def test_versions_agree():
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
 
 
-def test_the_notebook_is_committed_without_outputs():
-    notebook = json.loads((DOCS / "quickstart.ipynb").read_text())
+@pytest.mark.parametrize("name", ["quickstart", "colab"])
+def test_notebooks_are_committed_without_outputs(name):
+    notebook = json.loads((DOCS / f"{name}.ipynb").read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    installs = "".join(code[0]["source"]) == "%pip install --quiet fcljax"
+    assert installs == (name == "colab")
+
+
+@pytest.mark.long
+def test_the_colab_notebook_runs_where_the_package_is_installed(tmp_path, monkeypatch):
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))
+    notebook = nbformat.read(DOCS / "colab.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    del notebook.cells[1]  # which installs it
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("<iframe srcdoc=" in output.get("data", {}).get("text/html", "") for output in outputs)
+    said = "".join(output.get("text", "") for output in outputs)
+    assert re.search(r"linear: A_last [\d.]+ %, 0\.\d\d MB uploaded", said)
+
+
+def test_the_workflow_publishes_what_was_checked_and_holds_no_secret():
+    text = (small_runs.ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert any(step.get("run") == "make release" for step in jobs["build"]["steps"])
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "secrets." not in text and "password" not in jobs["publish"]["steps"][-1]
+    assert "release: .venv/docs" in (small_runs.ROOT / "Makefile").read_text()
 
 
 @pytest.mark.long

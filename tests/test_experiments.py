@@ -19,7 +19,7 @@ from fcljax.models.networks import make_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment, make_method
-from fcljax.runs.summary import payload_shapes, traffic_by_round
+from fcljax.runs.traffic import payload_shapes, traffic_by_round
 from fcljax.scenario import Scenario
 from fcljax.settings import Fidelity
 from fcljax.studies import paper_tables as tables

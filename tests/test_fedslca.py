@@ -24,7 +24,7 @@ from fcljax.models.heads import Head, apply_head
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import parameter_shapes, vit_network
 from fcljax.runs.build import Experiment
-from fcljax.runs.summary import payload_shapes
+from fcljax.runs.traffic import payload_shapes
 from fcljax.scenario import Scenario
 from fcljax.types import Frozen, Sizes
 

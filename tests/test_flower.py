@@ -285,10 +285,10 @@ def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tm
 
 
 class Claims(Here):
-    """A grid whose nodes say which client they are, and nothing else."""
+    """A grid whose nodes say which client they are, and what is `said`, and nothing else."""
 
-    def __init__(self, claims):
-        self.claims = claims
+    def __init__(self, claims, **said):
+        self.claims, self.said = claims, said
 
     def get_node_ids(self):
         return list(self.claims)
@@ -299,6 +299,7 @@ class Claims(Here):
     def one(self, message):
         client = self.claims[message.metadata.dst_node_id]
         facts = {"client": client, "examples": [5], "settings": {"clients": 3}, "digests": {"images": "x"}}
+        facts |= self.said
         return Message(RecordDict({"facts": config({"json": json.dumps(facts)})}), reply_to=message)
 
 
@@ -318,6 +319,15 @@ def test_a_client_is_bound_to_the_node_that_the_server_names(identity):
     # without a list any node may be any client
     free = Nodes(Claims({9: 0}), 3, (), mine, print)
     assert free.refresh(1, 1.0) == [] and free.of_client == {0: 9}
+
+
+@pytest.mark.parametrize("field", ["client", "examples", "settings", "digests"])
+@pytest.mark.parametrize("value", [None, 1.5, True, "x", [], [[1]], [None], {"images": 3}, 10**400])
+def test_a_report_of_other_types_is_refused_in_one_line(field, value, identity):
+    mine = node.Facts(-1, [], {"clients": 3}, {"images": "x"})
+    nodes = Nodes(Claims({9: 0}, **{field: value}), 3, (), mine, print)
+    (line,) = nodes.refresh(1, 1.0)
+    assert nodes.of_client == {} and "\n" not in line
 
 
 @pytest.mark.parametrize("text", ["1,2", "1,2,2", "1,2,x", "", "1,2,-3", "1,2,3,4"])

@@ -27,7 +27,7 @@ from fcljax.models.shapes import VITS
 from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import Experiment
-from fcljax.runs.summary import payload_shapes
+from fcljax.runs.traffic import payload_shapes
 from fcljax.scenario import Scenario
 from fcljax.types import Batch, Features, Frozen, Network, Sizes, Upload
 

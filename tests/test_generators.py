@@ -7,20 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FROZEN, KEY, SIZES, TASKS, info_of, method_of, round_context_of, rows_of
+from micro import FROZEN, KEY, SIZES, TASKS, info_of, main_of, method_of, round_context_of, rows_of
 from toys import same
 
 from fcljax.federated import communication
 from fcljax.methods import lander as L
 from fcljax.methods import mfcl as M
 from fcljax.models.convnet import Norm
+from fcljax.models.resnet import ResNetConfig, resnet_network
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params
 from fcljax.parts.synthesis import MadeSoFar, added, batch_statistics, best_images, disagreement
 from fcljax.parts.task_start import Start
-from fcljax.types import ClientContext
+from fcljax.types import Aggregate, ClientContext, Frozen
 
 SEEN = jnp.array([True, True, False])
 
@@ -219,3 +220,27 @@ def test_a_generator_makes_other_images_of_other_noise():
     params = init_image_generator(shape, KEY)
     image = generate_images(shape, params, jax.random.normal(KEY, (3, 4)))
     assert len({np.asarray(one).tobytes() for one in image}) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPTIONS)
+def test_statistics_of_batch_normalisation_count_where_there_are_any(name):
+    network = resnet_network(ResNetConfig(8, (1, 1), 4, "cifar"))
+
+    def loss(weight):
+        made = method_of(name, network=network, **OPTIONS[name], statistics_weight=weight)
+
+        def after_a_task(key):
+            frozen = Frozen(network.init(key))
+            server = made.init(key, frozen)
+            now = round_context_of(jax.tree.map(jnp.asarray, TASKS[0]), 1, True, frozen)
+            now = now._replace(previous=made.broadcast(now, server))
+            who = jnp.ones(4), jnp.arange(4), jnp.ones(4, bool)
+            return main_of(made).server(
+                now, server, Aggregate(now.previous.payload.trainable, {}, {}, *who), key
+            )
+
+        (found,) = jax.jit(after_a_task)(KEY)[1].values()
+        return float(found.total / found.weight)
+
+    assert loss(5.0) > loss(0.0) + 0.1

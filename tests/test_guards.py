@@ -3,6 +3,8 @@ is off."""
 
 import json
 import shutil
+import struct
+import zipfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from fcljax.methods.hepco import hepco
 from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
 from fcljax.methods.vfcl.posterior import of_gaussian
-from fcljax.models.weights import torch_zip
+from fcljax.models.weights import checkpoints, torch_zip
 from fcljax.parts import reports, ridge
 from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
@@ -239,6 +241,24 @@ def test_a_tensor_has_no_more_numbers_than_its_storage(tmp_path):
     torch_files.save_zip(tmp_path / "a.pt", {"w": few})
     with pytest.raises(ValueError, match="times the bytes|more numbers than its storage"):
         torch_zip.read_torch_zip(tmp_path / "a.pt")
+
+
+def test_a_pickle_that_is_packed_many_times_over_is_not_looked_through(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "a.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02}" + b"0}" * 2**18 + b".")
+    monkeypatch.setattr(checkpoints, "imports", lambda stream: pytest.fail("it was looked through"))
+    with pytest.raises(InputError, match="unpacks to more than 16 times"):
+        checkpoints.read_tensors(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize(
+    "header", ["(" * 500, "{'descr': '<f4'", "[]", "{'descr': 'x', 'shape': (1,)}", "9" * 5000]
+)
+def test_an_array_whose_header_is_none_is_refused(header, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("w.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
+    with pytest.raises(InputError, match="w has no header of numpy's"):
+        checkpoints.read_tensors(tmp_path / "a.npz")
 
 
 # ---- a federation on machines ------------------------------------------------------------------------------

@@ -191,6 +191,22 @@ def test_a_term_that_hardly_moves_the_model_is_named(shares, lines):
     assert len(found) == lines and all("the term 'ewc'" in line and "0.09 %" in line for line in found)
 
 
+def test_tasks_against_tasks_by_hand():
+    # classes 0 and 1 are the first task, 2 the second; the last column has no prediction
+    confusion = np.array([[6, 1, 3, 0], [0, 5, 5, 0], [1, 0, 8, 1]])
+    shares = metrics.task_confusion(confusion, [[0, 1], [2, -1]])
+    np.testing.assert_allclose(shares, [[12 / 20, 8 / 20], [1 / 10, 8 / 10]])
+    assert metrics.task_confusion(confusion, [[0, 1], [1, 2]]) is None  # a class says no task
+    assert metrics.task_confusion(0 * confusion, [[0, 1], [2]]) == [[None, None], [None, None]]
+
+
+def test_the_worst_tenth_is_one_client_at_least():
+    assert metrics.worst([0.5, 0.25, None, 1.0]) == 0.25
+    assert metrics.worst([i / 100 for i in range(20)]) == pytest.approx(0.005)  # two of twenty
+    assert metrics.worst([i / 100 for i in range(21)]) == pytest.approx(0.01)  # three of them
+    assert metrics.worst([None]) is None
+
+
 @pytest.mark.parametrize(
     ("losses", "right", "says"),
     [

@@ -27,6 +27,7 @@ PARTS = [
     "curves",
     "matrix",
     "forgetting",
+    "confusion",
     "clients",
     "classes",
     "holdings",
@@ -87,8 +88,13 @@ def whole(**changes) -> dict:
         "task_classes": [[0], [1], [2]],
         "holdings": [[5, 0, 7], [0, 11, 1]],
         "client_accuracy": [0.5, 0.125],
+        "task_confusion": [[0.5, 0.0, 0.5], [0.25, 0.5, 0.25], [0.0, 0.125, 0.875]],
         "calibration": {"ece": 0.125, "examples": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]},
-        "communication_total": {"upload_bytes": 2048, "download_bytes": 4096},
+        "communication_total": {"upload_bytes": 2_048_000, "download_bytes": 4_096_000},
+        "communication_extra": {
+            "task_start": {"upload_bytes": 3_000_000, "download_bytes": 0},
+            "handover": {"upload_bytes": 0, "download_bytes": 5_000_000},
+        },
         "extra_storage": size,
         "client_state": size,
         "server_state": size,
@@ -128,8 +134,27 @@ def test_every_part_is_there_with_its_numbers():
     assert ["Run", "paper", "released", "diagonal", "Backward transfer"] in found.rows
     assert ["fppl", "12.50", "10.00", "12.50", "-12.50"] in found.rows
     assert ["Task 1", "2", "3"] in found.rows and ["Task 2", "0", "3"] in found.rows
-    assert any(row[0] == "fppl" and row[3:7] == ["169,060", "0.17", "0.002", "0.0041"] for row in found.rows)
+    costs = ["fppl", "78.33", "2.05", "4.10", "0.17", "169,060", "0.17", "3.00", "5.00"]
+    assert any(row[:9] == costs for row in found.rows)  # what is sent once a task besides the rounds
+    first = next(row for row in found.rows if row[0] == "fppl")
+    assert first[1:6] == ["81.11", "78.33", "12.50", "2.05", "4.10"]
+    # of the old tasks' images (50 + 0 + 25 + 50) / 2 are called old; of the new one's 12.5 + 0
+    assert ["fppl", "62.50", "37.50", "12.50", "87.50"] in found.rows
+    assert ["fppl", "31.25", "12.50", "12.50"] in found.rows  # the mean of two clients, and the worse one
     assert ["lr", "0.1"] in found.rows and "fcljax report runs" in found.text
+
+
+def test_curves_over_rounds_add_up_what_was_sent_and_follow_epsilon():
+    sent = {"task": 0, "round": 0, "participants": 3, "upload_bytes": 1_000_000, "download_bytes": 500_000}
+    lines = [sent, sent | {"round": 1}]
+    text = render([Run("a", whole(), lines=lines)], ["a"])
+    assert "<title>fppl, 1: 1.5</title>" in text and "<title>fppl, 2: 3</title>" in text
+    assert "fppl, 2: 3" not in render([Run("a", whole(), lines=[{**sent, "upload_bytes": None}])], ["a"])
+    privacy = {"epsilon": 2.5, "delta": 1e-3, "noise_multiplier": 1.0, "by_round": [[1, 1.25], [4, 2.5]]}
+    found = made(whole(privacy=privacy))
+    assert ["fppl", "2.5", "0.001", "1"] in found.rows and "privacy" in found.ids
+    assert "<title>fppl, 4: 2.5</title>" in render([Run("a", whole(privacy=privacy))], ["a"])
+    assert "privacy" not in made(whole(privacy=None)).ids
 
 
 def test_headings_are_in_order_and_ids_are_unique():
@@ -178,7 +203,7 @@ def test_several_seeds_are_one_curve_and_keep_their_own_columns():
 
 def test_a_summary_of_an_older_version_lacks_parts_and_the_page_says_so():
     found = made(summary())
-    assert [part for part in found.ids if part in PARTS] == PARTS
+    assert [part for part in found.ids if part in PARTS] == [each for each in PARTS if each != "confusion"]
     for key in ("holdings", "client_accuracy", "class_accuracy", "communication_total"):
         assert f"summary.json lacks '{key}'" in found.text
     for key in ("calibration.examples",):
@@ -328,6 +353,14 @@ def test_the_page_of_a_comparison_does_not_replace_its_figure(tmp_path, capsys):
     assert (tmp_path / "both.html").exists() and (tmp_path / "both.png").exists()
     assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.html")]) == 2
     assert "both.png" in capsys.readouterr().err
+    (tmp_path / "mine.html").write_text("my notes")
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "mine.pdf")]) == 2
+    assert "mine.html" in capsys.readouterr().err and not (tmp_path / "mine.pdf").exists()
+    assert (tmp_path / "mine.html").read_text() == "my notes"
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.pdf")]) == 0  # our own page again
+    assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
+    assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.doc")]) == 2
+    assert ".pdf" in capsys.readouterr().err
 
 
 def test_lines_that_are_half_written_or_damaged_are_left_out(tmp_path):
@@ -390,18 +423,20 @@ def test_the_page_works_in_chromium(width, tmp_path):
         rows = "document.querySelector('#results table').tBodies[0].rows"
         first = f"[...{rows}].map(row => row.cells[0].textContent)"
         before = run(first)
-        head = "document.querySelectorAll('#results thead button')[4]"
+        head = "document.querySelectorAll('#results thead button')[2]"
         run(f"{head}.click()")
         assert run(first) == before[::-1] and run(f"{head}.closest('th').ariaSort") == "ascending"
         run(f"{head}.click()")
         assert run(first) == before
         run(CAPTURE + "document.querySelector('#results .tools button').click()")
         table = run("window.taken").splitlines()
-        assert table[0].startswith("Method,Data set,Seeds,A_avg,A_last") and len(table) == 3
-        assert '"<b>""q"", x</b>"' in table[1] and table[1].split(",")[-1] == "123.4"
+        assert table[0].startswith("Method,A_avg,A_last,Forgetting,Upload (MB)") and len(table) == 3
+        assert '"<b>""q"", x</b>"' in table[1] and table[1].split(",")[9] == "123.4"
         run("document.querySelectorAll('#results .tools button')[1].click()")
         latex = run("window.taken")
-        assert latex.startswith("\\begin{tabular}{lrrrrrrr}") and "A\\_last" in latex and "84,480" in latex
+        assert (
+            latex.startswith("\\begin{tabular}{lrrrrrrrrrrr}") and "A\\_last" in latex and "84,480" in latex
+        )
         run("document.querySelector('.switches button').click()")
         assert run("getComputedStyle(document.querySelector('#curves g.curve')).display") == "none"
         run("document.querySelectorAll('.command button')[0].click()")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fcljax.errors import InputError
-from fcljax.federated.privacy import epsilon
+from fcljax.federated.privacy import by_round, epsilon
 
 
 def gaussian_delta(epsilon_: float, sigma: float) -> float:
@@ -73,3 +73,9 @@ def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(InputError, match=r"^epsilon: .*pip install -e '\.\[privacy\]'$"):
         epsilon(1.0, 0.5, 1, 1e-5)
+
+
+def test_a_curve_over_rounds_has_the_epsilon_of_each_number_of_rounds():
+    found = by_round(1.1, 0.2, [1, 3, 10], 1e-3)
+    assert found == pytest.approx([epsilon(1.1, 0.2, rounds, 1e-3) for rounds in (1, 3, 10)])
+    assert found == sorted(found)

@@ -17,11 +17,13 @@ from fcljax.commands.data import ShowOptions
 from fcljax.commands.health import DoctorOptions
 from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
+from fcljax.commands.tuning import TuneOptions
 from fcljax.data.files.sources import DATASETS
 from fcljax.methods import METHODS
 from fcljax.models.weights.convert import ConvertOptions
 from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.runs.embed import EmbedConfig
+from fcljax.studies import tuning
 
 README = small_runs.ROOT / "README.md"
 PAGES = [README, *sorted((small_runs.ROOT / "docs").rglob("*.md")), small_runs.ROOT / "CONTRIBUTING.md"]
@@ -96,15 +98,20 @@ def test_commands_have_options_that_exist(monkeypatch):
         "completion",
         "report",
         "watch",
+        "tune",
         "weights",
     }
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
     for call in (call for call in calls if call[0] in ("run", "check") and "--help" not in call):
         given = running.parse_run(call[1], call[2:], "run", "")
-        files = {"out", "resume", "config"}
+        files = {"out", "resume", "config", "seeds"}
         own = {name: value for name, value in given.items() if name not in files}
         config.from_mapping(call[1], own, "README")
+    for call in (call for call in calls if call[0] == "tune" and "--resume" not in call):
+        ranges, rest = tuning.sorted_arguments(call[2:])
+        given = running.parse_run(call[1], rest, "tune", "", {"tuning": TuneOptions()})
+        assert ranges and given and all(tuning.parse_range(call[1], {}, *each) for each in ranges)
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowOptions, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
     others |= {"doctor": (DoctorOptions, 2)}

@@ -28,7 +28,8 @@ def summary(**changes) -> dict[str, Any]:
         "trainable_params": 84480,
         "time": {"compile_s": 10.0, "client_s": 100.0, "server_s": 2.0, "eval_s": 8.0},
     }
-    return base | {"client_images_per_s": 123.4, "slot_efficiency": 0.9, "traces": {"round": 1}} | changes
+    base["trained_images_per_s"] = 123.4
+    return base | {"client_images_per_s": 456.7, "slot_efficiency": 0.9, "traces": {"round": 1}} | changes
 
 
 def write(folder, **changes):
@@ -36,8 +37,8 @@ def write(folder, **changes):
     return folder
 
 
-def text_of(table) -> str:
-    console = Console(file=io.StringIO(), width=220)
+def text_of(table, width=220) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 

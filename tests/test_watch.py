@@ -111,6 +111,24 @@ def test_it_ends_when_the_last_run_is_finished(tmp_path):
     assert slept == [0.5, 0.5]
 
 
+def test_a_run_that_has_not_begun_is_waited_for_and_then_compiles(tmp_path):
+    console, slept = Console(file=io.StringIO(), width=140, force_terminal=True), []
+    run = tmp_path / "later"
+
+    def sleep(seconds):
+        slept.append(seconds)
+        begun(run, [0, 4][len(slept) > 1])
+        assert "none has begun yet" in console.file.getvalue()
+
+    watch(run, console, 0.5, once=False, sleep=sleep)
+    assert slept == [0.5, 0.5]
+    begun(run, 0)
+    with owned(run / ".lock"):
+        assert "compiling" in shown(run)
+        begun(run, 1)
+        assert "compiling" not in shown(run)
+
+
 def test_rounds_of_a_run_are_those_of_its_tasks_and_joint_has_one_task():
     assert rounds_of(SETTINGS) == 4 and rounds_of(SETTINGS | {"method": "joint"}) == 2
     assert rounds_of({}) is None and rounds_of({"tasks": "x", "rounds": None}) is None
@@ -143,7 +161,7 @@ def test_a_sparkline_by_hand():
     ("arguments", "words"),
     [
         ([], ["run: give one run directory"]),
-        (["absent"], ["'absent' holds no run"]),
+        (["absent", "--once"], ["'absent' holds no run"]),
         (["absent", "--every", "0"], ["every: 0.0", "0.1"]),
         (["absent", "--every", "nan"], ["every: nan"]),
         (["absent", "--one"], ["'--one'", "'--once'"]),

@@ -48,7 +48,8 @@ from fcljax.runs.checkpoint import State
 from fcljax.runs.folder import check_new, created
 from fcljax.runs.records import Clock, Records, json_line
 from fcljax.runs.rounds import first_server, make_play_round
-from fcljax.runs.summary import figures_of, payload_shapes, summarize, warnings_of
+from fcljax.runs.summary import figures_of, summarize, warnings_of
+from fcljax.runs.traffic import payload_shapes
 from fcljax.terminal import say
 from fcljax.types import Broadcast, ClientContext, ClientInfo, PyTree, RoundContext
 
@@ -440,10 +441,11 @@ def _facts(reply: Message) -> Facts:
         if len(text) > MOST_FACTS:
             raise ValueError(f"it has {len(text):,} characters, more than {MOST_FACTS:,}")
         found = Facts(**json.loads(text))
-        whole = [type(found.client) is int, all(type(count) is int for count in found.examples)]
-        if not (all(whole) and isinstance(found.settings, dict) and isinstance(found.digests, dict)):
+        whole = type(found.client) is int and all(type(count) is int for count in found.examples)
+        texts = all(isinstance(digest, str) for digest in found.digests.values())
+        if not (whole and texts and isinstance(found.settings, dict)):
             raise ValueError("its values are of other types")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a node did not report what it has: {error}") from None
     return found
 

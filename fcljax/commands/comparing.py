@@ -14,20 +14,20 @@ from fcljax.terminal import say
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
     """Options of `fcljax compare`. The page goes beside the figure: report.html, or the name that `out` has,
-    with .html."""
+    with .html. Another file of that name is left alone."""
 
     out: str | None = option(None, unset="accuracy.png in the folder that holds the first run")
-    """PNG file of the figure."""
+    """File of the figure: .png, .pdf or .svg."""
 
 
 def compare(arguments: list[str]) -> int:
-    """`fcljax compare RUN_DIR... [--out PNG]`."""
+    """`fcljax compare RUN_DIR... [--out FIGURE]`."""
     about, words = "Tables, a figure and a page over finished runs.", Words("RUN_DIR...")
     folders, options = parsed(CompareOptions(), arguments, ["compare"], about, words)
     if not folders:
-        raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out PNG]")
+        raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out FIGURE]")
 
-    from fcljax.results import page
+    from fcljax.results import figures, page
     from fcljax.results.comparison import compare as compare_runs
     from fcljax.results.run_folder import changed, run_folders
 
@@ -35,6 +35,9 @@ def compare(arguments: list[str]) -> int:
     html = Path(out).with_suffix(".html") if options.out else Path(out).with_name(page.NAME)
     if html == Path(out):
         raise InputError(f"out: {str(out)!r} is for the figure; nearest: {str(html.with_suffix('.png'))!r}")
+    figures.check_format(out)
+    if html.exists() and not page.is_page(html):
+        raise InputError(f"out: {str(html)!r}, where the page would go, is another file; give another name")
     tables, figure = compare_runs(folders, out)
     console = Console()
     for line in (line for each in folders for run in run_folders(each) for line in changed(run)):

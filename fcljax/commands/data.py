@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import Words, datasets, parse, parsed, print_rows
+from fcljax.commands.arguments import Words, datasets, new_folder, parse, parsed, print_rows, slug
 from fcljax.errors import InputError, Value, choose
 from fcljax.options import option, replaced
 from fcljax.terminal import add_row, plain_text
@@ -42,7 +42,7 @@ class PrepareOptions(config.ImageConfig):
 class ShowOptions(config.PartitionConfig):
     """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
 
-    out: str = "."
+    out: str | None = option(None, unset="runs/data-NAME-TIME")
     """Folder for the two PNG files."""
 
 
@@ -86,7 +86,7 @@ def _data_show(arguments: list[str]) -> int:
 
     from fcljax.checks.show_data import show
 
-    print_rows(show(options, options.out))
+    print_rows(show(options, options.out or new_folder("data", slug(options.dataset))))
     return 0
 
 

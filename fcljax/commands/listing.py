@@ -1,10 +1,13 @@
 """`fcljax list`: what can be named on the command line."""
 
+from collections.abc import Sequence
+
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fcljax.commands.arguments import parse
-from fcljax.terminal import add_row
+from fcljax.terminal import add_row, plain_text
 
 
 def list_(arguments: list[str]) -> int:
@@ -27,27 +30,41 @@ def list_(arguments: list[str]) -> int:
         for name, each in CONVNETS.items()
     }
     backbones["NAME.TAG or OWNER/NAME"] = "weights of timm or the hub; `fcljax weights get` downloads them"
-    methods = {name: f"{entry.summary}; adapter {entry.adapter}" for name, entry in METHODS.items()}
+    methods = [(name, entry.adapter, entry.summary) for name, entry in METHODS.items()]
     adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
-    excluded = {
-        f"{name} + {adapter}": why
+    excluded = [
+        (name, f"--adapter {', '.join(a for a, each in entry.excludes.items() if each == why)}", why)
         for name, entry in METHODS.items()
-        for adapter, why in entry.excludes.items()
+        for why in dict.fromkeys(entry.excludes.values())
+    ]
+    merging = [(name, "--aggregator", f"{e.merges}: mean alone") for name, e in METHODS.items() if e.merges]
+    console = Console()
+    console.print(_listing("methods", methods, ("method", "adapter", "what it is")))
+    plain = {
+        "adapters": adapters,
+        "data sets": DATASETS,
+        "backbones": backbones,
+        "pipelines": PIPELINES,
+        "attacks": ATTACKS,
     }
-    merging = {f"{name} + --aggregator": f"{e.merges}: mean alone" for name, e in METHODS.items() if e.merges}
-    listed = {
-        "method": methods,
-        "adapter": adapters,
-        "data set": DATASETS,
-        "backbone": backbones,
-        "pipeline": PIPELINES,
-        "attack": ATTACKS,
-        "cannot work": excluded | merging,
-    }
-    table = Table("kind", "name", "what it is")
-    for kind, rows in listed.items():
-        for name, text in rows.items():
-            add_row(table, kind, name, text)
-        table.add_section()
-    Console().print(table)
+    for title, rows in plain.items():
+        console.print(_listing(title, list(rows.items())))
+    console.print(_listing("cannot work", [*excluded, *merging], ("method", "with", "why")))
     return 0
+
+
+def _listing(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> Table:
+    """A table without lines whose names are never broken; the last column takes the rest of the width."""
+    table = Table(
+        title=plain_text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+    )
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=index == 0)
+    for row in rows:
+        add_row(table, *row)
+    return table

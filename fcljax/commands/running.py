@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -85,10 +85,10 @@ def _read(arguments: list[str], command: str = "run") -> tuple[dict[str, Any], P
             "file of your own"
         )
     given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary)
-    return given, _taken(Paths(), given), _taken(HostOptions(), given)
+    return given, taken(Paths(), given), taken(HostOptions(), given)
 
 
-def _taken(options: Value, given: dict[str, Any]) -> Value:
+def taken(options: Value, given: dict[str, Any]) -> Value:
     """The options with what is given of them, which is then no longer in `given`."""
     names = [field.name for field in fields_of(type(options)) if field.name in given]
     return replaced(options, **{name: given.pop(name) for name in names})
@@ -177,9 +177,22 @@ def _folder(resolved: config.RunConfig) -> str:
     return new_folder(slug(resolved.method), slug(resolved.dataset), f"s{resolved.seed}")
 
 
-def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -> dict[str, Any]:
+def parse_run(
+    method: str,
+    arguments: Sequence[str],
+    command: str,
+    about: str,
+    besides: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
     """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
     scale and its file of settings decide the defaults that the help shows.
+
+    Args:
+      method: of the run.
+      arguments: what was typed after it.
+      command: what was typed before it.
+      about: the first line of the help.
+      besides: title -> further options of the command; None: those of `fcljax run`.
 
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
@@ -197,7 +210,8 @@ def parse_run(method: str, arguments: Sequence[str], command: str, about: str) -
         shown = config.preset(method, adapter)
     config.check_known(method, adapter, typed, "options")
     run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
-    parts = dict([*own, run, ("files", Paths()), ("hosts", HostOptions())])
+    others = {"files": Paths(), "hosts": HostOptions()} if besides is None else besides
+    parts = dict([*own, run, *others.items()])
     return parse(parts, arguments, [command, method], about)[1]
 
 

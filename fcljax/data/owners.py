@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from fcljax.data.files.dataset import Dataset, image_names
-from fcljax.data.task_schedule import NONE, natural_order
+from fcljax.data.files.dataset import Dataset, image_names, natural_order
 from fcljax.errors import InputError, nearest
 from fcljax.files import read_text
 
 OWNER = "owner"  # the column that an array in memory becomes
 CSV_BYTES = 1 << 28
 NOBODY = ""
+NONE = -1  # the task of an example that belongs to none
 
 
 class Owners(NamedTuple):

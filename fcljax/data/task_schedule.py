@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from fcljax.data.files.dataset import natural_order
+from fcljax.data.owners import NONE
 from fcljax.data.tasks import tasks_of, tasks_of_sizes
 from fcljax.errors import InputError, nearest
 from fcljax.types import Task
 
-NONE = -1  # the task of an example that belongs to none
 PURPOSE = 34  # of the draws, among those of the seed
 
 
@@ -130,9 +131,3 @@ def listed(
 def _tasks(task: np.ndarray, label: np.ndarray, classes: int) -> tuple[Task, ...]:
     """The tasks with the classes of their training examples."""
     return tasks_of([np.unique(label[task == each]) for each in range(task.max() + 1)], classes)
-
-
-def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
-    """Names in the order that a reader expects: numbers in their own order, before other text."""
-    different = np.unique(np.asarray(names, str)).tolist()
-    return sorted(different, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))

@@ -3,6 +3,9 @@
 `aggregation.add_noise` adds the noise itself.
 """
 
+import itertools
+from collections.abc import Sequence
+
 from fcljax.errors import InputError
 
 
@@ -27,16 +30,25 @@ def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: f
     _check("participation", participation, 0 < participation <= 1, "above 0 and at most 1; nearest: 1")
     _check("rounds", rounds, rounds >= 0, "at least 0; nearest: 0")
     _check("delta", delta, 0 < delta < 1, "above 0 and below 1; 1e-05 is usual")
+    return by_round(noise_multiplier, participation, [rounds], delta)[0] if rounds else 0.0
+
+
+def by_round(
+    noise_multiplier: float, participation: float, rounds: Sequence[int], delta: float
+) -> list[float]:
+    """As `epsilon`, after each of some ascending numbers of rounds."""
     try:
         import dp_accounting as dp
     except ImportError:
         raise InputError(
             "epsilon: needs the package dp-accounting; install it with: pip install -e '.[privacy]'"
         ) from None
-    if rounds == 0:
-        return 0.0
     one = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
-    return float(dp.rdp.RdpAccountant().compose(dp.SelfComposedDpEvent(one, rounds)).get_epsilon(delta))
+    accountant, found = dp.rdp.RdpAccountant(), []
+    for before, after in itertools.pairwise([0, *rounds]):
+        accountant.compose(dp.SelfComposedDpEvent(one, after - before))
+        found.append(float(accountant.get_epsilon(delta)))
+    return found
 
 
 def _check(field: str, value: float | int, good: bool, words: str) -> None:

@@ -93,6 +93,23 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
     return inline(figures.scatter(points, xlabel, ylabel), label, drawn)
 
 
+def lines(
+    series: Mapping[str, tuple[Sequence[Number], Sequence[Number]]], label: str, xlabel: str, ylabel: str
+) -> Markup:
+    """A curve for each name, of its x and y."""
+    figure = figures.new_figure(WIDTH, 3.6)
+    axes = figure.add_subplot()
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(axis="y", color=figures.GRID, linewidth=0.8)
+    figures.open_frame(axes)
+    titles = {}
+    for i, (name, (x, y)) in enumerate(series.items()):
+        axes.plot(x, y, gid=f"line l{i}", **figures.curve_style(i) | {"markersize": 4})
+        titles[f"line l{i}"] = [f"{name}, {a:g}: {b:,.4g}" for a, b in zip(x, y, strict=True)]
+    axes.set_ylim(bottom=0)
+    return inline(figure, label, titles)
+
+
 def bars(rows: Mapping[str, Sequence[Number]], parts: Sequence[str], label: str, unit: str) -> Markup:
     """A bar for each row, of parts one after the other."""
     figure, axes = _rows_figure(list(rows), unit)

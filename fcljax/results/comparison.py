@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from fcljax.config import EngineConfig
@@ -89,14 +90,15 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     shared = [field for field in SETUP if len({run[field] for run in summaries}) == 1]
     differing = [field for field in SETUP if field not in shared]
     groups = groups_of(summaries)
-    caption = "Class-IL accuracy A and forgetting F in %; upload of a client in a round; training images/s"
+    caption = "Class-IL accuracy A and forgetting F in %; MB in all; images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
     title = ", ".join(_short(summaries[0][field]) for field in shared) if summaries else ""
-    table = Table(title=plain_text(title), caption=caption)
+    # narrow, so that the lines of a single run fit into 80 columns without a broken word
+    table = Table(title=plain_text(title), caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for name in ("method", *differing):
         table.add_column(name, overflow="fold")
-    names = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload (MB)", "(parameters)", "time", "images/s")
+    names = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload MB", "download MB", "time", "images/s")
     for name in names:
         table.add_column(name, justify="right")
     for _, label, runs in groups:
@@ -223,11 +225,16 @@ def _cells(runs: list[Summary], forgetting: str) -> list[str]:
     return [
         str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
         *(over_seeds_text([percent(value_at(run, key)) for run in runs], 2) for key in fractions),
-        megabytes(one["communication"]["upload_bytes"]),
-        f"{one['communication']['upload_scalars']:,}",
+        *(_total(one, way) for way in ("upload", "download")),
         _duration(np.mean([sum(value or 0 for value in run["time"].values()) for run in runs])),
-        over_seeds_text([run["client_images_per_s"] for run in runs], 1).partition(" ±")[0],
+        over_seeds_text([run.get("trained_images_per_s") for run in runs], 1).partition(" ±")[0],
     ]
+
+
+def _total(run: Summary, way: str) -> str:
+    """What all clients upload or download in the whole run, in MB; a dash where an older summary lacks it."""
+    total = value_at(run, f"communication_total.{way}_bytes")
+    return "-" if total is None else megabytes(total)
 
 
 def _difference(ours: list[Summary], theirs: list[Summary], key: str) -> str:

@@ -1,4 +1,4 @@
-"""Figures of finished runs, and the PNG files that they become.
+"""Figures of finished runs, and the files that they become.
 
 Figures are matplotlib's own objects, never pyplot, so nothing global is touched. A file is written to a
 temporary name in its folder and then renamed, so a reader never finds half a file.
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from jaxtyping import Num, UInt8
 from matplotlib import colormaps
@@ -18,7 +19,7 @@ from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from fcljax.errors import one_line
+from fcljax.errors import InputError, one_line
 from fcljax.files import atomic
 from fcljax.results.run_folder import Number
 
@@ -32,16 +33,43 @@ MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
 MAX_NAME = 80  # characters of a run's name in a legend
 MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
 
+# format -> what a file must not say of when and with what it was made
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None},
+    "svg": {"Date": None},
+}
+
 Series = Mapping[str, Sequence | np.ndarray]
 
 
-def save(path: str | Path, figure: Figure) -> Path:
-    """Write a figure as a PNG; the same figure gives the same bytes."""
+def check_format(path: str | Path) -> str:
+    """The format of a figure's file.
+
+    Raises:
+      InputError: for a name that ends otherwise.
+    """
     path = Path(path)
+    form = path.suffix.lower().removeprefix(".")
+    if form not in FORMATS:
+        choices = ", ".join(f".{each}" for each in FORMATS)
+        near = str(path.with_suffix(".png"))
+        raise InputError(f"out: {str(path)!r} is no name of a figure ({choices}); nearest: {near!r}")
+    return form
+
+
+def save(path: str | Path, figure: Figure) -> Path:
+    """Write a figure in the format that its name ends with; the same figure gives the same bytes.
+
+    Raises:
+      InputError: as `check_format`.
+    """
+    path, form = Path(path), check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path) as temporary, warnings.catch_warnings():
+    same = {"svg.hashsalt": "fcljax"}
+    with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(same):
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+        figure.savefig(temporary, format=form, metadata=FORMATS[form])
     return path
 
 

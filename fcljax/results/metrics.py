@@ -9,6 +9,7 @@ If all classes seen so far compete in the predictions, these are Class-IL accura
 the image's own task compete, Task-IL accuracies.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,24 @@ def task_accuracy(
     )
 
 
+def task_confusion(
+    confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
+) -> list[list] | None:
+    """Shares [true task, predicted task] of the examples of each task, [T, T]; None for a task without
+    examples. Examples without a prediction are in no column.
+
+    Returns:
+      None where tasks share classes, so that a class does not say the task.
+    """
+    member = np.zeros((len(tasks), len(confusion)), int)
+    for t, classes in enumerate(tasks):
+        member[t, np.asarray(classes)[np.asarray(classes) >= 0]] = 1
+    if (member.sum(0) > 1).any():
+        return None
+    counts = member @ confusion[:, : len(confusion)] @ member.T
+    return without_nan(_ratio(counts, (member @ confusion.sum(1))[:, None]))
+
+
 def client_accuracy(
     confusion: Integer[np.ndarray, "C C+1"], class_counts: Integer[np.ndarray, "K C"]
 ) -> Float[np.ndarray, " K"]:
@@ -89,6 +108,13 @@ def client_accuracy(
     seen = ~np.isnan(accuracy)
     counts = class_counts[:, seen]
     return _ratio(counts @ accuracy[seen], counts.sum(1))
+
+
+def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
+    """The mean over the given share of the values with the lowest ones, one at least; None without values."""
+    known = sorted(value for value in values if value is not None)
+    lowest = known[: max(1, math.ceil(share * len(known)))]
+    return sum(lowest) / len(lowest) if lowest else None
 
 
 class Calibration(NamedTuple):

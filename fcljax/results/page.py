@@ -18,6 +18,8 @@ from fcljax.results.run_folder import FinishedRun, changed, load_summary, read_l
 
 NAME = "report.html"
 PICTURE = Path("figures") / "restored.png"
+MADE = b"<p>Made by fcljax"  # in the footer
+MAX_PAGE = 2**25  # bytes that are read of a page
 MAX_PICTURES = 2**21  # bytes of all pictures together; the page stays below 5 MB
 
 
@@ -48,6 +50,15 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
     check_folder(path.parent)
     write_text(path, text)
     return path
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a report page, which may be made again."""
+    try:
+        with open_regular(path) as stream:
+            return MADE in stream.read(MAX_PAGE)
+    except OSError:
+        return False
 
 
 def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], None]) -> bool:

@@ -21,7 +21,7 @@ from fcljax.results.comparison import (
     over_seeds_text,
     percent,
 )
-from fcljax.results.metrics import without_nan
+from fcljax.results.metrics import without_nan, worst
 from fcljax.results.run_folder import FinishedRun, Number, Summary, value_at
 
 Named = TypeVar("Named")
@@ -37,6 +37,8 @@ TIMES = {
     "server_s": "server work",
     "eval_s": "evaluation",
 }
+WAYS = ("upload", "download")
+MAX_POINTS = 100  # of a curve over rounds
 NONE = "-"
 TERM = "gradient_share_"  # what the keys of shares in metrics.jsonl begin with
 
@@ -105,10 +107,12 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
         _curves,
         _matrices,
         _forgetting,
+        _confusion,
         _clients,
         _classes,
         _partitions,
         _costs,
+        _privacy,
         _times,
         _terms,
         _rejected,
@@ -121,15 +125,21 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
 
 def _results(view: PageView) -> Section:
     columns = {
-        "Data set": lambda group: group.runs[0]["dataset"],
-        "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
         "A_avg": lambda group: accuracy(group, "A_avg"),
         "A_last": lambda group: accuracy(group, "A_last"),
+        "Forgetting": lambda group: accuracy(group, "forgetting.paper"),
+        "Upload (MB)": lambda group: size_cell(value_at(group.runs[0], "communication_total.upload_bytes")),
+        "Download (MB)": lambda group: size_cell(
+            value_at(group.runs[0], "communication_total.download_bytes")
+        ),
+        "Time (s)": lambda group: seeds([_seconds(run) for run in group.runs], 1),
         "A_last, Task-IL": lambda group: accuracy(group, "task_il.A_last"),
         "Trainable parameters": lambda group: number(group.runs[0]["trainable_params"]),
-        "Images/s": lambda group: mean(group, "client_images_per_s", 1),
+        "Images/s in training": lambda group: mean(group, "trained_images_per_s", 1),
+        "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
+        "Data set": lambda group: group.runs[0]["dataset"],
     }
-    caption = "Results in %, mean ± population standard deviation over seeds"
+    caption = "Accuracy and forgetting in %, mean ± population standard deviation over seeds"
     tables = [_table_of(caption, "Method", _by_name(view.groups), columns)]
     if len(view.names) > len(view.groups):
         columns = {
@@ -148,7 +158,7 @@ def _results(view: PageView) -> Section:
     text = (
         "A_t is the mean Class-IL accuracy over the tasks learned so far: all their classes compete. A_avg "
         "is the mean of A_t over t, and A_last its value after the last task. In Task-IL only the classes of "
-        "the image's own task compete.",
+        "the image's own task compete. Upload and download: all clients, all rounds.",
     )
     return Section("results", "Results", text, tables=tables)
 
@@ -203,10 +213,64 @@ def _forgetting(view: PageView) -> Section:
     return Section("forgetting", "Forgetting", text, tables=[table])
 
 
+def _confusion(view: PageView) -> Section | None:
+    """Old classes against those of the last task."""
+    having = [group for group in view.groups if all(_tasks_confused(run) > 1 for run in group.runs)]
+    if not having:
+        return None
+    means = {
+        group.name: np.array([run["task_confusion"] for run in group.runs], float).mean(0)
+        for group in having[:MAX_MATRICES]
+    }
+    rows = []
+    for name, shares in means.items():
+        old, new = shares[:-1].mean(0), shares[-1]
+        cells = without_nan(np.array([old[:-1].sum(), old[-1], new[:-1].sum(), new[-1]]))
+        rows.append([name, *map(share, cells)])
+    text = (
+        "After the last task: of which task the predicted class is. New is the last task, old are those "
+        "before it; each old task has the same weight. Where old images are called new, the model leans to "
+        "what it saw last.",
+    )
+    columns = ("Run", "Old called old", "Old called new", "New called old", "New called new")
+    table = _table("Images of old and new classes, in %", columns, rows)
+    folded = [_task_matrix(name, shares) for name, shares in means.items()]
+    return Section("confusion", "Old against new classes", text, tables=[table], folded=folded)
+
+
+def _tasks_confused(run: Summary) -> int:
+    return len(run.get("task_confusion") or [])
+
+
+def _task_matrix(name: str, shares: np.ndarray) -> PageTable:
+    columns = ("Images of", *(f"called task {t + 1}" for t in range(len(shares))))
+    rows = [
+        [f"Task {t + 1}", *(heat(value, 100) for value in row)]
+        for t, row in enumerate(without_nan(100 * shares))
+    ]
+    return _table(f"Task against task, in %: {name}", columns, rows)
+
+
 def _clients(view: PageView) -> Section:
-    text = "Accuracy of the global model under each client's own mix of classes, in %."
-    part = Section("clients", "Accuracy per client", [text])
-    return _per_item(view, part, "client_accuracy", "Client", lambda run, i: str(i))
+    text = (
+        "Accuracy of the global model under each client's own mix of classes, in %. The worst 10 %: the mean "
+        "over the tenth of the clients with the lowest accuracy, one client at least."
+    )
+    part = _per_item(
+        view,
+        Section("clients", "Accuracy per client", [text]),
+        "client_accuracy",
+        "Client",
+        lambda run, i: str(i),
+    )
+    having, _ = _having(view, "client_accuracy")
+    columns = {
+        "Mean": lambda run: share(_mean(run["client_accuracy"])),
+        "Worst 10 %": lambda run: share(worst(run["client_accuracy"])),
+        "Lowest": lambda run: share(worst(run["client_accuracy"], 0.0)),
+    }
+    spread = [_table_of("Over the clients of a run, in %", "Run", having, columns)] if having else []
+    return part._replace(tables=spread, folded=part.tables)
 
 
 def _classes(view: PageView) -> Section:
@@ -281,37 +345,96 @@ def _partition(run: Summary, names: list[str]) -> PageTable:
 
 def _costs(view: PageView) -> Section:
     columns = {
-        "Upload (MB)": "communication.upload_bytes",
-        "Upload (parameters)": "communication.upload_scalars",
-        "Download (MB)": "communication.download_bytes",
         "Upload in all (MB)": "communication_total.upload_bytes",
         "Download in all (MB)": "communication_total.download_bytes",
+        "Upload a round (MB)": "communication.upload_bytes",
+        "Upload a round (parameters)": "communication.upload_scalars",
+        "Download a round (MB)": "communication.download_bytes",
+        "Upload besides, a task (MB)": "upload",
+        "Download besides, a task (MB)": "download",
         "Cached by a client (MB)": "extra_storage.bytes",
         "Client state (MB)": "client_state.bytes",
         "Server state (MB)": "server_state.bytes",
     }
     rows, points = [], {}
     for group in view.groups:
-        one = group.runs[0]
+        one = group.runs[0] | {way: _besides(group.runs[0], way) for way in ("upload", "download")}
         cells = [
             (number if key.endswith("scalars") else size_cell)(value_at(one, key)) for key in columns.values()
         ]
         rows.append([group.name, accuracy(group, "A_last"), *cells])
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
-            total = value_at(one, "communication_total.upload_bytes") or 0
+            total = sum(value_at(one, f"communication_total.{way}_bytes") or 0 for way in WAYS)
             points[group.name] = (total / 1e6, sum(last) / len(last))
-    label = "Accuracy after the last task over all that clients upload; the table below has the values"
+    label = "Accuracy after the last task over all that clients send and receive; the table has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
-    chart = Chart(charts.scatter(points, label, "Upload of the whole run (MB)", "A_last (%)"), legend)
+    drawn = [
+        Chart(charts.scatter(points, label, "Sent and received in the whole run (MB)", "A_last (%)"), legend)
+    ]
+    sums = _traffic_curves(view)
+    if sums:
+        label = "Sent and received so far, over the rounds; the table has the totals"
+        legend = [(charts.curve_key(i), name) for i, name in enumerate(sums)]
+        drawn.append(Chart(charts.lines(sums, label, "Rounds", "Sent and received so far (MB)"), legend))
     text = [
-        "Upload and download: one client, one round. In all: all clients, all rounds. With several seeds, "
-        "those of the first run. 1 MB is 10^6 bytes. Parameters: all floating-point values of an upload."
+        "In all: all clients and rounds, also statistics that are sent once a task, and what clients "
+        "download to cache. A round: one client. Besides, a task: what one client sends and receives once a "
+        "task, outside of the usual rounds. With several seeds, those of the first run. 1 MB is 10^6 bytes. "
+        "Parameters: all floating-point values of an upload."
     ]
     if not all("communication_total" in group.runs[0] for group in view.groups):
         text.append(_left_out("communication_total"))
     table = _table("Communication and storage beside accuracy", ("Run", "A_last (%)", *columns), rows)
-    return Section("costs", "Communication and storage", text, [chart] if points else [], [table])
+    return Section("costs", "Communication and storage", text, drawn if points else drawn[1:], [table])
+
+
+def _besides(run: Summary, way: str) -> Number | None:
+    """Bytes of a client's exchanges that come once a task."""
+    extra = run.get("communication_extra")
+    return None if extra is None else sum(each[f"{way}_bytes"] for each in extra.values())
+
+
+def _traffic_curves(view: PageView) -> dict[str, tuple[Sequence[Number], Sequence[Number]]]:
+    """By name of the group, of its first run whose rounds say what was sent: rounds, and MB so far."""
+    lines = {id(run.summary): run.lines for run in view.runs}
+    found = {}
+    for group in view.groups:
+        own = lines[id(group.runs[0])]
+        if own and all(isinstance(line.get(f"{way}_bytes"), int) for line in own for way in WAYS):
+            sent = np.cumsum([line["upload_bytes"] + line["download_bytes"] for line in own]) / 1e6
+            rounds = np.linspace(1, len(sent), min(len(sent), MAX_POINTS)).round().astype(int)
+            found[group.name] = (rounds.tolist(), sent[rounds - 1].tolist())
+    return found
+
+
+def _privacy(view: PageView) -> Section | None:
+    """The epsilon of runs with differential privacy."""
+    having, _ = _having(view, "privacy.by_round")
+    if not having:
+        return None
+    keys = {"epsilon": "epsilon", "delta": "delta", "Noise multiplier": "noise_multiplier"}
+    rows = [
+        [name, *(_short(value_at(run, f"privacy.{key}")) for key in keys.values())]
+        for name, run in having.items()
+    ]
+    curves = {
+        name: ([x for x, _ in run["privacy"]["by_round"]], [y for _, y in run["privacy"]["by_round"]])
+        for name, run in having.items()
+    }
+    legend = [(charts.curve_key(i), name) for i, name in enumerate(curves)]
+    label = "Epsilon over the rounds; the table has its last value"
+    text = (
+        "The (epsilon, delta) guarantee of differential privacy for all data of one client, after so many "
+        "rounds: the smaller epsilon, the stronger.",
+    )
+    return Section(
+        "privacy",
+        "Privacy",
+        text,
+        [Chart(charts.lines(curves, label, "Rounds", "Epsilon"), legend)],
+        [_table("After the last round", ("Run", *keys), rows)],
+    )
 
 
 def _times(view: PageView) -> Section:
@@ -581,6 +704,15 @@ def _class_name(run: Summary, index: int) -> str:
     if index >= len(names):
         return f"{index}"
     return f"{names[index]} ({index})" if names.count(names[index]) > 1 else names[index]
+
+
+def _short(value: Number) -> Cell:
+    return Cell(f"{value:.4g}", value)
+
+
+def _seconds(run: Summary) -> Number:
+    """Seconds of a run."""
+    return sum(value_at(run, f"time.{key}") or 0 for key in TIMES)
 
 
 def _mean(values: Iterable[Number | None]) -> Number:

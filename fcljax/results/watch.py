@@ -131,17 +131,30 @@ def watch(
       sleep, now: the clock.
 
     Raises:
-      InputError: as `run_dirs`.
+      InputError: as `run_dirs`, of a look once only; otherwise a run that has not begun is waited for.
     """
-    runs = [look(each) for each in run_dirs(folder)]
     if once:
-        console.print(view(runs, now()))
+        console.print(view([look(each) for each in run_dirs(folder)], now()))
         return
-    with Live(view(runs, now()), console=console, auto_refresh=False) as live:
-        while not all(map(finished, runs)):
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            runs = _looked(folder)
+            live.update(view(runs, now()) if runs else plain_text(_waiting(folder)), refresh=True)
+            if runs and all(map(finished, runs)):
+                return
             sleep(every)
-            runs = [look(each) for each in run_dirs(folder)]
-            live.update(view(runs, now()), refresh=True)
+
+
+def _looked(folder: str | Path) -> list[Watched]:
+    """The runs of a folder; none before one has begun."""
+    try:
+        return [look(each) for each in run_dirs(folder)]
+    except InputError:
+        return []
+
+
+def _waiting(folder: str | Path) -> str:
+    return f"waiting for a run in {str(folder)!r}: none has begun yet; Ctrl-C ends"
 
 
 def view(runs: Sequence[Watched], now: float) -> RenderableType:
@@ -232,6 +245,8 @@ def _age(run: Watched, now: float) -> str:
 def _state(run: Watched) -> str:
     if finished(run) and not run.owned:
         return "finished"
+    if run.owned and not run.lines:
+        return "compiling"  # or loading: no round is over yet
     return {True: "running", False: "not running here", None: "unknown"}[run.owned]
 
 

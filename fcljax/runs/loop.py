@@ -41,6 +41,13 @@ def _never() -> None:
     """No signal has asked the run to stop."""
 
 
+def _ignore(line: dict[str, Any]) -> None:
+    """Nobody hears of a round."""
+
+
+QUIET = Console(quiet=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Observer:
     """Who follows a run from outside, and may stop it."""
@@ -50,6 +57,8 @@ class Observer:
     # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
     # checkpoint
     stop: Callable[[], int | None] = _never
+    # is given the line of every round; what it raises ends the run there
+    heard: Callable[[dict[str, Any]], None] = _ignore
     # names of `trackers.TRACKERS` that follow the run
     track: Sequence[str] = ()
 
@@ -301,6 +310,7 @@ def _play(
                 raise signals.Stopped(stopped)
             if due or not hosts.first:
                 signals.check()
+            observer.heard(line)
         return fill(exp, range(filled, tasks), clock), state
 
 

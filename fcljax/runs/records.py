@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from fcljax.federated.communication import Traffic
 from fcljax.federated.engine import RoundReport
 from fcljax.terminal import NotebookBar, progress_bar
 
@@ -81,13 +82,17 @@ class Records:
             paid_steps=report.paid_steps,
         )
 
-    def record(self, t: int, r: int, report: RoundReport, evaluated: Evaluated) -> dict[str, Any]:
-        """Add a round to the history; its line of metrics.jsonl."""
+    def record(
+        self, t: int, r: int, report: RoundReport, evaluated: Evaluated, sent: Traffic
+    ) -> dict[str, Any]:
+        """Add a round to the history; its line of metrics.jsonl. `sent`: by all clients together."""
         line: dict[str, Any] = {"task": t, "round": r, **report.metrics, "participants": report.participants}
         line |= {
             "rejected": report.rejected,
             "refused": report.refused,
             "slot_efficiency": report.slot_efficiency,
+            "upload_bytes": sent.upload_bytes,
+            "download_bytes": sent.download_bytes,
         }
         if report.impossible:
             line["impossible"] = report.impossible

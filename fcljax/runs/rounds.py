@@ -15,6 +15,7 @@ from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import make_evaluate
 from fcljax.runs.records import NOT_EVALUATED, Clock, Records
+from fcljax.runs.traffic import Counted
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
 _PURPOSE = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
@@ -60,12 +61,12 @@ def make_play_round(
     """
     play, settings = _make_play(exp, records, clock, clients), exp.settings
     evaluates = clients is None or not exp.method.personal
-    evaluate = make_evaluate(exp) if evaluates else None
+    evaluate, counted = make_evaluate(exp) if evaluates else None, Counted.of(exp)
 
     def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> RoundResult:
         t, r = divmod(step, settings.rounds)
         last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
-        state, kept, report = play(exp, state, past, t, r)
+        state, kept, report, uploads = play(exp, state, past, t, r)
         if kept is not None:
             records.add(replay_examples=len(kept.label))
         if evaluate and (last or settings.eval_every_round):
@@ -73,16 +74,18 @@ def make_play_round(
                 evaluated = evaluate(exp.test, state, t, records)
             if last:
                 records.keep(evaluated)
-        return RoundResult(state, kept, records.record(t, r, report, evaluated))
+        sent = counted.total(uploads, int(r == 0 < t))
+        return RoundResult(state, kept, records.record(t, r, report, evaluated, sent))
 
     return play_round
 
 
 def _make_play(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None
-) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport]]:
-    """play(exp, state, past, task, round) -> (state, kept, report): a round, with what comes before the first
-    and after the last one of a task."""
+) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[int]]]:
+    """play(exp, state, past, task, round) -> (state, kept, report, uploads): a round, with what comes before
+    the first and after the last one of a task, and how many clients took part in each of the method's
+    rounds."""
     begin_task, settings = jax.jit(exp.method.begin_task), exp.settings
     shares = parse_faults(settings.faults)
 
@@ -107,16 +110,21 @@ def _make_play(
             )
             return report
 
+        def besides(report: RoundReport) -> tuple[int, ...]:
+            records.count(report._replace(training_examples=0))
+            return report.uploads
+
         round_context = RoundContext.on_host(exp.frozen, task, r, last)
-        kept = None
+        kept, uploads = None, []
         if r == 0:
             begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
             server = begin_task(round_context, server, begin_key)
-            records.count(stage("task_start")._replace(training_examples=0))
+            uploads.append(besides(stage("task_start")))
         report = stage("round")
         if last:
-            records.count(stage("task_end")._replace(training_examples=0))
+            uploads.append(besides(stage("task_end")))
             kept = keep_task(exp.engine, exp.frozen, server, task, r)
-        return State(server, states, key), kept, report
+        total = np.sum([*uploads, report.uploads], axis=0, dtype=int).tolist()
+        return State(server, states, key), kept, report, total
 
     return play

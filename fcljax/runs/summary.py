@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
@@ -20,57 +19,23 @@ from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
 from fcljax.runs.records import Records
+from fcljax.runs.traffic import (
+    Counted,
+    Payloads,
+    handover_traffic,
+    payload_shapes,
+    traffic_by_round,
+)
 from fcljax.scenario import domains_of
-from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundContext, Upload
+from fcljax.types import RoundContext
 
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
+PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
 # a run has not arrived if its loss still falls by such a share in the last round of a task, and clients get
 # fewer of their training examples right than this
 STEEP, ARRIVED = 0.1, 0.8
 FAR = 1.0  # from prototypes to the means of their classes, over the distance between the means
-
-
-class Payloads(NamedTuple):
-    """Shapes of what clients and server send and keep."""
-
-    uploads: tuple[Upload, ...]  # of a client, in each of the method's rounds
-    broadcast: Broadcast
-    handover: PyTree  # what clients get of a finished task when the next one begins
-    state: PyTree  # of a client
-    server: PyTree
-    trainable: dict[str, PyTree]  # what a client trains, by name
-
-
-def payload_shapes(exp: Experiment) -> Payloads:
-    """The shapes, without computing anything."""
-    method, task = exp.method, exp.scenario.tasks[0]
-    info = ClientInfo.example(exp.sizes.classes)
-
-    def upload(each: Round, context: ClientContext, state: PyTree, key: jax.Array) -> Upload:
-        local = each.program.start(context, state, key)
-        return each.program.finish(context, local, state)[0]
-
-    def everything(key, frozen, task, info):
-        server = method.init(key, frozen)
-        round_context = RoundContext.on_host(frozen, task, 0, False)
-        broadcast, state = method.broadcast(round_context, server), method.init_client(key, server)
-        context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
-        uploads = tuple(upload(each, context, state, key) for each in method.rounds)
-        named = method.trainable(round_context, server) if method.trainable else {"upload": uploads[0].mean}
-        handover = method.handover(round_context, server) if method.handover else ()
-        return Payloads(uploads, broadcast, handover, state, server, named)
-
-    return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
-
-
-def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
-    """What one client uploads and downloads in each of the method's rounds; it uploads nothing in a round
-    without aggregation."""
-    pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
-    return [
-        communication.traffic(upload if each.server else None, payloads.broadcast) for each, upload in pairs
-    ]
 
 
 def summarize(exp: Experiment, records: Records, personal: list[float | None] | None) -> dict[str, Any]:
@@ -104,6 +69,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "class_accuracy": metrics.per_class_accuracy(confusion).tolist(),
         "calibration": records.calibration,
         "unpredicted": metrics.unpredicted(confusion),
+        "task_confusion": metrics.task_confusion(confusion, [task.classes for task in exp.scenario.tasks]),
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         "personal_accuracy": personal,
         "personal": _personal(records),
@@ -118,7 +84,8 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "trainable_params_by_part": by_part,
         "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
         "client_images_per_s": _rate(counts["client_images"], seconds["client"]),
-        "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]),
+        # none where nothing trains
+        "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]) if by_part else None,
         "eval_images_per_s": _rate(counts["evaluated_images"], seconds["eval"]),
         "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
         "lanes": exp.engine.lanes._asdict(),
@@ -208,34 +175,39 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
     `handover` is per client and task: what every client downloads of a finished task when the next one
     begins.
     """
-    by_round = traffic_by_round(exp, payloads)
+    by_round, handover = traffic_by_round(exp, payloads), handover_traffic(payloads)
     usual, extra = NO_TRAFFIC, {}
     for each, traffic in zip(exp.method.rounds, by_round, strict=True):
         if each.when == "round":
             usual = Traffic(*map(sum, zip(usual, traffic, strict=True)))
         else:
             extra[each.when] = traffic._asdict()
-    totals = [communication.total(*pair) for pair in zip(by_round, records.uploads, strict=True)]
-    down = communication.scalars(payloads.handover), communication.num_bytes(payloads.handover)
-    if down[1]:
-        handover = Traffic(0, 0, *down)
+    if handover.download_bytes:
         extra["handover"] = handover._asdict()
-        totals.append(communication.total(handover, exp.sizes.clients * (exp.sizes.tasks - 1)))
+    counted = Counted(by_round, handover, exp.sizes.clients)
     return {
         "communication": usual._asdict(),
         "communication_extra": extra,
-        "communication_total": {name: sum(each[name] for each in totals) for name in Traffic._fields},
+        "communication_total": counted.total(records.uploads, exp.sizes.tasks - 1)._asdict(),
     }
 
 
-def _privacy(exp: Experiment) -> dict[str, float] | None:
-    """The guarantee of central differential privacy after all rounds; None without noise or delta."""
+def _privacy(exp: Experiment) -> dict[str, Any] | None:
+    """The guarantee of central differential privacy after all rounds, and [round, epsilon] at up to 50 of
+    them; None without noise or delta."""
     noise, delta = exp.settings.noise_multiplier, exp.settings.dp_delta
     if not noise or not delta:
         return None
-    rounds = len(exp.scenario.tasks) * exp.sizes.rounds
-    spent = privacy.epsilon(noise, _largest_share(exp), rounds, delta)
-    return {"epsilon": spent, "delta": delta, "noise_multiplier": noise}
+    rounds, participation = len(exp.scenario.tasks) * exp.sizes.rounds, _largest_share(exp)
+    spent = privacy.epsilon(noise, participation, rounds, delta)
+    some = np.unique(np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)).tolist()
+    curve = privacy.by_round(noise, participation, some, delta)
+    return {
+        "epsilon": spent,
+        "delta": delta,
+        "noise_multiplier": noise,
+        "by_round": [list(pair) for pair in zip(some, curve, strict=True)],
+    }
 
 
 def _largest_share(exp: Experiment) -> float:

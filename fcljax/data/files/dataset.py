@@ -1,7 +1,7 @@
 """Labelled images in two splits, wherever they come from."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,3 +84,9 @@ def image_names(dataset: Dataset, split: str) -> list[str] | None:
             f"dataset: {str(dataset.folder)!r} does not know the names of its images; prepare it again: "
             f"fcljax data prepare {dataset.name} --force"
         ) from None
+
+
+def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
+    """Names in the order that a reader expects: numbers in their own order, before other text."""
+    different = np.unique(np.asarray(names, str)).tolist()
+    return sorted(different, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))

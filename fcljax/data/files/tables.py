@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, random_split
-from fcljax.data.task_schedule import natural_order
 from fcljax.errors import InputError, reason
 from fcljax.files import in_home
 

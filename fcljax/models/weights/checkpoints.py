@@ -29,7 +29,7 @@ import safetensors
 
 from fcljax.archives import check_members, read_npz, sha256
 from fcljax.errors import InputError, reason
-from fcljax.models.weights.torch_zip import named, read_torch_zip
+from fcljax.models.weights.torch_zip import check_unpacked, named, read_torch_zip
 
 TORCH = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH)
@@ -232,6 +232,8 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         check_members(archive, ZIP_LIMIT)
+        # what is packed a thousandfold would take a thousand times as long to look through
+        check_unpacked(archive, path.stat().st_size)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         if not any(PurePosixPath(name).name == "data.pkl" for name in pickles):
             raise ValueError("it has no data.pkl")

@@ -179,6 +179,16 @@ def _load(content: bytes) -> object:
         raise ValueError(f"its pickle makes no sense: {error}") from error
 
 
+def check_unpacked(archive: zipfile.ZipFile, size: int) -> None:
+    """Check what a file of `size` bytes unpacks to.
+
+    Raises:
+      ValueError: if that is many times its size.
+    """
+    if sum(info.file_size for info in archive.infolist()) > MOST_UNPACKED * size:
+        raise ValueError(f"it unpacks to more than {MOST_UNPACKED} times its size")
+
+
 def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file, by dotted name.
 
@@ -195,8 +205,7 @@ def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
         if order in archive.namelist() and archive.read(order) != b"little":
             raise ValueError("its bytes are in the order of another kind of machine")
         size = path.stat().st_size
-        if sum(info.file_size for info in archive.infolist()) > MOST_UNPACKED * size:
-            raise ValueError(f"it unpacks to more than {MOST_UNPACKED} times its size")
+        check_unpacked(archive, size)
         tensors = dict(named("", _load(archive.read(found[0])), Tensor))
         if sum(map(_bytes, tensors.values())) > MOST_UNPACKED * size:
             raise ValueError(f"its tensors have more than {MOST_UNPACKED} times the bytes of the file")

@@ -1,0 +1,87 @@
+"""`fcljax tune METHOD NAME=RANGE... [options]`."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from fcljax.commands.arguments import ProgramOptions, keep_compiled, new_folder, slug
+from fcljax.commands.running import parse_run, taken
+from fcljax.errors import InputError
+from fcljax.methods import METHODS, find_method
+from fcljax.options import check_ranges, option
+from fcljax.runs import signals
+from fcljax.terminal import say
+
+USAGE = "usage: fcljax tune METHOD NAME=RANGE... [options], such as fcljax tune ewc lr=log:1e-4..1e-1"
+HOLDOUT = 0.2  # of the training images, where the user does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOptions(ProgramOptions):
+    """Options of `fcljax tune`, beside those of `fcljax run METHOD` that all trials share."""
+
+    trials: int = 30
+    """Number of runs, pruned ones included."""
+    metric: Literal["A_last", "A_avg"] = "A_last"
+    """What is made as large as possible, on held-out training images."""
+    prune: bool = True
+    """Stop a trial whose accuracy after a task is below the median of the trials before it."""
+    out: str | None = option(None, unset="runs/tune-METHOD-DATASET-TIME")
+    """Folder of the study, a new one."""
+    resume: str | None = option(None, unset="none")
+    """Folder of a study to resume; --trials may ask for more of them."""
+    config: str | None = option(None, unset="none")
+    """YAML file of settings that all trials share; options on the command line win."""
+
+
+def tune(arguments: list[str]) -> int:
+    """`fcljax tune METHOD NAME=RANGE... [options]`."""
+    from fcljax import config
+    from fcljax.runs import loop
+    from fcljax.studies import tuning
+
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"method: none given; {USAGE}; methods: {', '.join(METHODS)}")
+    method = arguments[0]
+    pairs, rest = tuning.sorted_arguments(arguments[1:])
+    about = f"Options chosen on held-out training images. {find_method(method).summary}"
+    given = parse_run(method, rest, "tune", about, {"tuning": TuneOptions()})
+    trials = given.get("trials")
+    options = taken(TuneOptions(), given)
+    check_ranges(options)
+    if options.resume:
+        if pairs or given or options.out or options.config:
+            raise InputError("resume: a study has its own ranges and settings; give only --trials beside it")
+        tuning.check_optuna()
+        wanted = tuning.stored(Path(options.resume), method)
+        wanted = wanted._replace(trials=max(wanted.trials, trials or 0))
+    else:
+        if not pairs:
+            raise InputError(f"range: none given; {USAGE}")
+        values = config.load_yaml(options.config) if options.config else {}
+        shared = {name: value for name, value in values.items() if name != "method"} | given
+        ranged = {name.replace("-", "_") for name, _ in pairs}
+        shared = {name: value for name, value in shared.items() if name in given or name not in ranged}
+        shared["holdout"] = given.get("holdout", HOLDOUT)
+        if not shared["holdout"]:
+            raise InputError(f"holdout: 0 would tune on test images; nearest: --holdout {HOLDOUT}")
+        ranges = {
+            name.replace("-", "_"): tuning.parse_range(method, shared, name, text) for name, text in pairs
+        }
+        wanted = tuning.Wanted(method, shared, ranges, options.metric, options.trials, options.prune)
+        tuning.check_optuna()
+    dataset = wanted.settings({}).dataset
+    out = Path(options.resume or options.out or new_folder("tune", slug(method), slug(dataset)))
+    keep_compiled(options.compile_cache)
+    again = f"fcljax tune {shlex.quote(method)} --resume {shlex.quote(str(out))}"
+    with signals.advised(lambda: f"go on with: {again}"):
+        trials_ = tuning.tune(wanted, out, options.resume is not None, loop.Observer())
+    console = Console()
+    console.print(tuning.table_of(trials_, wanted))
+    best = shlex.quote(str(out / tuning.BEST))
+    say(console, f"settings of the best trial: {best}")
+    say(console, f"on test images, over seeds: fcljax run {shlex.quote(method)} --config {best} --seeds 3")
+    return 0

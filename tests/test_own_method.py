@@ -1,0 +1,109 @@
+"""The recipes of docs/own-method.md, as they stand there: each is a method, and does what its text says."""
+
+import json
+import re
+
+import pytest
+import small_runs
+from small_runs import COMMON
+
+from fcljax import cli, config
+from fcljax.checks import conformance
+from fcljax.runs.build import build
+
+WIDTH = 96  # of vit_micro
+PAGE = (small_runs.ROOT / "docs" / "own-method.md").read_text()
+RECIPES = dict(
+    re.findall(
+        r"### ([^\n]*)\n(?:(?!###).)*?```python\n(.*?)```",
+        PAGE.partition("## Recipes")[2].partition("## Without parts")[0],
+        re.DOTALL,
+    )
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(title) -> the file with its code."""
+
+    def write(title):
+        path = tmp_path / "recipe.py"
+        path.write_text(RECIPES[title])
+        return str(path)
+
+    return write
+
+
+def test_the_page_has_the_recipes_that_authors_ask_for():
+    assert list(RECIPES) == [
+        "One-shot statistics",
+        "Sending prototypes down",
+        "Robust prototypes",
+        "Personal heads",
+        "Replay at the server",
+    ]
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_is_a_method(title, recipe):
+    """Building an engine checks what every function of a method returns."""
+    values = {"tasks": 2, "clients": 2, "image_size": 8, "rounds": 1}
+    experiment = build(config.from_mapping(recipe(title), values, "options"))
+    assert experiment.engine is not None
+
+
+def ran(file, out, *options):
+    assert cli.main(["run", file, *COMMON, "--rounds", "1", *options, "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((out / "summary.json").read_text()), lines
+
+
+@pytest.mark.long
+def test_one_shot_statistics_do_not_depend_on_the_partition(recipe, tmp_path):
+    file = recipe("One-shot statistics")
+    few, _ = ran(file, tmp_path / "few", "--clients", "2")
+    many, lines = ran(file, tmp_path / "many", "--clients", "6", "--alpha", "0.1", "--min-examples", "0")
+    assert few["accuracy"] == many["accuracy"] and many["trained_images_per_s"] is None
+    sent = many["communication_extra"]["task_start"]["upload_bytes"]
+    assert sent == 4 * (2 * WIDTH + 2) + 4 and many["communication"]["upload_bytes"] == 0
+    assert sum(line["upload_bytes"] for line in lines) == many["communication_total"]["upload_bytes"] > 0
+
+
+@pytest.mark.long
+def test_prototypes_that_are_sent_down_are_counted_and_move_the_model(recipe, tmp_path):
+    file = recipe("Sending prototypes down")
+    summary, lines = ran(file, tmp_path / "near", "--clients", "2")
+    down = summary["communication"]["download_scalars"] - summary["trainable_params"]
+    assert down == 10 * WIDTH and any(line.get("gradient_share_near", 0) > 0 for line in lines[1:])
+
+
+@pytest.mark.long
+def test_a_median_of_prototypes_withstands_a_malicious_client_and_a_mean_does_not(recipe, tmp_path):
+    attacked = ["--clients", "5", "--partition", "iid", "--malicious", "1", "--attack", "scale"]
+    median, _ = ran(recipe("Robust prototypes"), tmp_path / "median", *attacked)
+    fine, _ = ran(recipe("Robust prototypes"), tmp_path / "fine", "--clients", "5", "--partition", "iid")
+    assert median["A_last"] > fine["A_last"] - 0.05 > 0.5
+
+
+@pytest.mark.long
+def test_personal_heads_are_never_sent(recipe, tmp_path):
+    summary, _ = ran(recipe("Personal heads"), tmp_path / "heads", "--clients", "2")
+    head = WIDTH * 10 + 10
+    assert summary["personal"] is not None
+    assert summary["communication"]["upload_scalars"] == summary["trainable_params"] - head
+
+
+@pytest.mark.long
+def test_replay_at_the_server_keeps_old_classes(recipe, tmp_path):
+    summary, lines = ran(recipe("Replay at the server"), tmp_path / "replay", "--clients", "2")
+    plain, _ = ran("linear", tmp_path / "plain", "--clients", "2")
+    assert all("replay_loss" in line for line in lines)
+    assert summary["A_last"] > plain["A_last"] + 0.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_holds_what_all_methods_must(title, recipe):
+    values = {"clients": 4, "batch_size": 4, "epochs": 2}
+    found = conformance.check(config.from_mapping(recipe(title), values, "options"))
+    assert [statement for statement in found if not statement.holds] == []
