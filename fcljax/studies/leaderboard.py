@@ -46,6 +46,7 @@ from fcljax.terminal import add_row, say
 
 PLAN, TEXT, DATA, FIGURE = "leaderboard.yaml", "leaderboard.md", "leaderboard.json", "leaderboard.png"
 SEARCH = "search"
+PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
 # what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
 TUNED: Mapping[str, Sequence[str]] = {
@@ -405,7 +406,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
             f"`{PERSONAL}`: evaluated with the clients' own models, so not to be ranked with the others.",
             "",
         ]
-    lines += [f"![A_last over MB]({FIGURE})", ""] if ranked(rows) else []
+    lines += [f"![{PICTURE}]({FIGURE})", ""] if ranked(rows) else []
     absent = [(row.method, f"{len(row.found)} of {row.planned}", row.why) for row in missing(rows)]
     lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""] if absent else []
     return "\n".join(lines)
