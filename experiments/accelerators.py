@@ -7,7 +7,6 @@ Each case has a process of its own: a compiler for a ViT-B takes minutes of CPU 
 """
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -15,80 +14,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import yaml
 
 from fcljax import config
 from fcljax.checks import chips
-from fcljax.data.files.dataset import Dataset
+from fcljax.checks.plan import Stand, experiment
 from fcljax.errors import InputError
-from fcljax.methods import find_method
-from fcljax.models.mae import DecoderConfig, decoder_shapes
-from fcljax.models.networks import NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, VITS
-from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
-from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
-from fcljax.runs.inputs import Inputs, preset
-from fcljax.scenario import make_scenario
 
 METHODS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
 TABLE_CHIPS = ("v5e", "v5e-16", "h100", "h200")
-EXAMPLES, CLASSES, SIDE = 50_000, 100, 32  # as CIFAR-100
+STAND = Stand(images=50_000, classes=100, side=32)  # as CIFAR-100
 
 
 def settings_of(method: str, more: dict[str, Any]) -> config.RunConfig:
     """The paper's settings (experiments/METHOD.yaml), on images as CIFAR-100's."""
     base = yaml.safe_load((Path(__file__).parent / f"{method}.yaml").read_text())["base"]
-    values = base | {"dataset": "digits", "checkpoint": None, "dtype": "bfloat16", "tasks": 10} | more
+    values = base | {"dataset": "digits", "checkpoint": None, "tasks": 10} | more
     given = {key: value for key, value in values.items() if value is not None}
     return config.resolve(config.from_mapping(method, given, "accelerators"))
-
-
-def blank_images() -> Dataset:
-    """Images and labels of which only the numbers matter."""
-    label, test = np.arange(EXAMPLES) % CLASSES, np.arange(10 * CLASSES) % CLASSES
-    names = tuple(map(str, range(CLASSES)))
-
-    def image(n: int) -> np.ndarray:
-        return np.zeros((n, SIDE, SIDE, 3), np.uint8)
-
-    return Dataset("blank", image(EXAMPLES), label, image(len(test)), test, names)
-
-
-def abstract_backbone(settings: config.RunConfig) -> Pretrained:
-    """The network that the settings name, its weights as shapes."""
-    shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
-    size = settings.image_size or shape.image_size
-    shape = dataclasses.replace(shape, image_size=size, dtype=settings.dtype)
-    half, decoder = (0.5, 0.5, 0.5), None
-    params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
-
-    def stored(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kernel = getattr(path[-1], "key", "") == "kernel"
-        return jax.ShapeDtypeStruct(x.shape, settings.dtype if kernel else x.dtype)
-
-    if settings.method == "pmae":
-        of = DecoderConfig(image_size=size, dtype=settings.dtype)
-        parameters = jax.tree_util.tree_map_with_path(stored, decoder_shapes(of))
-        decoder = PretrainedDecoder(of, parameters, half, half)
-    params = jax.tree_util.tree_map_with_path(stored, params)
-    return Pretrained(shape, params, None, decoder, half, half, "random", "0", ())
-
-
-def experiment(settings: config.RunConfig, machine: Machine) -> Experiment:
-    """The experiment of these settings, compiled for the machine."""
-    backbone, data = abstract_backbone(settings), blank_images()
-    inputs = Inputs(backbone, data, preset(settings.preprocess, backbone.config.image_size), True)
-    scenario = make_scenario(data, settings, settings.rounds, find_method(settings.method).joint)
-    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=machine)
 
 
 def play(method: str, chip: str, only: str, more: dict[str, Any]) -> None:
     """One case: a line of JSON for each program."""
     machine, placement = chips.machine(chip)
-    exp = experiment(settings_of(method, more), machine)
+    exp = experiment(settings_of(method, more), machine, chips.CHIPS[chip], STAND)
     case = {"method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
+    case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, only):
         share, seconds = each.share(chips.CHIPS[chip]), each.least_seconds(chips.CHIPS[chip])
         found = {"of_memory": each.memory / chips.CHIPS[chip].memory, "share": share, "least_s": seconds}

@@ -32,6 +32,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
   fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
   fcljax pretrain-decoder [options]   a masked autoencoder's decoder for a frozen encoder
+  fcljax plan METHOD --chip NAME  does a run fit a GPU or TPU that is not here, and how long is a round
   fcljax doctor [CHECKPOINT...]  can a run start here, what is missing, and the command that gets it
   fcljax completion SHELL        a script that completes commands and options, for bash, zsh or fish
   fcljax --version
@@ -55,6 +56,7 @@ COMMANDS = {
     "embed": "weights:embed",
     "pretrain": "weights:pretrain",
     "pretrain-decoder": "weights:pretrain_decoder",
+    "plan": "planning:plan",
     "doctor": "health:doctor",
     "completion": "completion:completion",
 }

@@ -1,5 +1,8 @@
 """Several devices as one: a mesh with the axis `clients`, and how arrays are placed and split on it.
 
+Devices that share a client's batch lie along a second axis, `batch`: they run the same clients, and the
+network alone divides its images among them (`models/microbatch.py`).
+
 The devices may belong to several processes. Then each process runs this same program on the same values, and
 jax connects the computations.
 """
@@ -13,18 +16,35 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "clients"
+BATCH = "batch"
 WHOLE = PartitionSpec()  # every device has all of it
 
 
-def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of these devices in one row."""
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((len(devices),), (AXIS,), axis_types=auto, devices=devices)
+def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
+    """A mesh of these devices in one row.
+
+    Args:
+      devices: a multiple of `batch`.
+      batch: neighbours that share the batches of a client; with 1 the mesh has one axis.
+    """
+    auto = jax.sharding.AxisType.Auto
+    if batch == 1:
+        return jax.make_mesh((len(devices),), (AXIS,), axis_types=(auto,), devices=devices)
+    return Mesh(np.asarray(devices).reshape(-1, batch), (AXIS, BATCH), axis_types=(auto, auto))
 
 
 def device_count(mesh: Mesh | None) -> int:
-    """The number of devices; one without a mesh."""
-    return 1 if mesh is None else mesh.size
+    """The number of devices that run clients of their own: all, unless some share a client's batch; one
+    without a mesh."""
+    return 1 if mesh is None else mesh.shape[AXIS]
+
+
+def sharing_batch() -> int:
+    """The number of devices that share the batch of the client that is being traced, inside `on_each`."""
+    try:
+        return jax.lax.axis_size(BATCH)
+    except NameError:  # one device, or no second axis
+        return 1
 
 
 def split(axis: int = 0) -> PartitionSpec:
@@ -101,7 +121,7 @@ def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
     def of(device: Any) -> jax.Array:
         return jax.lax.psum(jnp.where(mine == device, x, jnp.zeros_like(x)), AXIS)
 
-    return jax.lax.fori_loop(1, mesh.size, lambda device, total: total + of(device), of(0))
+    return jax.lax.fori_loop(1, device_count(mesh), lambda device, total: total + of(device), of(0))
 
 
 def by_device(steps: int, devices: int, each: int) -> np.ndarray:

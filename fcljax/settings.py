@@ -118,8 +118,10 @@ class BackboneConfig:
     """Pixel range: the one the weights expect, the one of the paper's release, or a named one."""
     positions: Positions = "antialiased"
     """Interpolation of position embeddings at another image size; the releases use plain."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the backbone's matrix products."""
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", unset="bfloat16 for a frozen network on an accelerator, else float32"
+    )
+    """Number format of what the backbone computes; float32 is exact on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +286,8 @@ class EngineConfig:
     """Number of clients that train at the same time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
     """How the clients that train at the same time are computed."""
+    batch_devices: int = option(0, least=0, unset="chosen for the devices, 1 on a CPU")
+    """Number of devices that share each batch of a client; the update is the same up to rounding."""
     microbatch: int = option(0, least=0, unset="the whole batch, on accelerators what fits")
     """Most images that the network computes at a time; the update is the batch's up to rounding."""
     remat: bool = False

@@ -92,10 +92,10 @@ def method_of(name, sizes=SIZES, network=NETWORK, **values):
 
 
 def engine_of(
-    method, lanes=PAIR, partitions=PARTITIONS, frozen=FROZEN, data=DATA, task=STREAM[0], fetch=read
+    method, lanes=PAIR, partitions=PARTITIONS, frozen=FROZEN, data=DATA, task=STREAM[0], fetch=read, mesh=None
 ):
     shapes = capacities(method, list(partitions), lanes.count, 128)
-    return make_engine(method, fetch, lanes, shapes, Example(frozen, data, task))
+    return make_engine(method, fetch, lanes, shapes, Example(frozen, data, task), mesh=mesh)
 
 
 def round_context_of(task, round_=0, last=False, frozen=FROZEN, previous=()):

@@ -1,5 +1,6 @@
 """Several devices share the work of a run, and give the numbers of one: clients, evaluations and features."""
 
+import functools
 import json
 
 import jax
@@ -11,6 +12,7 @@ from small_runs import OPTIONS, timeless
 from toys import FROZEN, KEY, TOYS, same
 
 from fcljax import cli
+from fcljax import mesh as meshes
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.federated.engine import (
@@ -22,7 +24,7 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.schedule import phase_steps, plan_round
-from fcljax.mesh import mesh_of
+from fcljax.mesh import add_over_devices, mesh_of, on_each
 from fcljax.runs.predict import make_features, make_predict
 from fcljax.types import RoundContext, Task
 
@@ -86,6 +88,21 @@ def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     toys.close(shared, server)
     toys.close(others, states)
     assert (report.rejected, told.rejected) == (1, 1) and report.participants == told.participants == 4
+
+
+def test_sums_over_eight_devices_are_added_in_their_order_bit_for_bit(mesh):
+    """As a loop on the host adds them; in another order the bits are others. Of flags it is whether any is
+    set."""
+    x = np.random.default_rng(0).normal(size=(mesh.size, 1000)).astype(np.float32)
+
+    def summed(x):
+        return add_over_devices(x[0], mesh), add_over_devices(x[0] > 2.5, mesh)
+
+    found, some = jax.jit(on_each(summed, mesh, (meshes.split(),), meshes.WHOLE))(x)
+    in_order = functools.reduce(np.add, x)
+    same(np.asarray(found), in_order)
+    assert (functools.reduce(np.add, x[::-1]) != in_order).any()
+    assert (np.asarray(some) == (x > 2.5).any(axis=0)).all() and some.any()
 
 
 def received_by_devices(engine, player, chunk, round_context, server, states, data):

@@ -12,9 +12,12 @@ from test_adapters import VARIANTS
 from fcljax import config
 from fcljax.errors import InputError
 from fcljax.federated.engine import Engine, Lanes
+from fcljax.mesh import mesh_of
 from fcljax.models.microbatch import in_pieces
 from fcljax.models.shapes import CONVNETS
 from fcljax.models.vit import vit_network
+from fcljax.models.weights.pretrained import load_backbone
+from fcljax.runs import build as build_
 from fcljax.runs import fit
 from fcljax.runs.build import Experiment, build, make_method
 
@@ -24,9 +27,9 @@ ONE = Lanes(1, "loop")
 STEADY = dict(optimiser="sgd", lr=0.1, batch_size=8, epochs=2)
 
 
-def uploads(method, lanes=ONE):
+def uploads(method, lanes=ONE, mesh=None):
     """What clients with 9, 4 and 7 examples send after a round, and their losses."""
-    engine, (server, states) = engine_of(method, lanes), begin(method)
+    engine, (server, states) = engine_of(method, lanes, mesh=mesh), begin(method)
     got, _ = receive(engine, 0, server, states, PARTITIONS[0], np.array([0, 2, 3]), STREAM[0])
     return got.mean, got.sum, got.gather, got.metrics
 
@@ -71,6 +74,64 @@ def test_clients_in_microbatches_or_with_blocks_computed_again_send_the_same(var
 @pytest.mark.parametrize("name", ["fppl", "pilora", "hepco", "pmae", "vfcl", "ewc", "lwf"])
 def test_every_papers_clients_send_the_same_in_microbatches(name):
     alike(uploads(method_of(name, **STEADY)), uploads(method_of(name, microbatch=3, **STEADY)))
+
+
+def shared(method, batch):
+    """`uploads` of eight devices, of which `batch` share the batches of a client."""
+    return uploads(method, Lanes(8 // batch, "loop"), mesh_of(jax.devices(), batch))
+
+
+def test_devices_that_share_a_batch_compute_a_part_each_and_send_the_same():
+    """8 images a step, 2 on each of 4 devices; two groups of devices share three clients."""
+    seen = set()
+
+    def apply(params, image, injection, train, mask=None):
+        seen.add(len(image))
+        return NETWORK.apply(params, image, injection, train, mask)
+
+    values = dict(adapter="vpt", vpt_length=2, vpt_blocks=2, **STEADY)
+    found = shared(method_of("fedavg", network=NETWORK._replace(apply=apply), **values), 4)
+    assert 2 in seen
+    alike(uploads(method_of("fedavg", **values)), found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_clients_whose_batches_are_shared_send_the_same_with_every_adapter(variant):
+    method = method_of("fppl" if variant.startswith("prompts") else "fedavg", **STEADY, **VARIANTS[variant])
+    alike(uploads(method), shared(method, 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [2, 4, 8])
+@pytest.mark.parametrize("name", ["fppl", "pilora", "hepco", "pmae", "vfcl", "ewc", "lwf"])
+def test_every_papers_clients_send_the_same_on_a_mesh_of_clients_and_batches(name, batch):
+    method = method_of(name, **STEADY)
+    alike(uploads(method, Lanes(8, "loop"), mesh_of(jax.devices())), shared(method, batch))
+
+
+def test_devices_are_shared_out_as_asked_or_as_pays(monkeypatch):
+    """Three clients on eight devices. A CPU shares no batch by itself."""
+    monkeypatch.setattr(build_, "forward_flops", lambda backbone: 1e12)
+
+    def found(backend="cpu", **given):
+        cfg = config.resolve(config.from_mapping("linear", given, "test"))
+        machine = build_.Machine(backend, mesh_of(jax.devices()))
+        lanes, mesh = build_.shared_out(
+            cfg, method_of("linear"), PARTITIONS, load_backbone(None, None, None), machine
+        )
+        return lanes.count, tuple(mesh.shape.values())
+
+    assert found() == (8, (8,))
+    assert found(batch_devices=4) == (2, (2, 4))
+    assert found("tpu") == (1, (1, 8))  # of 1, 1 and 1 steps: three steps of an eighth
+    assert found("tpu", batch_devices=1) == (8, (8,))
+    with pytest.raises(InputError, match="batch_devices: 3 do not divide 8 devices; nearest valid value: 2"):
+        found(batch_devices=3)
+    with pytest.raises(
+        InputError, match="lanes: 3 lanes cannot be split over 2 devices; nearest valid value: 4"
+    ):
+        found(batch_devices=4, lanes=3)
 
 
 def test_a_batch_whose_statistics_train_is_not_divided():

@@ -29,11 +29,11 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def start(scratch, *processes, count=2):
-    """A process of `fcljax run linear` for each list of options, with one device each."""
+def start(scratch, *processes, count=2, devices=1):
+    """A process of `fcljax run linear` for each list of options, with so many devices each."""
     address = f"127.0.0.1:{free_port()}"
     os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], exist_ok=True)
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
     return [
         subprocess.Popen(
             [sys.executable, "-m", "fcljax", "run", "linear", *options, "--coordinator", address]
@@ -56,12 +56,16 @@ def ends(processes, timeout=300):
 
 
 @pytest.mark.long
-def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(tmp_path):
-    """One device each against two devices of one process. The second is given another folder, where
-    nothing appears."""
+@pytest.mark.parametrize(("devices", "sharing"), [(1, 1), (4, 1), (4, 2)])
+def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(devices, sharing, tmp_path):
+    """One or four devices each against all of them in one process, also where two share a batch. The second
+    is given another folder, where nothing appears."""
     out, elsewhere = str(tmp_path / "both"), str(tmp_path / "elsewhere")
-    assert cli.main(["run", "linear", *TINY, "--devices", "2", "--out", str(tmp_path / "one")]) == 0
-    first, second = ends(start(tmp_path, [*TINY, "--out", out], [*TINY, "--out", elsewhere]))
+    lanes, clients = str(2 * devices // sharing), str(2 * devices)
+    same = [*TINY, "--lanes", lanes, "--clients", clients, "--batch-devices", str(sharing)]
+    one = ["--devices", str(2 * devices), "--out", str(tmp_path / "one")]
+    assert cli.main(["run", "linear", *same, *one]) == 0
+    first, second = ends(start(tmp_path, [*same, "--out", out], [*same, "--out", elsewhere], devices=devices))
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert out in first[1] and "linear" in first[1]
     assert second[1:] == ("", []) and not os.path.exists(elsewhere)

@@ -78,6 +78,18 @@ class Made:
         (["tiny.yaml", "--methods", "fppl"], "", "", "methods: 'fppl' is none of linear, fedncm"),
         (["tiny.yaml", "--jobs", "0"], "", "", "jobs: 0 is too small; nearest valid value: 1"),
         (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' has its own folder"),
+        (
+            ["tiny.yaml", "--base", "alpha"],
+            "",
+            "",
+            "base: 'alpha' is no option with a value, such as alpha=0.05",
+        ),
+        (
+            ["tiny.yaml", "--base", "alfa=1"],
+            "",
+            "",
+            "methods.linear: unknown key 'alfa'; did you mean 'alpha'?",
+        ),
         (["tiny.yaml", "--resume", "b"], "", "", "resume: 'b' is no folder of a leaderboard"),
         (["tiny.yaml"], "holdout: 0.25, ", "", "search.holdout: trials must not see test images"),
         (["tiny.yaml"], "[1, 10]", "[1, 1]", "factors: [1.0, 1.0] are no different positive numbers"),
@@ -146,6 +158,16 @@ def test_all_methods_have_the_same_network_data_partition_and_rounds(file):
     }
     found.pop("centralized-prompt", None)  # one client has everything
     assert all(settings == found["hepco"] for settings in found.values())
+
+
+def test_options_of_the_command_replace_the_files(here, monkeypatch):
+    made = Made(lambda run: 0.5)
+    monkeypatch.setattr(sweeps, "sweep", made)
+    more = ["--methods", "fedncm", "--base", "alpha=0.05,batch-size=16"]
+    assert cli.main(["leaderboard", "tiny.yaml", *more, "--out", "out"]) == 0
+    assert {(run.cfg.alpha, run.cfg.batch_size, run.cfg.clients) for _, run in made.asked} == {(0.05, 16, 2)}
+    page = Path("out/leaderboard.md").read_text()
+    assert f"fcljax leaderboard tiny.yaml {' '.join(more)}" in page and "--alpha 0.05" in page
 
 
 def test_a_trial_multiplies_all_learning_rates_of_clients(here):

@@ -2,14 +2,20 @@
 allow that; statistics, prototypes, distances, prompts and classifiers do not."""
 
 import ast
+import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
-from micro import FORMULA, KEY, SCALE, TASKS, compiled, context_of, info_of, main_of, method_of, rows_of
+from micro import FORMULA, KEY, SCALE, TASKS, TINY, compiled, context_of, info_of, main_of, method_of, rows_of
 
 import fcljax
+from fcljax.models.networks import make_network
+from fcljax.models.shapes import CONVNETS
+from fcljax.models.vit import vit_network
 
+RESNET = CONVNETS["resnet_micro"]
 ROOT = Path(fcljax.__file__).parent
 ROOMS = ["parts", "methods", "adapters", "federated", "models/heads.py", "models/prototypes.py"]
 NETWORKS = {"lenet.py", "generator.py"}  # of GLFC's gradients and of the servers' images and latents
@@ -50,3 +56,19 @@ def test_a_training_step_and_its_gradient_are_exact(name):
     trace = str(jax.make_jaxpr(program.phases[0].step)(context, local, rows_of([3, 4, 4]), KEY))
     exact = trace.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
     assert trace.count("dot_general[") == exact > 2
+
+
+def test_a_network_in_float32_is_exact():
+    """Every product of a ViT and of a ResNet, forwards and backwards."""
+    vit, resnet = vit_network(TINY), make_network(RESNET, *[(0.5, 0.5, 0.5)] * 2)
+    for network, side in ((vit, TINY.image_size), (resnet, RESNET.image_size)):
+        params = jax.eval_shape(network.init, KEY)
+
+        def loss(params, image, network=network):
+            return network.apply(params, image, None, True, jnp.ones(2, bool))[0].cls.sum()
+
+        image = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
+        text = jax.jit(jax.grad(loss)).lower(params, image).as_text()
+        lines = [line for line in text.splitlines() if re.search("stablehlo.(dot_general|convolution)", line)]
+        assert len(lines) > 10
+        assert all(line.count("HIGHEST") == 2 for line in lines), [x for x in lines if "HIGHEST" not in x][0]

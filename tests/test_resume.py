@@ -1,5 +1,6 @@
 """A run that was killed with SIGKILL and resumed equals the run that was not, bit for bit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,9 +10,10 @@ import pytest
 import small_runs
 from small_runs import OPTIONS, assert_same_run
 
-from fcljax import cli
+from fcljax import cli, config
 from fcljax.errors import InputError
 from fcljax.runs import checkpoint
+from fcljax.runs import resume as resuming
 
 
 def resume(method, out):
@@ -131,3 +133,16 @@ def test_a_checkpoint_of_another_shape_is_refused(reference, tmp_path):
     refused = pytest.raises(InputError, match="resume: checkpoint 15 in .* cannot be read")
     with checkpoint.open_checkpoints(out / "checkpoints", 2) as manager, refused:
         checkpoint.latest(manager, template)
+
+
+def test_what_a_run_chose_for_its_device_stays_when_it_is_resumed(tmp_path):
+    """Settings that are left to the run do not differ from what it chose; those that are given may."""
+    before = {"lanes": 4, "microbatch": 8, "dtype": "bfloat16", "seed": 1}
+    free = {"lanes": 0, "microbatch": 0, "dtype": "auto", "seed": 1}
+    assert resuming.differing(before, free) == {}
+    assert set(resuming.differing(before, free | {"dtype": "float32", "seed": 2})) == {"dtype", "seed"}
+    settings = config.resolve(config.from_mapping("linear", {"lanes": 2}, "test"))
+    assert resuming.chosen_before(tmp_path, settings) == {}
+    chosen = dataclasses.replace(settings, lanes=4, microbatch=8, dtype="bfloat16")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(chosen))
+    assert resuming.chosen_before(tmp_path, settings) == {"microbatch": 8, "dtype": "bfloat16"}

@@ -19,6 +19,7 @@ from fcljax.federated.schedule import (
     pack,
     participants,
     paying_lanes,
+    paying_mesh,
     phase_steps,
     plan_round,
     round_steps,
@@ -326,6 +327,20 @@ def test_lanes_are_used_on_uneven_clients(seed):
     useful, ticks = planned(counts, lanes)
     assert lanes > 1
     assert useful / (lanes * ticks) >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("clients", "devices", "filled", "expected"),
+    [
+        (10, 16, 13.0, (2, 8)),  # 5 times 2 clients on 8 devices each; with one device each, 6 would wait
+        (1, 8, 13.0, (1, 8)),
+        (16, 16, 13.0, (16, 1)),  # nobody waits
+        (10, 16, 1e-3, (16, 1)),  # a small step is not faster on several devices
+    ],
+)
+def test_devices_for_which_there_are_no_clients_share_batches(clients, devices, filled, expected):
+    sharing = [1, 2, 4, 8, 16][: devices.bit_length()]
+    assert paying_mesh(TRAIN, [partition([500] * clients)], devices, filled, sharing=sharing) == expected
 
 
 def test_lanes_are_chosen_for_the_clients_that_take_part():

@@ -15,10 +15,11 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import SingleDeviceSharding
 
 from fcljax.errors import InputError, choose
-from fcljax.mesh import WHOLE, mesh_of, split
+from fcljax.mesh import mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.programs import Placement, RoundProgram, programs_of
@@ -66,9 +67,10 @@ class Footprint(NamedTuple):
     temporary: int
     """Bytes of temporaries among them."""
     flops: float
-    """Of one call, with one step of each loop."""
+    """Of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written, in the same way."""
+    """Bytes read and written, in the same way; 0: the compiler does not count them, as that for GPUs. Then
+    `flops` are those of the program as written."""
     useful: float
     """Matrix products of the program as written over those of the compiled one; 0: it has none."""
     collectives: dict[str, int]
@@ -101,8 +103,7 @@ def machine(name: str) -> tuple[Machine, Placement]:
     if chip.devices == 1:
         one = SingleDeviceSharding(devices[0])
         return Machine(chip.kind), Placement(one, one)
-    mesh = mesh_of(devices[: chip.devices])
-    return Machine(chip.kind, mesh), Placement(NamedSharding(mesh, WHOLE), NamedSharding(mesh, split()))
+    return Machine(chip.kind, mesh_of(devices[: chip.devices])), Placement()
 
 
 def _tpus(chip: Chip) -> list[Any]:
@@ -198,10 +199,12 @@ def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[F
 def report(program: RoundProgram) -> Footprint:
     """Compile a program for where its arguments lie, and read what the compiler says of it."""
     began = time.process_time()
-    lowered = program.lower()
-    wanted = product_flops(lowered.as_text())
+    traced = program.trace()
+    wanted = product_flops(traced.jaxpr.jaxpr)
+    # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
+    times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -211,13 +214,13 @@ def report(program: RoundProgram) -> Footprint:
     seconds = time.process_time() - began
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
-    flops, text = float(counted.get("flops", 0.0)), compiled.as_text() or ""
+    flops, text = times * float(counted.get("flops", 0.0)) or wanted, compiled.as_text() or ""
     return Footprint(
         program=program.name,
         memory=peak(memory),
         temporary=memory.temp_size_in_bytes,
         flops=flops,
-        traffic=float(counted.get("bytes accessed", 0.0)),
+        traffic=times * float(counted.get("bytes accessed", 0.0)),
         useful=wanted / flops if wanted and flops else 0.0,
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
@@ -228,30 +231,21 @@ def report(program: RoundProgram) -> Footprint:
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
 )
-_PRODUCT = re.compile(
-    r"stablehlo\.dot_general .*?contracting_dims = \[([\d, ]*)\] x .*?"
-    r": \(tensor<([^>]*)>, tensor<[^>]*>\) -> tensor<([^>]*)>"
-)
 
 
-def product_flops(text: str) -> float:
-    """Operations of the matrix products in a lowered program: those of a function as often as it is called,
-    of a loop's body once, of a conditional all branches."""
-    own: Counter[str] = Counter()
-    calls: dict[str, Counter[str]] = {}
-    name = "main"
-    for line in text.splitlines():
-        opened = re.match(r"\s*func\.func .*?@([\w.]+)\(", line)
-        if opened:
-            name = opened[1]
-            continue
-        calls.setdefault(name, Counter()).update(re.findall(r"call @([\w.]+)\(", line))
-        for contracted, left, out in _PRODUCT.findall(line):
-            sides = [int(side) for side in left.split("x")[:-1]]
-            inner = math.prod(sides[int(axis)] for axis in contracted.replace(",", " ").split())
-            own[name] += 2 * inner * math.prod(int(side) for side in out.split("x")[:-1])
+def product_flops(jaxpr: Any, repeated: bool = True) -> float:
+    """Operations of the matrix products of a traced program.
 
-    def total(function: str) -> float:
-        return own[function] + sum(n * total(inner) for inner, n in calls.get(function, Counter()).items())
-
-    return total("main")
+    Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
+    them; those of other loops once; of a conditional the branch that has most.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (inner, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
+        times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
+        inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
+        total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
+    return total

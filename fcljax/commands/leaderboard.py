@@ -19,6 +19,8 @@ class LeaderboardOptions(ProgramOptions):
 
     methods: str | None = option(None, unset="all of FILE, in its order")
     """Methods of FILE to run, such as fedncm,fppl, in this order."""
+    base: str | None = option(None, unset="as FILE has them")
+    """Options of all runs in the place of FILE's, such as alpha=0.05,rounds=5."""
     out: str | None = option(None, unset="runs/leaderboard-FILE-TIME")
     """Folder of the runs and the table, a new one."""
     resume: str | None = option(None, unset="none")
@@ -48,7 +50,7 @@ def leaderboard(arguments: list[str]) -> int:
     from fcljax.studies.sweeps import Ways
 
     only = [name.strip() for name in (options.methods or "").split(",") if name.strip()]
-    entries = work.plan(files[0], only, options.allow_code)
+    entries = work.plan(files[0], only, options.allow_code, _base(options.base or ""))
     console = Console()
     if options.dry_run:
         console.print(work.plan_table(entries))
@@ -65,8 +67,22 @@ def leaderboard(arguments: list[str]) -> int:
     return int(bool(work.missing(rows)))
 
 
+def _base(text: str) -> dict[str, str]:
+    """The options that `--base` names, with their values as text.
+
+    Raises:
+      InputError: for a part that is no NAME=VALUE.
+    """
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    wrong = next((name for name, equals, value in pairs if not (name and equals and value)), None)
+    if wrong is not None:
+        raise InputError(f"base: {wrong!r} is no option with a value, such as alpha=0.05")
+    return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+
+
 def _command(file: str, options: LeaderboardOptions) -> str:
     """The command without its folder."""
     words = ["fcljax", "leaderboard", file]
     words += ["--methods", options.methods] if options.methods else []
+    words += ["--base", options.base] if options.base else []
     return shlex.join([*words, *(["--allow-code"] if options.allow_code else [])])

@@ -71,21 +71,48 @@ def join(arguments: list[str], log: TextIO) -> int:
         return _play(resolved, paths, out)
 
 
-def _read(arguments: list[str], command: str = "run") -> tuple[dict[str, Any], Paths, HostOptions]:
-    """The settings that are given for a run, and the options that are none of its settings.
+def _read(
+    arguments: list[str], command: str = "run", own: Mapping[str, object] | None = None
+) -> tuple[dict[str, Any], Paths, HostOptions]:
+    """The settings that are given for a run, and the options that are none of its settings; `own`: as of
+    `read_alone`.
 
     Raises:
       InputError: as `parse`, or if the arguments do not begin with a method.
     """
+    besides = {**(own or {}), "files": Paths(), "hosts": HostOptions()}
     if not arguments or arguments[0].startswith("-"):
-        shared = {"run": config.RunConfig(), "files": Paths(), "hosts": HostOptions()}
+        shared = {"run": config.RunConfig(), **besides}
         parse(shared, arguments, [command], "Train and evaluate a method.", Words("METHOD", tuple(METHODS)))
         raise InputError(
             f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
             "file of your own"
         )
-    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary)
+    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, besides)
     return given, taken(Paths(), given), taken(HostOptions(), given)
+
+
+def read_alone(
+    arguments: list[str], command: str, own: Mapping[str, object] | None = None
+) -> tuple[dict[str, Any], Paths]:
+    """As `_read`, for a command that makes no run directory and is one process.
+
+    Args:
+      arguments: what was typed after the command.
+      command: what was typed before.
+      own: title -> the command's own options, of which those that are given stay among the settings.
+
+    Raises:
+      InputError: for options that only a run has.
+    """
+    given, paths, host_options = _read(arguments, command, own)
+    for name in ("out", "resume", "seeds", "stop_signal", "track"):
+        if getattr(paths, name):
+            raise InputError(f"{name}: {command} makes no run directory; leave out {flag(name)}")
+    for field in fields_of(HostOptions):
+        if getattr(host_options, field.name) is not None:
+            raise InputError(f"{field.name}: {command} is one process; leave out {flag(field.name)}")
+    return given, paths
 
 
 def taken(options: Value, given: dict[str, Any]) -> Value:
@@ -153,13 +180,7 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
 def check(arguments: list[str]) -> int:
     """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
     not."""
-    given, paths, host_options = _read(arguments, "check")
-    for name in ("out", "resume", "seeds", "stop_signal", "track"):
-        if getattr(paths, name):
-            raise InputError(f"{name}: check makes no run directory; leave out {flag(name)}")
-    for field in fields_of(HostOptions):
-        if getattr(host_options, field.name) is not None:
-            raise InputError(f"{field.name}: check is one process; leave out {flag(field.name)}")
+    given, paths = read_alone(arguments, "check")
     resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
     keep_compiled(paths.compile_cache)
 

@@ -6,6 +6,7 @@ of every task uses one compiled program.
 """
 
 import heapq
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -183,10 +184,24 @@ def paying_lanes(
     filled: float,
     participation: float = 1.0,
 ) -> int:
-    """The number of lanes, a multiple of the devices, with which rounds are shortest.
+    """The number of lanes, a multiple of the devices, with which rounds are shortest; arguments as of
+    `paying_mesh`."""
+    return paying_mesh(program, partitions, devices, filled, participation, sharing=(1,))[0]
+
+
+def paying_mesh(
+    program: Program,
+    partitions: list[ClientPartition],
+    devices: int,
+    filled: float,
+    participation: float = 1.0,
+    sharing: Iterable[int] = (1,),
+) -> tuple[int, int]:
+    """The number of lanes, and of devices that share a client's batch, with which rounds are shortest.
 
     Clients side by side cost no time until a device is full, and from then on as much as one after the other.
-    Lanes that are idle for more than a few steps are left out, though never the last one of a device.
+    Lanes that are idle for more than a few steps are left out, though never the last one of a device. Among
+    equals, the fewest devices share a batch.
 
     Args:
       program: what clients do.
@@ -194,17 +209,20 @@ def paying_lanes(
       devices: that share the lanes.
       filled: share of a device that one client's step fills; above 1 it is busy for as much longer.
       participation: share of the clients that take part in a round, or their number.
+      sharing: devices that may share a batch, which must divide the devices.
     """
     chosen = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
     counts = [_some_counts(partitions[i], participation, i) for i in chosen]
 
-    def cost(each: int) -> tuple[float, int]:
-        steps = [round_steps(program, count, each * devices) for count in counts]
+    def cost(shared: int, each: int) -> tuple[float, int, int]:
+        lanes = each * (devices // shared)
+        steps = [round_steps(program, count, lanes) for count in counts]
         useful, ticks = np.sum(steps, axis=0)
-        wasteful = each > 1 and useful < LEAST_USEFUL * each * devices * ticks
-        return (np.inf if wasteful else ticks * max(1.0, each * filled)), each
+        wasteful = each > 1 and useful < LEAST_USEFUL * lanes * ticks
+        return (np.inf if wasteful else ticks * max(1.0, each * filled / shared)), shared, each
 
-    return devices * min(cost(each) for each in range(1, MOST_LANES + 1))[1]
+    _, shared, each = min(cost(shared, each) for shared in sharing for each in range(1, MOST_LANES + 1))
+    return each * (devices // shared), shared
 
 
 def _some_counts(partition: ClientPartition, participation: float, round_: int) -> Ints:

@@ -39,6 +39,7 @@ from fcljax.models.heads import (
     mask_logits,
     masked_sum,
 )
+from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -371,7 +372,7 @@ def disturbed(
     anchor = anchors(classes)[label]
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
     own = layer[jnp.arange(len(label)) // GROUP]
-    return jnp.einsum("be,ben->bn", normal, own)
+    return exact_einsum("be,ben->bn", normal, own)
 
 
 def judged(

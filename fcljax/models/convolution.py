@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -39,7 +40,15 @@ def conv(
       x: images.
       kernel: of all outputs.
     """
-    return lax.conv_general_dilated(x, kernel, window.stride, window.pads, dimension_numbers=_LAYOUT)
+    return _dilated(x, kernel, window.stride, window.pads)
+
+
+def _dilated(x: Array, kernel: Array, stride: Pair, pads: Sequence[Pair], **dilation: Any) -> Array:
+    """Of float32 with all bits of the factors, which accelerators would round."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.conv_general_dilated(
+        x, kernel, stride, pads, dimension_numbers=_LAYOUT, precision=exact, **dilation
+    )
 
 
 def _forward(window: Window, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -66,9 +75,7 @@ def image_gradient(
         before = reach - window.pads[axis][0]
         pads.append((before, size[axis] + reach - before - spread))
     reversed_kernel = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
-    return lax.conv_general_dilated(
-        gradient, reversed_kernel, (1, 1), pads, lhs_dilation=window.stride, dimension_numbers=_LAYOUT
-    )
+    return _dilated(gradient, reversed_kernel, (1, 1), pads, lhs_dilation=window.stride)
 
 
 def kernel_gradient(
@@ -80,13 +87,8 @@ def kernel_gradient(
         spread = window.stride[axis] * (gradient.shape[1 + axis] - 1) + 1
         before = window.pads[axis][0]
         pads.append((before, kernel.shape[axis] + spread - 1 - x.shape[1 + axis] - before))
-    out = lax.conv_general_dilated(
-        x.transpose(3, 1, 2, 0),
-        gradient.transpose(1, 2, 0, 3),
-        (1, 1),
-        pads,
-        rhs_dilation=window.stride,
-        dimension_numbers=_LAYOUT,
+    out = _dilated(
+        x.transpose(3, 1, 2, 0), gradient.transpose(1, 2, 0, 3), (1, 1), pads, rhs_dilation=window.stride
     )
     return out.transpose(1, 2, 0, 3)
 

@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         x = dense(c.width, c.dtype, "embed")(latent)
         hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
         patches = jnp.take_along_axis(jnp.concatenate([x[:, 1:], hidden], axis=1), restore[..., None], axis=1)
-        x = jnp.concatenate([x[:, :1], patches], axis=1) + position
+        x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(c.dtype)
         for i in range(c.depth):
             x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
         x = nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name="norm")(x)

@@ -1,11 +1,20 @@
-"""Matrix products of the networks in their compute type.
+"""Number formats of the networks: the one place that says what is rounded.
 
-With bfloat16 both factors are rounded to it, forwards and backwards, and the sum is float32. What follows a
-product here (a bias, GELU, softmax, the residual sum) is float32 in any case, and XLA's CPU backend has no
-other fast bfloat16 product: for a bfloat16 result it widens both factors first.
+With float32 nothing is: products take all bits of their factors on every platform. With bfloat16, which is
+meant for frozen networks, the factors of products are rounded to it, forwards and backwards, and so is what
+one operation leaves for the next one, the residual stream included: memory is what bounds a frozen network
+on an accelerator. Inside an operation (the sum of a product with its bias, a norm, GELU, softmax, the
+residual sum) all is float32, and the backward pass computes it again from what was kept. Features are float32
+in any case.
+
+What trains, statistics, losses and classifiers are float32, and their products exact (`exact_einsum`).
+
+XLA's CPU backend has no other fast bfloat16 product than one whose result is float32: for a bfloat16 result
+it widens both factors first. So results are rounded after the product; accelerators do both at once.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +36,7 @@ def product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[
         the result.
       a, b: float32, or bfloat16, in which case the gradient's factors are rounded to it too.
     """
-    return _rounded(spec, a, b) if a.dtype == jnp.bfloat16 else jnp.einsum(spec, a, b)
+    return _rounded(spec, a, b) if a.dtype == jnp.bfloat16 else exact_einsum(spec, a, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,3 +74,77 @@ def dense(features: int, dtype: str, name: str) -> nn.Dense:
 def _dot_general(x: Array, kernel: Array, dimensions: object, precision: object = None) -> Array:
     del dimensions, precision  # always the last axis of x and the first of the kernel
     return matmul(x, kernel)
+
+
+# ---- between products --------------------------------------------------------------------------------------
+
+
+def elementwise(
+    function: Callable[[Array], Array], x: Float[Array, "..."], dtype: str
+) -> Float[Array, "..."]:
+    """function(x) in float32, such as GELU, of x and with a result in the compute type."""
+    return function(x) if dtype == "float32" else _from_rounded(function, x.astype(dtype), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _from_rounded(function: Callable[[Array], Array], x: Array, dtype: str) -> Array:
+    """function(x), computed in float32; the backward pass reads x alone."""
+    return function(x.astype(jnp.float32)).astype(dtype)
+
+
+def _keep_rounded(function: Callable[[Array], Array], x: Array, dtype: str) -> tuple[Array, Array]:
+    return _from_rounded(function, x, dtype), x
+
+
+def _again(function: Callable[[Array], Array], dtype: str, x: Array, gradient: Array) -> tuple[Array]:
+    del dtype
+    # behind the barrier, or else XLA would share what both passes compute and keep it, in float32
+    wide, gradient = (each.astype(jnp.float32) for each in jax.lax.optimization_barrier((x, gradient)))
+    (of_x,) = jax.vjp(function, wide)[1](gradient)
+    return (of_x.astype(x.dtype),)
+
+
+_from_rounded.defvjp(_keep_rounded, _again)
+
+
+def attention(
+    q: Float[Array, "batch heads queries size"],
+    k: Float[Array, "batch heads keys size"],
+    v: Float[Array, "batch heads keys size"],
+) -> Float[Array, "batch heads queries size"]:
+    """Softmax attention, softmax(q k^T / sqrt(size)) v, of one type, with a result in that type."""
+    if q.dtype == jnp.bfloat16:
+        return _attention(q, k, v)
+    return product("bhqk,bhkd->bhqd", _odds(q, k), v)
+
+
+def _odds(q: Array, k: Array) -> Array:
+    return jax.nn.softmax(product("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5)
+
+
+@jax.custom_vjp
+def _attention(q: Array, k: Array, v: Array) -> Array:
+    return _attend(q, k, v)[0]
+
+
+def _attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+    odds = _odds(q, k).astype(q.dtype)
+    out = einsum("bhqk,bhkd->bhqd", odds, v).astype(q.dtype)
+    return out, (q, k, v, odds, out)
+
+
+def _attend_back(kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+    """The gradient, which keeps no float32 array of all scores: the sum of a row of odds times their
+    gradient is that of the result times its gradient (Dao et al. 2022, appendix B.2)."""
+    q, k, v, odds, out = kept
+    scale = q.shape[-1] ** -0.5
+    row = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    of_odds = einsum("bhqd,bhkd->bhqk", gradient, v)
+    of_score = (odds.astype(jnp.float32) * (of_odds - row) * scale).astype(q.dtype)
+    of_q = einsum("bhqk,bhkd->bhqd", of_score, k)
+    of_k = einsum("bhqk,bhqd->bhkd", of_score, q)
+    of_v = einsum("bhqk,bhqd->bhkd", odds, gradient)
+    return of_q.astype(q.dtype), of_k.astype(q.dtype), of_v.astype(q.dtype)
+
+
+_attention.defvjp(_attend, _attend_back)

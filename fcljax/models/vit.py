@@ -17,7 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.models.products import dense, matmul, product
+from fcljax.models.products import attention, dense, elementwise, matmul
 from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
@@ -57,23 +57,31 @@ class Injection(NamedTuple):
     tokens: Float[Array, "..."] | None = None
 
 
-def per_image(injection: Injection | None) -> tuple[list[Array], Callable[[list[Array]], Injection | None]]:
-    """What of an injection belongs to single images, leaves [batch, ...], and a function that puts (some
-    images') values in their places; the rest is the same for all images."""
+Parts = tuple[list[Array], list[Array], Callable[[list[Array], list[Array]], "Injection | None"]]
+
+
+def per_image(injection: Injection | None) -> Parts:
+    """What of an injection belongs to single images, leaves [batch, ...], what is the same for all images,
+    and a function that puts (some images') values of the first and of the second in their places."""
     leaves, tree = jax.tree.flatten(injection)
     keep = None if injection is None else injection.keep
     # prompts, prefixes and tokens have three axes, of which the first is 1 or missing where all images share
     own = [leaf is keep or (leaf.ndim == 3 and len(leaf) > 1) for leaf in leaves]
 
-    def join(some: list[Array]) -> Injection | None:
-        given = iter(some)
-        return tree.unflatten([next(given) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)])
+    def join(some: list[Array], rest: list[Array]) -> Injection | None:
+        given, shared = iter(some), iter(rest)
+        return tree.unflatten([next(given) if mine else next(shared) for mine in own])
 
-    return [leaf for leaf, mine in zip(leaves, own, strict=True) if mine], join
+    some, rest = (
+        [leaf for leaf, mine in zip(leaves, own, strict=True) if mine is each] for each in (True, False)
+    )
+    return some, rest, join
 
 
 def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name=name)
+    """In float32. Where activations are rounded, the backward pass computes it again from what entered it."""
+    layer = nn.LayerNorm if c.dtype == "float32" else nn.remat(nn.LayerNorm)
+    return layer(epsilon=c.epsilon, dtype=jnp.float32, name=name)
 
 
 class Attention(nn.Module):
@@ -91,21 +99,20 @@ class Attention(nn.Module):
         if lora is not None:
             q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)
             kv = kv.at[..., c.width :].add(low_rank(x, lora.a_v, lora.b_v))
+        q, kv = q.astype(c.dtype), kv.astype(c.dtype)
         if prompt is not None:
             extra = matmul(prompt, kernel[:, c.width :]) + bias[c.width :]
-            kv = jnp.concatenate([kv, jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:]))], axis=1)
+            extra = jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])).astype(c.dtype)
+            kv = jnp.concatenate([kv, extra], axis=1)
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if c.qk_norm:
-            q, k = _norm(c, "q_norm")(q), _norm(c, "k_norm")(k)
+            q, k = (_norm(c, name)(part).astype(c.dtype) for name, part in (("q_norm", q), ("k_norm", k)))
         if prefix is not None:
-            key, value = (rearrange(x, "b n (h d) -> b h n d", h=c.heads) for x in prefix)
+            key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
-        q, k, v = (part.astype(c.dtype) for part in (q, k, v))
-        score = product("bhqd,bhkd->bhqk", q, k) * (c.width // c.heads) ** -0.5
-        out = product("bhqk,bhkd->bhqd", jax.nn.softmax(score).astype(c.dtype), v)
-        return dense(c.width, c.dtype, "proj")(rearrange(out, "b h n d -> b n (h d)"))
+        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v), "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
         """The fused projection, its kernel in the compute type: q, k and v are of different tokens."""
@@ -124,7 +131,15 @@ def low_rank(
 
 def activation(c: ViTConfig, x: Array) -> Array:
     """Of the MLPs: exact GELU, or OpenAI's cheaper form of it."""
-    return x * nn.sigmoid(1.702 * x) if c.activation == "quick_gelu" else nn.gelu(x, approximate=False)
+    return elementwise(_quick_gelu if c.activation == "quick_gelu" else _gelu, x, c.dtype)
+
+
+def _gelu(x: Array) -> Array:
+    return nn.gelu(x, approximate=False)
+
+
+def _quick_gelu(x: Array) -> Array:
+    return x * nn.sigmoid(1.702 * x)
 
 
 class Scale(nn.Module):
@@ -148,9 +163,9 @@ class Block(nn.Module):
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
         attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
-        x = x[:, :queries] + self._scaled("ls1", attended)
+        x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
         hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)))
-        return x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))
+        return (x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))).astype(c.dtype)
 
     def _scaled(self, name: str, x: Array) -> Array:
         """Each channel times a learned factor, if the network has such (Touvron et al. 2021)."""
@@ -192,6 +207,7 @@ class ViT(nn.Module):
         x = jnp.concatenate([*first, x], axis=1)
         if c.pre_norm:
             x = _norm(c, "norm_pre")(x)
+        x = x.astype(c.dtype)
         taps = {"embed": x}
         for i in range(c.depth):
             # Only the class token and injected tokens are read from the last block: query, projection and
@@ -201,7 +217,7 @@ class ViT(nn.Module):
                 x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
             )
             taps[f"block_{i:02d}"] = x
-        x = _norm(c, "norm")(x) if c.final_norm else x
+        x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
         return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
 
 

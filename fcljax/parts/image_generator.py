@@ -13,6 +13,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.initialisers import uniform
+from fcljax.models.products import exact_matmul
 
 SLOPE = 0.2  # of the leaky ReLU
 
@@ -40,7 +41,7 @@ class _Conv(nn.Module):
         bias = self.param("bias", init, (self.features,))
         padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         shifted = ((i, j, padded[:, i : i + h, j : j + w]) for i in range(3) for j in range(3))
-        return sum((part @ kernel[i, j] for i, j, part in shifted), bias)
+        return sum((exact_matmul(part, kernel[i, j]) for i, j, part in shifted), bias)
 
 
 class _ImageGenerator(nn.Module):

@@ -380,7 +380,7 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> D
         cfg.decoder_depth,
         cfg.decoder_heads,
         cfg.decoder_mlp,
-        cfg.dtype,
+        "float32" if cfg.dtype == "auto" else cfg.dtype,  # it trains
     )
     views = preset(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(

@@ -94,16 +94,21 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
 
 
 def lines(
-    series: Mapping[str, tuple[Sequence[Number], Sequence[Number]]], label: str, xlabel: str, ylabel: str
+    series: Mapping[str, tuple[Sequence[Number], Sequence[Number]]],
+    names: Sequence[str],
+    label: str,
+    xlabel: str,
+    ylabel: str,
 ) -> Markup:
-    """A curve for each name, of its x and y."""
+    """A curve for each name in `series`, of its x and y, drawn as in charts that have all `names`."""
     figure = figures.new_figure(WIDTH, 3.6)
     axes = figure.add_subplot()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(axis="y", color=figures.GRID, linewidth=0.8)
     figures.open_frame(axes)
     titles = {}
-    for i, (name, (x, y)) in enumerate(series.items()):
+    for name, (x, y) in series.items():
+        i = names.index(name)
         axes.plot(x, y, gid=f"line l{i}", **figures.curve_style(i) | {"markersize": 4})
         titles[f"line l{i}"] = [f"{name}, {a:g}: {b:,.4g}" for a, b in zip(x, y, strict=True)]
     axes.set_ylim(bottom=0)

@@ -375,8 +375,10 @@ def _costs(view: PageView) -> Section:
     sums = _traffic_curves(view)
     if sums:
         label = "Sent and received so far, over the rounds; the table has the totals"
-        legend = [(charts.curve_key(i), name) for i, name in enumerate(sums)]
-        drawn.append(Chart(charts.lines(sums, label, "Rounds", "Sent and received so far (MB)"), legend))
+        names = [group.name for group in view.groups]
+        legend = [(charts.curve_key(names.index(name)), name) for name in sums]
+        curves = charts.lines(sums, names, label, "Rounds", "Sent and received so far (MB)")
+        drawn.append(Chart(curves, legend))
     text = [
         "In all: all clients and rounds, also statistics that are sent once a task, and what clients "
         "download to cache. A round: one client. Besides, a task: what one client sends and receives once a "
@@ -422,7 +424,7 @@ def _privacy(view: PageView) -> Section | None:
         name: ([x for x, _ in run["privacy"]["by_round"]], [y for _, y in run["privacy"]["by_round"]])
         for name, run in having.items()
     }
-    legend = [(charts.curve_key(i), name) for i, name in enumerate(curves)]
+    legend = [(charts.curve_key(list(view.names).index(name)), name) for name in curves]
     label = "Epsilon over the rounds; the table has its last value"
     text = (
         "The (epsilon, delta) guarantee of differential privacy for all data of one client, after so many "
@@ -432,7 +434,7 @@ def _privacy(view: PageView) -> Section | None:
         "privacy",
         "Privacy",
         text,
-        [Chart(charts.lines(curves, label, "Rounds", "Epsilon"), legend)],
+        [Chart(charts.lines(curves, list(view.names), label, "Rounds", "Epsilon"), legend)],
         [_table("After the last round", ("Run", *keys), rows)],
     )
 

@@ -1,5 +1,6 @@
 """From settings to an experiment: the method, its engine, the data and how clients share them."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -25,16 +26,17 @@ from fcljax.federated.check import Example, check_method, describe, in_users_cod
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
-from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_lanes
-from fcljax.mesh import device_count
+from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
+from fcljax.mesh import mesh_of
 from fcljax.methods import find_method
-from fcljax.models.microbatch import in_microbatches
+from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
+    compute_type,
     device_mesh,
     fetch,
     forward_flops,
@@ -110,6 +112,7 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     Raises:
       InputError: for settings or files that cannot work.
     """
+    settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
     if dataset and settings.holdout:
         dataset = hold_out(dataset, settings.holdout)
@@ -166,8 +169,8 @@ def assemble(
             check_one_pass(settings, method)
         every = [partition for of_task in scenario.partitions for partition in of_task]
         every += scenario.whole
-        lanes = lanes_of(settings, method, every, inputs.backbone, machine)
-        compute = _Compute(read, lanes, machine.mesh, inputs.backbone)
+        lanes, mesh = shared_out(settings, method, every, inputs.backbone, machine)
+        compute = _Compute(read, lanes, mesh, inputs.backbone)
         engine = _engine(method, compute, example, every, settings.participation)
     key = jax.random.key(settings.seed)
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
@@ -215,12 +218,14 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
-    if settings.microbatch and network.split and adapter.network:
-        raise InputError(
-            f"microbatch: {settings.microbatch} is not honoured by a network that trains on the statistics "
-            "of its whole batch; leave it out"
-        )
+    for name, divided in (("microbatch", settings.microbatch), ("batch_devices", settings.batch_devices > 1)):
+        if divided and network.split and adapter.network:
+            raise InputError(
+                f"{name}: {getattr(settings, name)} is not honoured by a network that trains on the "
+                "statistics of its whole batch; leave it out"
+            )
     network = in_microbatches(network, settings.microbatch) if settings.microbatch else network
+    network = on_batch_devices(network)
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
@@ -329,36 +334,54 @@ def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) 
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
 
 
-def lanes_of(
+def shared_out(
     settings: RunConfig,
     method: Method,
     every: list[ClientPartition],
     backbone: Pretrained,
     machine: Machine,
-) -> Lanes:
-    """The lanes that share the machine: those that the settings ask for, else those that pay.
+) -> tuple[Lanes, Mesh | None]:
+    """The lanes and the devices that they share: what the settings ask for, else what pays.
 
     A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client
     at a time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). An accelerator
-    gets as many as shorten a round, which for a large network is one for each device.
+    gets as many as shorten a round, which for a large network is one for each device. If there are more
+    devices than clients for them, several share the batches of one.
 
     Raises:
-      InputError: for lanes that the devices cannot share evenly.
+      InputError: for lanes that the devices cannot share evenly, or devices that the batches cannot.
     """
-    devices, here = device_count(machine.mesh), machine.backend == "cpu"
-    count = settings.lanes
-    if not count and (here or not method.rounds):
-        count = devices
-    elif not count:
-        filled = TRAINING * forward_flops(backbone) * settings.batch_size / FILLING
-        count = paying_lanes(method.rounds[0].program, every, devices, filled, settings.participation)
-    if count % devices:
-        fitting = -(-count // devices) * devices
+    devices, here = 1 if machine.mesh is None else machine.mesh.size, machine.backend == "cpu"
+    count, shared = settings.lanes, settings.batch_devices
+    if shared and devices % shared:
+        fitting = max(each for each in range(1, min(shared, devices) + 1) if devices % each == 0)
         raise InputError(
-            f"lanes: {count} lanes cannot be split over {devices} devices; nearest valid value: {fitting}"
+            f"batch_devices: {shared} do not divide {devices} devices; nearest valid value: {fitting}"
         )
-    usual = "loop" if here or count == devices else "vmap"
-    return Lanes(count, usual if settings.lane_mode == "auto" else settings.lane_mode)
+    if here or not method.rounds:
+        shared = shared or 1
+        count = count or devices // shared
+    elif not count or not shared:
+        filled = TRAINING * forward_flops(backbone) * settings.batch_size / FILLING
+        divide = (1,) if settings.adapter == "full" else range(1, settings.batch_size + 1)
+        may = [
+            each for each in divide if devices % each == 0 and (not count or count % (devices // each) == 0)
+        ]
+        program = method.rounds[0].program
+        sharing = [shared] if shared else may or [1]
+        paying, shared = paying_mesh(program, every, devices, filled, settings.participation, sharing)
+        count = count or paying
+    groups = devices // shared
+    if count % groups:
+        fitting = -(-count // groups) * groups
+        raise InputError(
+            f"lanes: {count} lanes cannot be split over {groups} devices; nearest valid value: {fitting}"
+        )
+    usual = "loop" if here or count == groups else "vmap"
+    mode = usual if settings.lane_mode == "auto" else settings.lane_mode
+    if machine.mesh is None or shared == 1:
+        return Lanes(count, mode), machine.mesh
+    return Lanes(count, mode), mesh_of(list(machine.mesh.devices.flat), shared)
 
 
 def placed(exp: Experiment) -> Experiment:

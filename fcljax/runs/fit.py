@@ -13,11 +13,11 @@ import jax
 
 from fcljax.data.store import Split
 from fcljax.errors import InputError
-from fcljax.mesh import WHOLE, device_count, split
+from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
 from fcljax.runs.build import Experiment, Machine, assemble
 from fcljax.runs.inputs import device_memory
-from fcljax.runs.programs import Placement, RoundProgram, programs_of
+from fcljax.runs.programs import RoundProgram, programs_of
 from fcljax.settings import RunConfig
 
 USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
@@ -55,7 +55,10 @@ def on_devices(exp: Experiment, say_line: Callable[[str], None]) -> Experiment:
 
 
 def fitted(
-    exp: Experiment, room: int, again: Callable[[RunConfig], Experiment]
+    exp: Experiment,
+    room: int,
+    again: Callable[[RunConfig], Experiment],
+    need_of: Callable[[Experiment], Need] | None = None,
 ) -> tuple[Experiment, str | None]:
     """The experiment with settings whose training steps fit, and a line that says what was chosen.
 
@@ -63,6 +66,7 @@ def fitted(
       exp: as the settings ask for.
       room: bytes of the memory of a device.
       again: makes the experiment of other settings.
+      need_of: what an experiment needs; None: `largest_need`.
 
     Returns:
       The experiment, whose settings name what was chosen; the line is None where it fits as it is.
@@ -70,7 +74,8 @@ def fitted(
     Raises:
       InputError: if nothing that may be changed is left: what is needed, what there is, the nearest settings.
     """
-    asked, first = exp.settings, largest_need(exp)
+    need_of = need_of or largest_need
+    asked, first = exp.settings, need_of(exp)
     need, changed = first, exp
     for _ in range(TRIALS):
         if need.total <= USABLE * room:
@@ -79,7 +84,7 @@ def fitted(
         if other is None:
             raise InputError(explanation(changed, need.total, room))
         changed = again(other)
-        need = largest_need(changed)
+        need = need_of(changed)
     else:
         raise InputError(explanation(changed, need.total, room))
     if changed is exp:
@@ -95,13 +100,8 @@ def fitted(
 
 def largest_need(exp: Experiment) -> Need:
     """Of the loops over steps of a round, the one that needs most, by compiling each."""
-    mesh = exp.engine.mesh
-    placement = Placement()
-    if mesh is not None:
-        sharding = jax.sharding.NamedSharding
-        placement = Placement(sharding(mesh, WHOLE), sharding(mesh, split()))
     beside = exp.test.image.nbytes if isinstance(exp.test, Split) else 0
-    loops = [program for program in programs_of(exp, placement) if program.steps]
+    loops = [program for program in programs_of(exp) if program.steps]
     return max((_need(program, beside) for program in loops), key=lambda need: need.total)
 
 

@@ -5,7 +5,7 @@ Files are read here; everything after works on what was loaded.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
-from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig
+from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig, TrainConfig
 from fcljax.data.augment import Preprocess, clean_view, preset, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
@@ -90,9 +90,23 @@ def load_network(
         name,
         checkpoint,
         image_size,
-        cfg.dtype,
+        compute_type(cfg),
         WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),
     )
+
+
+def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Literal["float32", "bfloat16"]:
+    """The number format of the backbone's computations: bfloat16 where an accelerator computes a network that
+    stays frozen, unless the settings name one. What trains is float32.
+
+    Args:
+      cfg: the settings.
+      backend: as jax names it; None: this process's own.
+    """
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    trains = isinstance(cfg, TrainConfig) and cfg.adapter == "full"
+    return "float32" if trains or (backend or jax.default_backend()) == "cpu" else "bfloat16"
 
 
 def network_of(backbone: Pretrained, preprocess: Preprocess | None = None, remat: bool = False) -> Network:

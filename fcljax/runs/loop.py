@@ -151,7 +151,10 @@ def _build(session: Session) -> Experiment:
 
 def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
-    settings, out, observer, hosts, _ = session
+    out, observer, hosts = session.out, session.observer, session.hosts
+    chosen = hosts.from_first(lambda: resume.chosen_before(out, session.settings))
+    settings = dataclasses.replace(session.settings, **chosen)
+    session = session._replace(settings=settings)
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
         _say_changed(session)

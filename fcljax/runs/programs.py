@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from fcljax.data.streaming import whole
 from fcljax.federated.client_loop import Call, ReplayData, TickWindow
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
+from fcljax.mesh import WHOLE, split
 from fcljax.runs.build import Experiment
 from fcljax.types import PyTree, RoundContext
 
@@ -28,6 +29,10 @@ class RoundProgram(NamedTuple):
     steps: int = 0
     """How often the step of its loop runs in a round, on one device; 0: it has no loop over steps."""
 
+    def trace(self) -> jax.stages.Traced:
+        """The function for these arguments."""
+        return self.function.trace(*self.arguments)
+
     def lower(self) -> jax.stages.Lowered:
         """The function for these arguments."""
         return self.function.lower(*self.arguments)
@@ -42,13 +47,19 @@ class Placement(NamedTuple):
     """Of what has an axis for the devices."""
 
 
-def programs_of(exp: Experiment, placement: Placement) -> Iterator[RoundProgram]:
+DEFAULT = Placement()
+
+
+def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
     """Every program of a round of the first task: broadcast, client loop, and the server's step.
 
     Args:
       exp: the experiment; its weights may be shapes. Images that lie on the host are taken as resident.
-      placement: of the arguments.
+      placement: of the arguments; on a mesh they lie as its programs have them.
     """
+    if exp.engine.mesh is not None:
+        each = NamedSharding(exp.engine.mesh, WHOLE), NamedSharding(exp.engine.mesh, split())
+        placement = Placement(*each)
     engine, method = exp.engine, exp.method
     server = jax.eval_shape(method.init, exp.key, exp.frozen)
     states = jax.eval_shape(
@@ -71,8 +82,8 @@ def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
 ) -> Iterator[RoundProgram]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
-    (broadcast, states), chunk = given, _first_chunk(exp, player)
-    place, split = _placing(placement.whole), _placing(placement.split)
+    (broadcast, states), (chunk, steps) = given, _first_chunk(exp, player)
+    place, apart = _placing(placement.whole), _placing(placement.split)
     accumulator = jax.eval_shape(player.empty)
     carry = jax.eval_shape(player.open, accumulator, states, chunk)
     indices = jax.eval_shape(player.indices, chunk, exp.key)
@@ -87,20 +98,21 @@ def _of_player(
     past = ReplayData(data, may_replay, may_replay)
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
         window = TickWindow(data, mine, mine, np.int32(0), ticks)
-        arguments = (place(call), split(carry), place(window), place(past), False)
-        yield RoundProgram(f"{name} phase {i}", run, arguments, int(ticks))
-    yield RoundProgram(f"{name} sound", player.sound, (split(carry),))
+        arguments = (place(call), apart(carry), place(window), place(past), False)
+        yield RoundProgram(f"{name} phase {i}", run, arguments, steps[i])
+    yield RoundProgram(f"{name} sound", player.sound, (apart(carry),))
     yield RoundProgram(
-        f"{name} close", player.close, (*place((accumulator, states)), split(carry), place(chunk))
+        f"{name} close", player.close, (*place((accumulator, states)), apart(carry), place(chunk))
     )
 
 
-def _first_chunk(exp: Experiment, player: Player) -> Chunk:
-    """The first chunk of the first task's first round, with every client."""
+def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
+    """The first chunk of the first task's first round, with every client, and the steps of each phase in all
+    chunks of the round."""
     partition = exp.scenario.partitions[0][0]
     ids = np.flatnonzero(partition.count)[: player.capacity.participants]
     chunks, _ = plan_round(player.round.program, partition, ids, 0, exp.engine.lanes.count, player.capacity)
-    return chunks[0]
+    return chunks[0], [sum(map(int, ticks)) for ticks in zip(*(each.ticks for each in chunks), strict=True)]
 
 
 def _placing(sharding: Sharding | None) -> Callable[[PyTree], PyTree]:

@@ -24,6 +24,8 @@ from fcljax.settings import is_owned
 
 # settings that do not influence a run's results, and may change when it is resumed
 FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
+# settings that a run chooses for its device unless they are given: the value that leaves them to it
+CHOSEN: dict[str, Any] = {"lanes": 0, "microbatch": 0, "dtype": "auto"}
 
 
 def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
@@ -64,7 +66,12 @@ def plain_settings(settings: RunConfig) -> dict[str, Any]:
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Settings that influence a run's results and differ: name -> 'name (now, not before)'."""
-    names = [name for name in {**before, **now} if name not in FREE and before.get(name) != now.get(name)]
+
+    def differs(name: str) -> bool:
+        left_to_the_run = name in CHOSEN and now.get(name) == CHOSEN[name]
+        return name not in FREE and not left_to_the_run and before.get(name) != now.get(name)
+
+    names = [name for name in {**before, **now} if differs(name)]
     return {name: config.differences({name: before.get(name)}, {name: now.get(name)})[0] for name in names}
 
 
@@ -77,6 +84,17 @@ def check_file(out: Path, settings: RunConfig, may: Collection[str] = ()) -> Non
     differ = differing(config.load_yaml(out / "config.yaml"), plain_settings(settings))
     if set(differ) - set(may):
         raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ.values())}")
+
+
+def chosen_before(out: Path, settings: RunConfig) -> dict[str, Any]:
+    """What the run in this folder chose of the settings that are left to it now."""
+    path = out / "config.yaml"
+    before = config.load_yaml(path) if path.is_file() else {}
+    return {
+        name: before[name]
+        for name, free in CHOSEN.items()
+        if getattr(settings, name) == free and name in before
+    }
 
 
 def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:

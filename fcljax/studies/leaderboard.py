@@ -20,6 +20,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ from fcljax.terminal import add_row, say
 
 PLAN, TEXT, DATA, FIGURE = "leaderboard.yaml", "leaderboard.md", "leaderboard.json", "leaderboard.png"
 SEARCH = "search"
+PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
 # what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
 TUNED: Mapping[str, Sequence[str]] = {
@@ -137,13 +139,19 @@ class Standing(NamedTuple):
 # ---- planning ----------------------------------------------------------------------------------------------
 
 
-def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list[Contender]:
+def plan(
+    path: str | Path,
+    only: Sequence[str] = (),
+    code: bool = False,
+    base: Mapping[str, str] = MappingProxyType({}),
+) -> list[Contender]:
     """The methods of a file with all their possible runs.
 
     Args:
       path: the file.
       only: names of the methods to keep, in this order; empty: all, in the file's.
       code: whether methods may be programs from outside of the package.
+      base: options in the place of those of the file's base.
 
     Raises:
       InputError: one line that names the file, the method, the option and the value.
@@ -152,6 +160,7 @@ def plan(path: str | Path, only: Sequence[str] = (), code: bool = False) -> list
     file = typed.read_typed(
         LeaderboardFile, {key: each for key, each in values.items() if each is not None}, str(path)
     )
+    file = dataclasses.replace(file, base={**file.base, **base})
     methods = file.methods or {name: OWN.get(name, {}) for name in METHODS}
     _check(file, methods, str(path), code)
     unknown = next((name for name in only if name not in methods), None)
@@ -397,7 +406,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
             f"`{PERSONAL}`: evaluated with the clients' own models, so not to be ranked with the others.",
             "",
         ]
-    lines += [f"![A_last over MB]({FIGURE})", ""] if ranked(rows) else []
+    lines += [f"![{PICTURE}]({FIGURE})", ""] if ranked(rows) else []
     absent = [(row.method, f"{len(row.found)} of {row.planned}", row.why) for row in missing(rows)]
     lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""] if absent else []
     return "\n".join(lines)

@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {
     "decoder": None,
     "stem": "auto",
     "heads": None,
-    "dtype": "float32",
+    "dtype": "auto",
     "image_size": None,
     "store_size": None,
     "class_list": "none",

@@ -1,0 +1,158 @@
+"""What a run would need of a chip that is not here, before a machine is booked: does it fit, how long does a
+round take at best, and which settings would be chosen.
+
+The programs of a round are compiled for the chip (`checks/chips.py`), with the weights as shapes and, where
+they are not here, the images as shapes too. Nothing runs.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fcljax import config
+from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.store import Split
+from fcljax.methods import find_method
+from fcljax.models.mae import DecoderConfig, decoder_shapes
+from fcljax.models.networks import NetworkConfig, make_network
+from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
+from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
+from fcljax.runs.fit import Need, fitted
+from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, load_network, load_split, preset
+from fcljax.scenario import fitted as fitted_to_data
+from fcljax.scenario import make_scenario
+
+LOOPS = " phase "  # in the names of programs that train
+
+
+class Stand(NamedTuple):
+    """What stands for images that are not here: of them, only the numbers matter."""
+
+    images: int
+    """Training images; there is a fifth as many test images."""
+    classes: int
+    """In equal shares."""
+    side: int
+    """Pixels of a side, as they are stored."""
+
+
+class ChipPlan(NamedTuple):
+    """The answer."""
+
+    settings: config.RunConfig
+    """With what would be chosen for the chip."""
+    chip: Chip
+    """The chip."""
+    lanes: int
+    """Clients that train at the same time, on all chips together."""
+    training: list[Footprint]
+    """Of each loop of a round over training steps."""
+    beside: int
+    """Bytes of test images, which lie beside every program."""
+    line: str | None
+    """What was chosen to make it fit; None: it fits as it is."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that are needed at the same time."""
+        return self.beside + max(each.memory for each in self.training)
+
+    @property
+    def round_seconds(self) -> float:
+        """A round takes at least as long."""
+        return sum(each.least_seconds(self.chip) for each in self.training)
+
+    @property
+    def run_seconds(self) -> float:
+        """All rounds of the run take at least as long."""
+        return self.round_seconds * self.settings.rounds * self.settings.tasks
+
+
+def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> ChipPlan:
+    """What a run with these settings would need of the chips `name`.
+
+    Args:
+      settings: resolved.
+      name: one of `CHIPS`.
+      stand: stands for the images; None loads those that the settings name.
+
+    Raises:
+      InputError: for an unknown chip, without the compiler for it, for what `load_inputs` refuses, or if
+        nothing that may be changed makes it fit: what is needed, what there is, the nearest settings.
+    """
+    where, placement = machine(name)
+    chip = CHIPS[name]
+    exp = experiment(settings, where, chip, stand)
+    compiled: dict[config.RunConfig, list[Footprint]] = {}
+
+    def need(exp: Experiment) -> Need:
+        compiled[exp.settings] = list(reports(exp, placement, LOOPS))
+        largest = max(compiled[exp.settings], key=lambda each: each.memory)
+        return Need(largest.program, largest.memory + _beside(exp), largest.temporary)
+
+    def again(other: config.RunConfig) -> Experiment:
+        return assemble(other, exp.inputs, exp.scenario, exp.sizes, machine=where)
+
+    exp, line = fitted(exp, chip.memory, again, need)
+    return ChipPlan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
+
+
+def _beside(exp: Experiment) -> int:
+    return exp.test.image.nbytes if isinstance(exp.test, Split) else 0
+
+
+def experiment(
+    settings: config.RunConfig, where: Machine, chip: Chip, stand: Stand | None = None
+) -> Experiment:
+    """The experiment of these settings on a machine that is not here; arguments as of `plan`."""
+    settings = dataclasses.replace(settings, dtype=compute_type(settings, where.backend))
+    if settings.data_budget is None:
+        settings = dataclasses.replace(settings, data_budget=int(RESIDENT_SHARE * chip.memory / 2**20))
+    backbone = abstract_backbone(settings)
+    size = backbone.config.image_size
+    data = load_split(settings, size) if stand is None else blank_images(stand)
+    views = preset(settings.preprocess, size, fills_frame=not data.augment)
+    settings = config.resolve(fitted_to_data(settings, data))
+    scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
+    inputs = Inputs(backbone, data, views, data.augment)
+    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=where)
+
+
+def blank_images(stand: Stand) -> Dataset:
+    """Images and labels of which only the numbers matter."""
+    test = max(stand.classes, stand.images // 5)
+
+    def image(count: int) -> np.ndarray:
+        return np.broadcast_to(np.uint8(0), (count, stand.side, stand.side, 3))
+
+    names = tuple(map(str, range(stand.classes)))
+    labels = (np.arange(count) % stand.classes for count in (stand.images, test))
+    train_label, test_label = labels
+    return Dataset("blank", image(stand.images), train_label, image(test), test_label, names)
+
+
+def abstract_backbone(settings: config.RunConfig) -> Pretrained:
+    """The network that the settings name, its weights as shapes. A network without a name is read from its
+    file."""
+    if settings.backbone == "auto":
+        return load_network(settings, settings.image_size, settings.decoder, settings.seed)
+    shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
+    size = settings.image_size or shape.image_size
+    shape = dataclasses.replace(shape, image_size=size, dtype=settings.dtype)
+    half, decoder = (0.5, 0.5, 0.5), None
+    params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
+
+    def stored(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kernel = getattr(path[-1], "key", "") == "kernel"
+        return jax.ShapeDtypeStruct(x.shape, settings.dtype if kernel else x.dtype)
+
+    if settings.method == "pmae":
+        of = DecoderConfig(image_size=size, dtype=settings.dtype)
+        parameters = jax.tree_util.tree_map_with_path(stored, decoder_shapes(of))
+        decoder = PretrainedDecoder(of, parameters, half, half)
+    params = jax.tree_util.tree_map_with_path(stored, params)
+    return Pretrained(shape, params, None, decoder, half, half, "random", "0", ())

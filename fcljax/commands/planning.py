@@ -1,0 +1,108 @@
+"""`fcljax plan`: what a run would need of a chip that is not here."""
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fcljax.commands.running import read_alone, settings, taken
+from fcljax.errors import InputError
+from fcljax.options import check_ranges, option
+from fcljax.terminal import add_row, say
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Options of `fcljax plan`."""
+
+    chip: str = option("", unset="none")
+    """The chip: v5e, v5e-16 (of four hosts), v6e, v5p, h100 or h200."""
+    images: int = option(0, least=0, unset="the data set's")
+    """Training images, for a data set that is not here."""
+    classes: int = option(100, least=1)
+    """Their classes."""
+    side: int = option(224, least=1)
+    """Pixels of their sides, as they are stored."""
+    json: bool = False
+    """Print one JSON object in place of a table."""
+
+
+def plan(arguments: list[str]) -> int:
+    """`fcljax plan METHOD --chip CHIP [options]`; exit code 2 if it does not fit."""
+    given, paths = read_alone(arguments, "plan", {"plan": PlanOptions()})
+    options = taken(PlanOptions(), given)
+    check_ranges(options)
+    if not options.chip:
+        raise InputError("chip: none given; choose from: v5e, v5e-16, v6e, v5p, h100, h200")
+
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the compilers' plugins look for chips that are not here
+    from fcljax.checks import plan as planned
+    from fcljax.checks.chips import CHIPS
+    from fcljax.errors import choose
+
+    choose("chip", options.chip, CHIPS)
+    stand = planned.Stand(options.images, options.classes, options.side) if options.images else None
+    found = planned.plan(settings(arguments[0], given, paths), options.chip, stand)
+    if options.json:
+        print(json.dumps(_plain(found), indent=2))
+        return 0
+    console = Console()
+    table = Table("training step", "memory", "bound by", "share of peak", "at least", "steps a round")
+    for each in found.training:
+        share = each.share(found.chip)
+        add_row(
+            table,
+            each.program,
+            _gib(each.memory),
+            "memory traffic" if share < 1 else "operations" if each.traffic else "operations, or traffic",
+            f"{share:.0%}" if each.traffic else "unknown",
+            f"{1000 * each.least_seconds(found.chip) / max(1, each.steps):.1f} ms",
+            str(each.steps),
+        )
+    console.print(table)
+    for line in lines(found, options.chip):
+        say(console, line)
+    return 0
+
+
+def lines(found: Any, name: str) -> list[str]:
+    """Does it fit, how long does it take at best, which settings."""
+    share, chosen = found.memory / found.chip.memory, found.settings
+    told = f"it fits: {_gib(found.memory)} of {name}'s {_gib(found.chip.memory)} ({share:.0%})"
+    best = [f"--lanes {found.lanes}", f"--dtype {chosen.dtype}"]
+    best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
+    best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
+    time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
+    return [told, f"{time}, without evaluations", f"chosen settings: {' '.join(best)}"]
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    return {
+        "fits": True,
+        "memory": found.memory,
+        "chip": found.chip._asdict(),
+        "lanes": found.lanes,
+        "microbatch": found.settings.microbatch,
+        "dtype": found.settings.dtype,
+        "round_seconds": found.round_seconds,
+        "run_seconds": found.run_seconds,
+        "training": [each._asdict() | {"share": each.share(found.chip)} for each in found.training],
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.3g} s"
+        if seconds < 120
+        else f"{seconds / 60:.3g} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.3g} h"
+    )

@@ -1,0 +1,151 @@
+"""Accelerators that are not here: every method's programs lower for them, and what is said of their compiled
+programs is counted rightly."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from micro import DATA, FROZEN, KEY, PARTITIONS, SIZES, STREAM, engine_of, method_of
+from test_conformance import OPTIONS
+
+from fcljax import cli, config
+from fcljax.checks import chips, plan
+from fcljax.runs.build import Experiment, Machine
+from fcljax.runs.inputs import compute_type
+from fcljax.runs.programs import RoundProgram, programs_of
+
+QUICK = ("fppl",)
+METHODS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_programs_of_a_round_lower_for_gpus_and_tpus(name):
+    """Without float64, which they lack or are slow at, and without a call of the host."""
+    method = method_of(name.removesuffix("-pmae"), **{"epochs": 1, "batch_size": 4} | OPTIONS[name])
+    scenario = SimpleNamespace(tasks=STREAM, partitions=[[each] for each in PARTITIONS])
+    made = settings()
+    exp = Experiment(made, method, engine_of(method), FROZEN, DATA, None, scenario, None, SIZES, KEY)
+    # decompositions are calls of each vendor's library, which jax does not promise to keep for years
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call(each) for each in LIBRARIES]
+    names = []
+    for program in programs_of(exp):
+        export = jax.export.export(program.function, platforms=("cuda", "tpu"), disabled_checks=unchecked)
+        text = export(*program.arguments).mlir_module()
+        names.append(program.name)
+        assert "f64>" not in text and "callback" not in text, program.name
+    assert {"broadcast", "round 0 phase 0"} <= set(names) or not method.rounds
+
+
+LIBRARIES: tuple[str, ...] = ()
+
+
+# ---- counting ----------------------------------------------------------------------------------------------
+
+
+def test_products_are_counted_as_often_as_their_loops_run():
+    """2 * 3 * 4 * 5 operations a product: one outside, and 7 x 2 in loops, of which a compiler counts one."""
+    a, b = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+    def twice(x, _):
+        return x, jnp.sum(x @ b) + jnp.sum(jax.lax.map(lambda y: y @ b, jnp.stack([x])))
+
+    jaxpr = jax.make_jaxpr(lambda a: (a @ b, jax.lax.scan(twice, a, None, length=7)))(a).jaxpr
+    assert chips.product_flops(jaxpr) == 120 * (1 + 7 * 2)
+    assert chips.product_flops(jaxpr, repeated=False) == 120 * 3
+
+
+def test_of_a_conditional_the_larger_branch_is_counted():
+    a = jnp.ones((8, 8))
+    branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)
+    assert chips.product_flops(jax.make_jaxpr(branches)(a).jaxpr) == 2 * 2 * 8**3
+
+
+def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
+    a = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def loop(a):
+        return jax.lax.scan(lambda x, _: (x @ a, None), a, None, length=9)[0]
+
+    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2))
+    assert found.useful == pytest.approx(1, abs=0.05)
+    assert found.flops == pytest.approx(9 * 2 * 64**3, rel=0.05)
+    chip = chips.CHIPS["v5e"]
+    assert found.least_seconds(chip) == 2 * max(found.flops / chip.flops, found.traffic / chip.bandwidth)
+    assert 0 < found.share(chip) < 1
+
+
+# ---- plans -------------------------------------------------------------------------------------------------
+
+
+def settings(**values):
+    return config.resolve(config.from_mapping("linear", values, "test"))
+
+
+def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatch):
+    """On a machine that stands for the chip: this CPU. The step needs less with fewer images at a time."""
+    monkeypatch.setattr(plan, "machine", lambda name: (Machine("tpu"), None))
+    small = chips.CHIPS["v5e"]._replace(memory=2**24)
+    monkeypatch.setitem(chips.CHIPS, "v5e", small)
+    calls = []
+
+    def reports(exp, placement, only):
+        images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
+        calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
+        need = 2**20 * images
+        yield chips.Footprint("round 0 phase 0", need, need, 1e12, 1e9, 1.0, {}, 0.0, 6)
+
+    monkeypatch.setattr(plan, "reports", reports)
+    stand = plan.Stand(images=400, classes=10, side=32)
+    found = plan.plan(settings(batch_size=32, lanes=1), "v5e", stand)
+    assert calls == [("bfloat16", 1, 0), ("bfloat16", 1, 8)]
+    assert found.settings.microbatch == 8 and "--microbatch 8" in found.line
+    assert found.memory == found.beside + 2**23 <= small.memory
+    assert found.round_seconds == pytest.approx(6 * 1e12 / small.flops)
+    assert found.run_seconds == pytest.approx(
+        found.round_seconds * found.settings.rounds * found.settings.tasks
+    )
+
+
+def test_a_compiler_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch):
+    def missing(package):
+        raise chips.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(chips.metadata, "version", missing)
+    assert cli.main(["plan", "fppl", "--chip", "v5e"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "fcljax: chip: libtpu compiles for it and is not installed; pip install -e '.[accelerators-aot]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--chip", "v5"], "chip: unknown value 'v5'; did you mean"),
+        ([], "chip: none given; choose from: "),
+        (["--chip", "v5e", "--out", "there"], "out: plan makes no run directory"),
+    ],
+)
+def test_a_plan_refuses_what_it_cannot_answer_in_one_line(words, said, capsys):
+    assert cli.main(["plan", "fppl", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- number formats ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "kind"),
+    [
+        ("cpu", {}, "float32"),
+        ("tpu", {}, "bfloat16"),
+        ("gpu", {}, "bfloat16"),
+        ("gpu", {"dtype": "float32"}, "float32"),
+        ("cpu", {"dtype": "bfloat16"}, "bfloat16"),
+        ("tpu", {"adapter": "full"}, "float32"),  # what trains
+    ],
+)
+def test_a_frozen_network_computes_in_bfloat16_on_accelerators_alone(backend, given, kind):
+    cfg = config.resolve(config.from_mapping("ewc", given, "test"))
+    assert compute_type(cfg, backend) == kind
