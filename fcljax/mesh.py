@@ -7,6 +7,7 @@ The devices may belong to several processes. Then each process runs this same pr
 jax connects the computations.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,9 +98,12 @@ def compiler_options() -> dict[str, Any]:
     """XLA's options for programs that are not called by other programs.
 
     On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no
-    program faster here, nor changed a bit of its results.
+    program faster here, nor changed a bit of its results. A level that XLA_FLAGS names is kept.
     """
-    return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {}
+    level = "xla_backend_optimization_level"
+    if jax.default_backend() != "cpu" or level in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {level: 1}
 
 
 def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:

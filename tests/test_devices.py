@@ -219,3 +219,15 @@ def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
     assert cli.main(["embed", "--devices", "99", "--out", str(tmp_path / "out.npz")]) == 2
     assert capsys.readouterr().err == "fcljax: devices: 99 asked for; nearest valid value: 8\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("", {"xla_backend_optimization_level": 1}),
+        ("--xla_backend_optimization_level=3", {}),
+    ],
+)
+def test_a_level_of_optimisation_that_the_user_names_is_kept(flags, options, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert meshes.compiler_options() == options
