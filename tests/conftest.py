@@ -47,6 +47,9 @@ def pytest_sessionfinish():
         shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
+# Tracing makes many short-lived objects, which the default threshold looks through again and again.
+gc.set_threshold(20_000, 20, 20)
+
 # Property tests try the same values every time: what they find belongs to the change that broke it.
 settings.register_profile("fcljax", derandomize=True, deadline=None)
 settings.load_profile("fcljax")
@@ -94,3 +97,5 @@ def free_compiled_programs():
                 value.cache_clear()
     jax.clear_caches()
     gc.collect()
+    # what is left stays to the end: later collections need not look through it again
+    gc.freeze()

@@ -336,6 +336,7 @@ def test_fedclm_s_means_are_of_the_model_at_the_end_of_their_task():
     np.testing.assert_allclose(mean[3:], means_of(held, model(last))[3:], atol=1e-4)
 
 
+@pytest.mark.long
 def test_fedncm_after_tuning_has_the_means_of_the_tuned_model_as_weights():
     """The reading of FedNCM in PILoRA's tables that depends on who holds what: its logits are cosines up to
     the length of the feature."""

@@ -582,6 +582,7 @@ def test_latents_are_compared_with_real_features_class_by_class():
     assert found == pytest.approx(halves | {"distance": 3.0, "spread": 1.0}, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_diagnosis_records_and_changes_nothing():
     opts, run, model, params, aggregate, past = world()
     plain = played(opts, run, model, params, aggregate, past)

@@ -199,6 +199,7 @@ def test_slurm_is_asked_for_what_the_file_says_and_no_more():
 # ---- real runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
     (here / "sweep.yaml").write_text(
         f"{{method: linear, {BASE}, runs: [{{name: good}}, {{name: bad, dataset: 'npz:missing.npz'}}]}}"

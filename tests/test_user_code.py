@@ -122,7 +122,14 @@ def ridge_by_numpy(partitions, width, ridge):
     return np.linalg.solve(h.T @ h + ridge * np.eye(width), h.T @ y)
 
 
-@pytest.mark.parametrize("counts", [(9, 0, 4, 7), (20, 0, 0, 0), (1, 3, 8, 2)])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        (9, 0, 4, 7),
+        pytest.param((20, 0, 0, 0), marks=pytest.mark.long),
+        pytest.param((1, 3, 8, 2), marks=pytest.mark.long),
+    ],
+)
 def test_federated_ranpac_is_ridge_regression_on_all_examples_whoever_holds_them(counts):
     method = method_of_file("fedranpac", run_of(NETWORK), width=12, ridge=0.5)
     partitions = [partition_of(task, counts) for task in STREAM]

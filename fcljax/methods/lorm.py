@@ -32,12 +32,12 @@ from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
-from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.reports import inputs_of_pairs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method, Task, View
+from fcljax.types import ClientContext, Method, RoundContext, Task, View
 
 Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
 
@@ -88,13 +88,21 @@ class Merged(NamedTuple):
 
 def lorm(options: LoRMOptions, run: Run) -> Method:
     """LoRM as a method."""
-    return federate(
+    method = federate(
         run,
         merged_by_responses(linear_learner(run)),
         loss=cross_entropy_loss(),
         client_rules=(ClientRule("one_factor", project=freeze_other_factor),),
         server_rules=(match_responses(options, run), match_over_tasks(options, run)),
     )
+    return method._replace(handover=handover)
+
+
+def handover(round_context: RoundContext, server: ServerState) -> Lora:
+    """What clients cache once a task is over, for counting: A of all tasks, which the end of a task merges
+    anew, and B of the task itself."""
+    of_task = pair_of(server.params.adapter, round_context.task.index)
+    return server.params.adapter._replace(b_q=of_task.b_q, b_v=of_task.b_v)
 
 
 def merged_by_responses(model: Learner) -> Learner:
