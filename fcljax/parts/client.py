@@ -22,7 +22,7 @@ from fcljax.parts.user_code import check_arguments, check_like, check_scalar, re
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
 
 OWN, ADAPTER = "own", "adapter"  # terms of the loss: the clients' own, and the adapter's
-SHARE = "gradient_share_"  # what the names of the metrics of `gradient_shares` begin with
+SHARE = "gradient_share_"  # what the names of the metrics of measured steps begin with
 
 
 @runtime_checkable
