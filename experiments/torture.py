@@ -13,7 +13,7 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
 - files: files of every kind that is read back are damaged (torture_files.py).
 - bad inputs: commands with options, files of settings, images, arrays, weights and folders from generators
   (torture_inputs.py). Each must end with exit code 2 and one line, with nothing left behind.
-- uploads: what clients send is hostile, in the simulation and, if Flower is installed, as its messages
+- uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
 Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. What

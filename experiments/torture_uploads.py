@@ -1,4 +1,4 @@
-"""Hostile uploads for experiments/torture.py: what a client may send to a server that knows how many
+"""Malicious uploads for experiments/torture.py: what a client may send to a server that knows how many
 examples it has.
 
 Each is drawn from an honest upload by changing some of its values, and received by the engine, or, where

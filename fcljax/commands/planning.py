@@ -72,12 +72,12 @@ def plan(arguments: list[str]) -> int:
 def lines(found: Any, name: str) -> list[str]:
     """Does it fit, how long does it take at best, which settings."""
     share, chosen = found.memory / found.chip.memory, found.settings
-    told = f"it fits: {_gib(found.memory)} of {name}'s {_gib(found.chip.memory)} ({share:.0%})"
+    fits = f"it fits: {_gib(found.memory)} of {name}'s {_gib(found.chip.memory)} ({share:.0%})"
     best = [f"--lanes {found.lanes}", f"--dtype {chosen.dtype}"]
     best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
     best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
     time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
-    return [told, f"{time}, without evaluations", f"chosen settings: {' '.join(best)}"]
+    return [fits, f"{time}, without evaluations", f"chosen settings: {' '.join(best)}"]
 
 
 def _plain(found: Any) -> dict[str, Any]:

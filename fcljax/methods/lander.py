@@ -45,7 +45,7 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, replaced_loss
-from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.server import ServerRound, ServerRule
 from fcljax.parts.synthesis import (
     MadeSoFar,
     Student,
@@ -54,6 +54,7 @@ from fcljax.parts.synthesis import (
     best_images,
     disagreement,
     student_optimiser,
+    synthesis_rule,
     taught,
 )
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
@@ -259,23 +260,8 @@ def synthesis(options: LanderOptions, run: Run) -> ServerRule:
     """After the last round of every task but the last one, makes images of all classes seen so far."""
     height, width, _ = run.network.image
     shape = ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
-
-    def init(params: Params, trainable: Params) -> UInt8[Array, "images h w 3"]:
-        del params, trainable
-        return jnp.zeros((options.synthesis_rounds * options.synthesis_batch, height, width, 3), jnp.uint8)
-
-    def update(round: ServerRound, params: Params, images: Array) -> ServerUpdate:
-        wanted = round.last & (round.task.index < run.sizes.tasks - 1)
-        make = functools.partial(synthesise, options, shape, round, params)
-        none = Weighted(jnp.zeros(()), jnp.zeros(()))
-        images, found = jax.lax.cond(wanted, make, lambda images: (images, none), images)
-        return ServerUpdate(params, images, {"loss": found})
-
-    def sends(task: Task, images: Array) -> Array:
-        del task
-        return images
-
-    return ServerRule("synthesis", update, init, sends)
+    images = options.synthesis_rounds * options.synthesis_batch
+    return synthesis_rule(run, images, functools.partial(synthesise, options, shape))
 
 
 def synthesise(

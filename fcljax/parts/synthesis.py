@@ -5,7 +5,7 @@ images so far may think otherwise. No client sends anything for it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,54 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from fcljax.models.heads import kl
+from fcljax.parts.federate import Run
 from fcljax.parts.learner import Output, Params
-from fcljax.parts.server import ServerRound
+from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import jitter
+from fcljax.types import Task, Weighted
 
 MOMENTUM = 0.9  # of running statistics of batch normalisation (models/convnet.py)
+
+
+@runtime_checkable
+class Synthesise(Protocol):
+    """Makes images in place of those of the last synthesis."""
+
+    def __call__(
+        self, round: ServerRound, params: Params, images: UInt8[Array, "images h w 3"], /
+    ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
+        """The images, and the mean loss of making them."""
+        ...
+
+
+def synthesis_rule(run: Run, count: int, synthesise: Synthesise) -> ServerRule:
+    """After the last round of every task but the last one, makes images of all classes seen so far, which
+    clients are sent.
+
+    Args:
+      count: of images.
+    """
+    height, width, _ = run.network.image
+
+    def init(params: Params, trainable: Params) -> UInt8[Array, "images h w 3"]:
+        del params, trainable
+        return jnp.zeros((count, height, width, 3), jnp.uint8)
+
+    def update(round: ServerRound, params: Params, images: Array) -> ServerUpdate:
+        def make(images: Array) -> tuple[Array, Weighted]:
+            return synthesise(round, params, images)
+
+        wanted = round.last & (round.task.index < run.sizes.tasks - 1)
+        none = Weighted(jnp.zeros(()), jnp.zeros(()))
+        images, found = jax.lax.cond(wanted, make, lambda images: (images, none), images)
+        return ServerUpdate(params, images, {"loss": found})
+
+    def sends(task: Task, images: Array) -> Array:
+        del task
+        return images
+
+    return ServerRule("synthesis", update, init, sends)
 
 
 class Best(NamedTuple):

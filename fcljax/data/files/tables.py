@@ -1,7 +1,7 @@
 """Image data sets of the Hugging Face hub: tables in parquet or arrow files with a column of images and one
 of labels, in a folder or in the caches of the hub's libraries.
 
-Splits are told by the names of files or folders: train, test, validation. Without test examples those of the
+Splits are named by the names of files or folders: train, test, validation. Without test examples those of the
 validation split are tested on, else a random fifth. All other columns of text and whole numbers are kept, as
 sites or domains. Reading needs pyarrow (`fcljax[tables]`).
 """
@@ -157,9 +157,9 @@ def _columns(root: Path, table: _Table) -> tuple[str, str]:
     """The names of the columns of images and labels."""
 
     def first(kind: str, usual: Sequence[str]) -> str | None:
-        told = [name for name, facts in table.features.items() if facts.get("_type") == kind]
+        named = [name for name, facts in table.features.items() if facts.get("_type") == kind]
         return next(
-            (name for name in (*(set(usual) & set(told)), *told, *usual) if name in table.kinds), None
+            (name for name in (*(set(usual) & set(named)), *named, *usual) if name in table.kinds), None
         )
 
     image, label = first("Image", ("image", "img")), first("ClassLabel", LABELS)
