@@ -270,10 +270,10 @@ def _check_per_client(per_client: int, most: int, what: str) -> None:
 def _label_owners(
     labels: int, clients: int, per_client: int, rng: np.random.RandomState
 ) -> Bool[np.ndarray, "K L"]:
-    order, turn = rng.permutation(labels), np.arange(max(clients, labels))
-    assigned, client = np.divmod(turn, clients)
-    own = np.full((clients, -(-len(turn) // clients)), labels)  # `labels` stands for none
-    own[client, assigned] = order[turn % labels]
+    order, position = rng.permutation(labels), np.arange(max(clients, labels))
+    assigned, client = np.divmod(position, clients)
+    own = np.full((clients, -(-len(position) // clients)), labels)  # `labels` stands for none
+    own[client, assigned] = order[position % labels]
     own = np.sort(own[:, :per_client], axis=1)
     have = (own < labels).sum(axis=1)
     free, missing = (labels - have).tolist(), (per_client - have).tolist()

@@ -116,7 +116,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
 
 
 def has_label(index: Int[Array, " batch"], share: float) -> Bool[Array, " batch"]:
-    """Whose label is known; whoever holds an example, it is the same."""
+    """Whose label is known; it does not depend on the partition."""
     return chosen_by_index(index, share, jax.random.key(LABELS)) if share < 1 else index == index
 
 

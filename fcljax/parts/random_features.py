@@ -64,8 +64,8 @@ def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -
 
 
 def chosen_by_index(index: Int[Array, " batch"], share: float, key: PRNGKeyArray) -> Bool[Array, " batch"]:
-    """A share of all examples at random, by the index in the training set: whoever holds an example, it is
-    chosen or not."""
+    """A share of all examples at random, by the index in the training set, so that the choice does
+    not depend on the partition."""
 
     def chosen(number: Array) -> Bool[Array, ""]:
         return jax.random.bernoulli(jax.random.fold_in(key, number), share)

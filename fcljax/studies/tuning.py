@@ -178,7 +178,7 @@ def tune(wanted: Wanted, out: Path, resume: bool, observer: loop.Observer) -> li
       wanted: the study.
       out: its folder; a new one, unless `resume`.
       resume: whether it goes on.
-      observer: is told of each trial.
+      observer: hears of each trial.
 
     Returns:
       All trials, in their order.
