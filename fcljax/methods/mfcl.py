@@ -30,11 +30,11 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, cross_entropy_loss
-from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.parts.synthesis import BatchStatistics, batch_statistics
+from fcljax.parts.server import ServerRound, ServerRule
+from fcljax.parts.synthesis import BatchStatistics, batch_statistics, synthesis_rule
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import Method, Task, Weighted
+from fcljax.types import Method, Weighted
 
 SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
 
@@ -185,22 +185,11 @@ def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
     was."""
     shape = generator_shape(options, run)
 
-    def init(params: Params, trainable: Params) -> PyTree:
-        del params, trainable
+    def first() -> PyTree:
         return jax.tree.map(jnp.zeros_like, init_image_generator(shape, jax.random.key(0)))
 
-    def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
-        wanted = round.last & (round.task.index < run.sizes.tasks - 1)
-        train = functools.partial(trained_generator, options, shape, round, params)
-        none = Weighted(jnp.zeros(()), jnp.zeros(()))
-        state, found = jax.lax.cond(wanted, train, lambda state: (state, none), state)
-        return ServerUpdate(params, state, {"loss": found})
-
-    def sends(task: Task, state: PyTree) -> PyTree:
-        del task
-        return state
-
-    return ServerRule("generator", update, init, sends)
+    train = functools.partial(trained_generator, options, shape)
+    return synthesis_rule("generator", run, first, train)
 
 
 def trained_generator(

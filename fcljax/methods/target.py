@@ -157,8 +157,9 @@ def synthesis(options: TargetOptions, run: Run) -> ServerRule:
     """After the last round of every task but the last one, makes images of all classes seen so far."""
     height, width, _ = run.network.image
     shape = ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
-    images = options.synthesis_rounds * options.synthesis_batch
-    return synthesis_rule(run, images, functools.partial(synthesise, options, shape))
+    images = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
+    first = functools.partial(jnp.zeros, images, jnp.uint8)
+    return synthesis_rule("synthesis", run, first, functools.partial(synthesise, options, shape))
 
 
 class Models(NamedTuple):

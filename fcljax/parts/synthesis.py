@@ -25,42 +25,40 @@ MOMENTUM = 0.9  # of running statistics of batch normalisation (models/convnet.p
 
 @runtime_checkable
 class Synthesise(Protocol):
-    """Makes images in place of those of the last synthesis."""
+    """Makes what clients are sent anew: images, or a generator of images."""
 
-    def __call__(
-        self, round: ServerRound, params: Params, images: UInt8[Array, "images h w 3"], /
-    ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
-        """The images, and the mean loss of making them."""
+    def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
+        """What replaces the state, and the loss of making it."""
         ...
 
 
-def synthesis_rule(run: Run, count: int, synthesise: Synthesise) -> ServerRule:
-    """After the last round of every task but the last one, makes images of all classes seen so far, which
-    clients are sent.
+def synthesis_rule(name: str, run: Run, first: Callable[[], PyTree], synthesise: Synthesise) -> ServerRule:
+    """After the last round of every task but the last one, makes what clients are sent for all classes seen
+    so far.
 
     Args:
-      count: of images.
+      name: of the rule.
+      first: what they are sent before that.
     """
-    height, width, _ = run.network.image
 
-    def init(params: Params, trainable: Params) -> UInt8[Array, "images h w 3"]:
+    def init(params: Params, trainable: Params) -> PyTree:
         del params, trainable
-        return jnp.zeros((count, height, width, 3), jnp.uint8)
+        return first()
 
-    def update(round: ServerRound, params: Params, images: Array) -> ServerUpdate:
-        def make(images: Array) -> tuple[Array, Weighted]:
-            return synthesise(round, params, images)
+    def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
+        def make(state: PyTree) -> tuple[PyTree, Weighted]:
+            return synthesise(round, params, state)
 
         wanted = round.last & (round.task.index < run.sizes.tasks - 1)
         none = Weighted(jnp.zeros(()), jnp.zeros(()))
-        images, found = jax.lax.cond(wanted, make, lambda images: (images, none), images)
-        return ServerUpdate(params, images, {"loss": found})
+        state, found = jax.lax.cond(wanted, make, lambda state: (state, none), state)
+        return ServerUpdate(params, state, {"loss": found})
 
-    def sends(task: Task, images: Array) -> Array:
+    def sends(task: Task, state: PyTree) -> PyTree:
         del task
-        return images
+        return state
 
-    return ServerRule("synthesis", update, init, sends)
+    return ServerRule(name, update, init, sends)
 
 
 class Best(NamedTuple):
