@@ -160,7 +160,7 @@ def chosen(monkeypatch, room, network=TINY, **given):
 
     monkeypatch.setattr(fit, "largest_need", need)
     settings = config.resolve(config.from_mapping("fppl", {"batch_size": 32, **given}, "test"))
-    exp, line = fit.fitted(experiment(settings, network), room, lambda new: experiment(new, network))
+    exp, line = fit.fit_memory(experiment(settings, network), room, lambda new: experiment(new, network))
     changed = (exp.settings.lanes, exp.settings.microbatch) != (settings.lanes, settings.microbatch)
     assert (line is not None) == changed
     return exp.settings.lanes, exp.settings.microbatch

@@ -148,7 +148,7 @@ def test_pieces_that_are_alike_are_counted_once():
 )
 def test_what_only_a_simulation_can_do_is_refused_by_name(settings, words):
     with pytest.raises(InputError, match=words):
-        node.settings_of("linear", settings)
+        node.federation_settings("linear", settings)
 
 
 # ---- a grid in this process --------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ FPPL = {"prompt_blocks": 2, "prompt_length": 2, "server_epochs": 1}
 )
 def test_flowers_simulation_gives_the_numbers_of_ours(method, more):
     module, settings = beside(), TINY | more
-    states, _ = module.simulated(node.settings_of(method, settings))
+    states, _ = module.simulated(node.federation_settings(method, settings))
     found = module.flowered(method, settings, TINY["clients"])
     assert len(found) == TINY["tasks"] * TINY["rounds"]
     apart = [module.largest_difference(*pair) for pair in zip(states, found, strict=True)]
