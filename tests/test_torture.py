@@ -48,6 +48,7 @@ def test_damaged_files_are_named_refused_or_made_again(torture, tmp_path, monkey
     assert results(found, "files") == ([], 40)
 
 
+@pytest.mark.filterwarnings("ignore")  # Flower's own, where it is installed
 def test_hostile_uploads_are_left_out_and_counted(torture, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torture_uploads"], "METHODS", ("linear",))
     found = tried(torture, tmp_path, monkeypatch, uploads=60)
@@ -105,6 +106,7 @@ def test_kills_and_damaged_runs_lose_nothing_and_change_nothing(torture, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # Flower's own, where it is installed
 def test_hostile_uploads_of_every_method_are_left_out_and_counted(torture, tmp_path, monkeypatch):
     found = tried(torture, tmp_path, monkeypatch, uploads=200)
     assert results(found, "uploads") == ([], 200)
