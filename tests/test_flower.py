@@ -152,15 +152,15 @@ def test_pieces_that_are_alike_are_counted_once():
 )
 def test_what_only_a_simulation_can_do_is_refused_by_name(settings, words):
     with pytest.raises(InputError, match=words):
-        node.settings_of("linear", settings)
+        node.federation_settings("linear", settings)
 
 
 def test_machines_compare_the_number_format_in_which_they_compute(monkeypatch):
-    server = node.settings_of("linear", {})
+    server = node.federation_settings("linear", {})
     assert server.dtype == "float32"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    client = node.settings_of("linear", {})
-    assert client.dtype == "bfloat16" and node.settings_of("linear", {"dtype": "float32"}) == server
+    client = node.federation_settings("linear", {})
+    assert client.dtype == "bfloat16" and node.federation_settings("linear", {"dtype": "float32"}) == server
     facts = [node.Facts(0, [5], resume.plain_settings(each), {}) for each in (server, client)]
     words = "dtype ('bfloat16', not 'float32'); give all machines the same dtype"
     with pytest.raises(InputError, match=re.escape(words)):
@@ -432,7 +432,7 @@ FPPL = {"prompt_blocks": 2, "prompt_length": 2, "server_epochs": 1}
 )
 def test_flowers_simulation_gives_the_numbers_of_ours(method, more):
     module, settings = beside(), TINY | more
-    states, _ = module.simulated(node.settings_of(method, settings))
+    states, _ = module.simulated(node.federation_settings(method, settings))
     found = module.flowered(method, settings, TINY["clients"])
     assert len(found) == TINY["tasks"] * TINY["rounds"]
     apart = [module.largest_difference(*pair) for pair in zip(states, found, strict=True)]

@@ -30,7 +30,7 @@ from fcljax.bridges.records import (
     config,
     from_arrays,
     from_metrics,
-    listed,
+    list_in,
     load_records,
     record_bytes,
     save_records,
@@ -123,10 +123,10 @@ def _reply(
     context: Context,
 ) -> Message:
     given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-    resolved = node.settings_of(method, settings | given)
+    resolved = node.federation_settings(method, settings | given)
     client = node.check_client(resolved, context.node_config.get("partition-id"))
     call, path = message.content.config_records["call"], context.node_config.get("data")
-    class_names = tuple(map(str, listed(call, "class_names")))
+    class_names = tuple(map(str, list_in(call, "class_names")))
     own = None if path is None else OwnData(client, str(path), class_names)
     return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
 
@@ -159,14 +159,14 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
 
 
 def _request(call: ConfigRecord) -> Request:
-    key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
+    key = jax.random.wrap_key_data(jnp.asarray(list_in(call, "key"), jnp.uint32))
     return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
     """What every client has of earlier broadcasts, from the node's own arrays and from those that were sent;
     None: an array is missing, or does not have the digest that the server expects."""
-    expected = dict(zip(listed(call, "cached"), listed(call, "digests"), strict=True))
+    expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
     both = {**mine, **sent}
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     return cached if _digests(cached) == expected else None
@@ -261,7 +261,7 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         own = {name: value for name, value in context.run_config.items() if name in _SERVER}
         given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-        serve(grid, node.settings_of(method, settings | given), usual._replace(**own), on_round)
+        serve(grid, node.federation_settings(method, settings | given), usual._replace(**own), on_round)
 
     return app
 

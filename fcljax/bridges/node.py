@@ -38,7 +38,7 @@ OWN = "its own"  # stands for the digest of a client's own images
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
+def federation_settings(method: str | None, given: dict[str, Any]) -> RunConfig:
     """The resolved settings of a federation, with the number format in which this machine computes.
 
     Args:

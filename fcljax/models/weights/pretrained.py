@@ -517,7 +517,7 @@ def _said_constants(file: checkpoints.Checkpoint) -> tuple[Colour, Colour] | Non
 
 
 def _assumed(mean: Colour, std: Colour, kind: str) -> str:
-    constants = f"pixel mean {listed(mean)} and std {listed(std)} are assumed ({kind})"
+    constants = f"pixel mean {colour_text(mean)} and std {colour_text(std)} are assumed ({kind})"
     return f"{constants}: the checkpoint does not tell them"
 
 
@@ -605,6 +605,6 @@ def _read_decoder(
     return file, PretrainedDecoder(config, params, mean, std), notes
 
 
-def listed(colour: Colour) -> str:
+def colour_text(colour: Colour) -> str:
     """A colour in a line."""
     return ", ".join(f"{x:g}" for x in colour)
