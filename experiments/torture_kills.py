@@ -33,7 +33,9 @@ RUNS = {
     "pilora": f"{VIT} --lora-blocks 1 --lora-rank 1",  # prototypes
     "vfcl": NETWORK,  # clients' classifiers and exemplars
     "fedweit": NETWORK,  # clients' masks, a knowledge base
-    "hepco": f"{VIT} --generator-steps 2 --distill-steps 2 --generator-growth 1",  # generators
+    # generators
+    "hepco": f"{VIT} --pool-blocks 1 --pool-size 4 --pool-length 2 --generator-steps 2 --distill-steps 2 "
+    "--generator-growth 1",
     # the server's images and generators
     "target": f"{NETWORK} {SYNTHESIS}",
     "lander": f"{NETWORK} {SYNTHESIS}",
