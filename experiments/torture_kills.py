@@ -131,9 +131,10 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
         times += 1
         if (out / "config.yaml").exists():
             arguments = ["run", method, "--resume", str(out)]
-    code, err = references.programs.start(*arguments).ended(PATIENCE)
-    if code:
-        return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
+    else:
+        code, err = references.programs.start(*arguments).ended(PATIENCE)
+        if code:
+            return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
     same = numbers(out) == numbers(reference)
     return Outcome("survived" if same else "different", str(ends), times)
 
