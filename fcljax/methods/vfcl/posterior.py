@@ -29,8 +29,8 @@ _BLOCK = 2**14  # numbers of `in_blocks`
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("vector",), meta_fields=("tree", "shapes"))
 @dataclass(frozen=True)
 class Flat:
-    """A pytree as one vector. What is done with every number of a network of a hundred leaves is then compiled
-    once, not a hundred times."""
+    """A pytree as one vector. What is done with every number of a network of a hundred leaves is then
+    compiled once, not a hundred times."""
 
     vector: Any
     """All leaves, one after the other: [N], or its shape, or stacked over clients."""
