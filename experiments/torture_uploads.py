@@ -302,7 +302,7 @@ def ways() -> tuple:
     return (by_simulation, by_flower, by_hello)
 
 
-def hostile_upload(rng: random.Random, folder: Path, _: Path) -> Outcome:
+def hostile_upload(rng: random.Random, folder: Path, *_: object) -> Outcome:
     """One of them."""
     way = rng.choice(ways())
     try:
