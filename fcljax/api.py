@@ -238,5 +238,5 @@ def _network(backbone: Any) -> Pretrained | None:
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
         raise InputError(f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)")
-    shape, digest = own_config(backbone, describe), checkpoint.digest(backbone.params)
+    shape, digest = own_config(backbone, describe), checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

@@ -53,7 +53,7 @@ from fcljax.federated.server_replay import (
     became_non_finite,
     current_buffer,
     make_replayer,
-    replay,
+    replay_on_server,
 )
 from fcljax.federated.sums import sum_value
 from fcljax.mesh import WHOLE, add_over_devices, by_device, device_count, on_each, put, split
@@ -404,7 +404,9 @@ def run_round(
             with section("server"):
                 own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
                 context, server, own_key = engine.place((context, server, own_key))
-                replayed = replay(engine.replayer, context, server, inputs.past, own_key, engine.place)
+                replayed = replay_on_server(
+                    engine.replayer, context, server, inputs.past, own_key, engine.place
+                )
                 server = replayed.server
     return server, states, _together(engine.method, reports, replayed)
 
@@ -606,7 +608,7 @@ def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) 
     return ClientResult(upload, squeeze(carry.states), received.metrics, received.valid[0])
 
 
-def alone(capacity: Capacity) -> Capacity:
+def alone_capacity(capacity: Capacity) -> Capacity:
     """The capacity of an engine that runs one client at a time and knows no other: it cannot know how many
     examples the others have, so all batches are padded to the full size."""
     full = tuple(widths[-1:] for widths in capacity.widths)

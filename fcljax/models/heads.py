@@ -125,7 +125,7 @@ def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 
     return exact_matmul(unit(a, eps), unit(b, eps).T)
 
 
-def class_sums(
+def sum_by_class(
     feature: Float[Array, "batch width"],
     label: Int[Array, " batch"],
     classes: Int[Array, " Ct"],

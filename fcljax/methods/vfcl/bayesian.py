@@ -67,7 +67,7 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
         cached=cached_of,
         forward=forward,
         predict=predict,
-        sampling=Sampling(draw, training, evaluation),
+        sampling=Sampling(draw_parameters, training, evaluation),
     )
 
 
@@ -76,7 +76,7 @@ def means(params: Params) -> Params:
     return params._replace(adapter=params.adapter.mean.params, classifier=params.classifier.mean)
 
 
-def draw(key: PRNGKeyArray, trainable: Params) -> Params:
+def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
     """Parameters drawn from their posteriors; the adapter's are one vector."""
     first, second = jax.random.split(key)
     adapter, classifier = sample(first, trainable.adapter), sample(second, trainable.classifier)
