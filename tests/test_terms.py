@@ -162,11 +162,19 @@ def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
     assert norm_of(context, local) == 0
 
 
-# CFeD, TARGET, GLFC, LGA and pMAE need networks of images
-IMAGES = {"cfed", "target", "glfc", "lga", *(name for name in METHODS if name.endswith("pmae"))}
+# CFeD, TARGET, LANDER, MFCL, GLFC, LGA and pMAE need networks of images
+IMAGES = {
+    "cfed",
+    "target",
+    "lander",
+    "mfcl",
+    "glfc",
+    "lga",
+    *(name for name in METHODS if name.endswith("pmae")),
+}
 
 
-FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac"}  # nothing trains by default
+FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran"}  # nothing trains by default
 
 
 @pytest.mark.parametrize(
