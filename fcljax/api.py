@@ -1,5 +1,7 @@
 """`fcljax.run`: a run from Python, on data, methods and networks that may be objects in memory."""
 
+from __future__ import annotations
+
 import base64
 import dataclasses
 import html
@@ -51,7 +53,7 @@ class Result:
     """The caller's own labels, in the order of the data set's numbers."""
 
     @classmethod
-    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> "Result":
+    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> Result:
         """The result of a run directory, made by `fcljax run` or `fcljax.run`.
 
         Args:
