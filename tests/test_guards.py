@@ -156,14 +156,16 @@ def test_class_statistics_are_those_of_a_client_with_so_many_examples():
 
 
 @pytest.mark.parametrize(
-    ("factor", "possible"), [(1.0, True), (0.2, True), (3.0, True), (0.05, False), (0, False)]
+    ("factor", "possible"),
+    [(1.0, True), (0.2, True), (3.0, True), (0.05, False), (0, False), (jnp.inf, False), (jnp.nan, False)],
 )
 def test_a_round_of_training_makes_no_posterior_a_hundred_times_as_precise(factor, possible):
     def params(sigma):
         return Params(of_gaussian(jnp.zeros(4), jnp.full(4, sigma)), (), {}, ())
 
     mine = params(0.02)
-    lie = mine.adapter.rho.at[2].set(softplus_inverse(jnp.float32(0.02 * factor)) if factor else -jnp.inf)
+    rho = softplus_inverse(jnp.float32(0.02 * factor)) if 0 < factor < jnp.inf else factor or -jnp.inf
+    lie = mine.adapter.rho.at[2].set(rho)
     upload = Upload(params(0.02)._replace(adapter=mine.adapter._replace(rho=lie)), (), {})
     assert vfcl.possible_precision(context(payload=Payload(mine, {})), upload) == possible
 

@@ -192,12 +192,13 @@ MOST_SHARPER = 10.0  # how much smaller a round of training may make a standard 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
     """Whether no standard deviation is 0 or less than a tenth of the one that was sent: precisions are
-    weights, which clients choose."""
+    weights, which clients choose. An infinite one would become a precision of 0, which looks sound."""
     trainable: Params = upload.gather.get("mean", upload.mean)
     sent = context.payload.trainable.adapter.sigma
 
     def possible(mine: Array, sent: Array) -> Array:
-        return within(mine, jnp.maximum(sent / MOST_SHARPER, jnp.finfo(jnp.float32).tiny), jnp.inf)
+        number = jnp.finfo(jnp.float32)
+        return within(mine, jnp.maximum(sent / MOST_SHARPER, number.tiny), number.max)
 
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(possible, trainable.adapter.sigma, sent))))
 
