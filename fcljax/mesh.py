@@ -7,6 +7,7 @@ The devices may belong to several processes. Then each process runs this same pr
 jax connects the computations.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "clients"
 BATCH = "batch"
+AnyMesh = Mesh | AbstractMesh  # the latter for shapes alone: its devices need not be here
 WHOLE = PartitionSpec()  # every device has all of it
 COLLECTED = 2**26  # bytes on a device
+SHARED = 2**26  # bytes of an array, from which on accelerators share it
 
 
 def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
@@ -30,7 +33,7 @@ def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
     return AbstractMesh((devices // batch, batch), (AXIS, BATCH), axis_types=(auto, auto))
 
 
-def with_batch(mesh: Mesh | AbstractMesh, batch: int) -> Mesh | AbstractMesh:
+def with_batch(mesh: AnyMesh, batch: int) -> AnyMesh:
     """The mesh of the same devices of which `batch` neighbours share the batches of a client."""
     if isinstance(mesh, AbstractMesh):
         return abstract_mesh(mesh.size, batch)
@@ -50,7 +53,7 @@ def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
     return Mesh(np.asarray(devices).reshape(-1, batch), (AXIS, BATCH), axis_types=(auto, auto))
 
 
-def device_count(mesh: Mesh | AbstractMesh | None) -> int:
+def device_count(mesh: AnyMesh | None) -> int:
     """The number of devices that run clients of their own: all, unless some share a client's batch; one
     without a mesh."""
     return 1 if mesh is None else mesh.shape[AXIS]
@@ -69,13 +72,13 @@ def split(axis: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, AXIS)
 
 
-def rows_on(mesh: Mesh | AbstractMesh | None, rows: int) -> int:
+def rows_on(mesh: AnyMesh | None, rows: int) -> int:
     """The number of rows of an array that the devices share evenly: `rows`, and as few more as needed."""
     devices = device_count(mesh)
     return -(-rows // devices) * devices
 
 
-def put_shared(tree: Any, mesh: Mesh | None) -> Any:
+def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
     """Arrays [N, ...] of which every device of the mesh has an equal part, in the order of the devices. The
     last row is repeated up to a multiple of the devices. Without a mesh, the arrays as they are."""
     if mesh is None:
@@ -89,7 +92,7 @@ def put_shared(tree: Any, mesh: Mesh | None) -> Any:
     return put(jax.tree.map(padded, tree), mesh, split())
 
 
-def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec = WHOLE) -> Any:
+def put(tree: Any, mesh: AnyMesh | None, spec: PartitionSpec = WHOLE) -> Any:
     """Arrays on the devices of the mesh, sharded by `spec`; without a mesh, on the first device. Arrays that
     are there already stay."""
     if mesh is None:
@@ -112,7 +115,7 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def put_rows(array: np.ndarray, rows: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def put_rows(array: np.ndarray, rows: np.ndarray, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
     """`array[rows]` on the devices of the mesh, its first axis sharded by `spec`. A process reads only what
     its devices get."""
     shape = (len(rows), *array.shape[1:])
@@ -149,7 +152,7 @@ def collect(x: jax.Array) -> np.ndarray:
     return host.reshape(x.shape)
 
 
-def jit(function: Callable, mesh: Mesh | None, spec: Any = WHOLE, **options: Any) -> Callable:
+def jit(function: Callable, mesh: AnyMesh | None, spec: Any = WHOLE, **options: Any) -> Callable:
     """`jax.jit` of a function whose outputs are sharded on the mesh by `spec`, a specification or a tree of
     them. They are arguments of the next call, and a function is traced again for arguments with another
     sharding."""
@@ -157,10 +160,11 @@ def jit(function: Callable, mesh: Mesh | None, spec: Any = WHOLE, **options: Any
     return jax.jit(function, out_shardings=placed, compiler_options=compiler_options(), **options)
 
 
-def shardings(mesh: Mesh | AbstractMesh, spec: Any) -> Any:
+def shardings(mesh: AnyMesh, spec: Any) -> Any:
     """A tree of specifications as shardings on the mesh."""
-    is_spec = lambda x: isinstance(x, PartitionSpec)
-    return jax.tree.map(lambda each: NamedSharding(mesh, each), spec, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda each: NamedSharding(mesh, each), spec, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
 
 
 def compiler_options() -> dict[str, Any]:
@@ -175,7 +179,7 @@ def compiler_options() -> dict[str, Any]:
     return {level: 1}
 
 
-def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+def on_each(function: Callable, mesh: AnyMesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """`function`, called by every device with its part of the arguments; without a mesh, `function`
     itself."""
     if mesh is None:
@@ -183,7 +187,7 @@ def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
+def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     """The sum over all devices, inside `on_each`, in the order of the devices: the same bits however many
     processes they belong to. In each step one device contributes its value and all others zero, so that the
     order of its additions does not matter."""
@@ -197,18 +201,47 @@ def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.lax.fori_loop(1, device_count(mesh), lambda device, total: total + of(device), of(0))
 
 
-def in_order(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
     """Arrays that the devices share, as functions see them that add over their first axis, inside jit.
 
     On CPUs every device gets all of them, so that sums over them have the same bits however many processes
     there are. On accelerators they stay shared, and XLA divides what is computed of them.
     """
-    if mesh is None or isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+    if mesh is None or not keeps_order(mesh):
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, WHOLE))
 
 
-def take_rows(mine: Any, index: jax.Array, mesh: Mesh | None) -> Any:
+def keeps_order(mesh: AnyMesh) -> bool:
+    """Whether sums over arrays are the same bits however many processes the devices belong to: on CPUs. An
+    abstract mesh stands for accelerators."""
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
+    """How the devices have a server's state, a specification for each array.
+
+    On accelerators, arrays of `SHARED` bytes and more lie in equal parts if the devices can share their first
+    axis, such as FPPL's prototypes of all clients. XLA divides what is computed of them.
+    """
+    devices, whole = device_count(mesh), mesh is None or keeps_order(mesh)
+
+    def spec(x: Any) -> PartitionSpec:
+        shape, size = jnp.shape(x), x.dtype.itemsize
+        divides = len(shape) > 0 and shape[0] % devices == 0 and math.prod(shape) * size >= SHARED
+        return split() if divides and not whole else WHOLE
+
+    return jax.tree.map(spec, server)
+
+
+def put_server(server: Any, mesh: AnyMesh | None) -> Any:
+    """A server's state as the devices have it; without a mesh, as it is."""
+    if mesh is None:
+        return server
+    return jax.tree.map(lambda x, spec: put(x, mesh, spec), server, server_specs(server, mesh))
+
+
+def take_rows(mine: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
     """Rows [n, ...] of arrays that the devices share, inside `on_each`; each device asks for its own.
 
     Args:
@@ -225,14 +258,17 @@ def take_rows(mine: Any, index: jax.Array, mesh: Mesh | None) -> Any:
     def fill_in(request: Any, nothing: Any) -> Any:
         index, rows = request
         here, place = _here(mine, index)
-        one = lambda x, row: jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x[place], row)
-        return (index, jax.tree.map(one, mine, rows)), nothing
+
+        def filled(x: jax.Array, row: jax.Array) -> jax.Array:
+            return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x[place], row)
+
+        return (index, jax.tree.map(filled, mine, rows)), nothing
 
     empty = jax.tree.map(lambda x: jnp.zeros((len(index), *x.shape[1:]), x.dtype), mine)
     return _around((index, empty), fill_in, (), mesh)[0][1]
 
 
-def write_rows(mine: Any, index: jax.Array, rows: Any, mesh: Mesh | None) -> Any:
+def write_rows(mine: Any, index: jax.Array, rows: Any, mesh: AnyMesh | None) -> Any:
     """The device's part of arrays that the devices share, with rows [n, ...] of all devices written to their
     indices in the whole arrays, inside `on_each`. Indices beyond the end are ignored.
 
@@ -258,7 +294,7 @@ def _here(mine: Any, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (place >= 0) & (place < part), jnp.clip(place, 0, part - 1)
 
 
-def _around(block: Any, visit: Callable[[Any, Any], Any], kept: Any, mesh: Mesh) -> Any:
+def _around(block: Any, visit: Callable[[Any, Any], Any], kept: Any, mesh: AnyMesh) -> Any:
     """(block, kept) after each device's block has visited every device and come home: visit(block, kept) ->
     both, on the device that the block is at."""
     devices = device_count(mesh)

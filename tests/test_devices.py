@@ -6,17 +6,20 @@ import re
 
 import jax
 import jax.numpy as jnp
+import micro
 import numpy as np
 import pytest
 import toys
 from small_runs import OPTIONS, timeless
+from test_conformance import OPTIONS as OPTIONS_OF
 from toys import FROZEN, KEY, TOYS, same
 
 from fcljax import cli
 from fcljax import mesh as meshes
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
-from fcljax.federated.client_loop import Merged
+from fcljax.federated import engine as engines
+from fcljax.federated.client_loop import Merging
 from fcljax.federated.engine import (
     Exchange,
     Lanes,
@@ -159,7 +162,7 @@ def test_what_belongs_to_clients_lies_in_parts_and_no_device_is_sent_all_of_it(m
     for tree, rows in (*parts.values(), ((carry.states, carry.accumulator.gather), 1)):
         assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(tree)} == {rows}
     assert carry.accumulator.gather.shape == (mesh.size, 6, 3)
-    merged = Merged(jnp.int32(0), jnp.int32(0), np.bool_(False))
+    merged = Merging(jnp.int32(0), jnp.int32(0), np.bool_(False))
     text = player.close.lower(accumulator, states, carry, chunk, merged).compile().as_text()
     assert "collective-permute" in text and "all-gather" not in text and "all-to-all" not in text
     added = re.findall(r"= \(?(\S+?)\S* all-reduce\(", text)
@@ -197,6 +200,39 @@ def test_the_host_waits_once_for_all_chunks_of_a_round():
         found.append(run_round(each, server, toys.stack(states), inputs))
     assert reads == [5]
     same(found[0][:2], found[1][:2])
+
+
+@pytest.mark.long
+def test_a_server_that_accelerators_share_gives_the_numbers_of_one_on_every_device(monkeypatch):
+    """FPPL's server, whose prototypes of four clients lie on two devices, and the stack of uploads that it
+    reads. XLA divides its work as it would on accelerators."""
+    method, pair, found = (
+        micro.method_of("fppl", batch_size=4, **OPTIONS_OF["fppl"]),
+        mesh_of(jax.devices()[:2]),
+        [],
+    )
+    for shared in (False, True):
+        with monkeypatch.context() as patch:
+            if shared:
+                patch.setattr(meshes, "SHARED", 1)
+                for module in (meshes, engines):
+                    patch.setattr(module, "keeps_order", lambda mesh: False)
+            engine = micro.engine_of(method, mesh=pair)
+            (server, states), reports = micro.begin(method), []
+            for round_ in range(2):
+                ids = np.flatnonzero(micro.PARTITIONS[0].count)
+                inputs = RoundInputs(
+                    micro.FROZEN, micro.DATA, micro.PARTITIONS[0], ids, micro.STREAM[0], round_, KEY
+                )
+                server, states, report = run_round(engine, server, states, inputs)
+                reports.append(report.metrics)
+            parts = [x for x in jax.tree.leaves(server) if x.sharding.shard_shape(x.shape) != x.shape]
+            assert bool(parts) == shared
+            found.append((meshes.on_host(server), reports))
+    (whole, metrics), (parted, its_metrics) = found
+    toys.close(parted, whole, atol=1e-4)
+    for ours, expected in zip(its_metrics, metrics, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.long

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.federated import claims
@@ -21,7 +20,7 @@ from fcljax.federated.communication import num_bytes
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey
 from fcljax.federated.schedule import Capacity, Chunk
 from fcljax.federated.sums import add_stacked, align, finite_guard, is_finite, sum_zeros
-from fcljax.mesh import AXIS, WHOLE, add_over_devices, rows_on, split, take_rows, write_rows
+from fcljax.mesh import AXIS, WHOLE, AnyMesh, add_over_devices, rows_on, split, take_rows, write_rows
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -133,7 +132,7 @@ class ReplayData(NamedTuple):
     place: Int[Array | np.ndarray, "S M"]  # their indices in `data`
 
 
-class Merged(NamedTuple):
+class Merging(NamedTuple):
     """How far the chunks of a round are merged, on the device, so that the host need not wait for it."""
 
     chunks: Int[Array | np.ndarray | np.int32, ""]  # the first so many are; a later one is ignored
@@ -189,7 +188,7 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
 
 
 def empty_accumulator(
-    shapes: Shapes, capacity: Capacity, claimed: int, mesh: Mesh | None = None
+    shapes: Shapes, capacity: Capacity, claimed: int, mesh: AnyMesh | None = None
 ) -> Accumulator:
     """An empty accumulator for uploads of these shapes, with so many claims."""
     p = rows_on(mesh, capacity.participants)
@@ -288,7 +287,7 @@ def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
     return empty._replace(**{name: by_slot(name) for name in _BY_CLIENT})
 
 
-def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: Mesh | None = None) -> PyTree:
+def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
     """The states [S, ...] of the chunk's clients; padding slots get some client's. On a mesh, those of a
     device's clients from all devices."""
     return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
@@ -299,9 +298,9 @@ def close_chunk(
     states: PyTree,
     carry: Carry,
     chunk: Chunk,
-    merged: Merged,
+    merged: Merging,
     capacity: Capacity,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> tuple[Accumulator, PyTree, Int[Array, ""]]:
     """What the chunk's clients sent and their new states, merged with everybody's if all is sound and the
     chunk is the next one; and how many chunks are merged now.
@@ -337,7 +336,7 @@ def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array,
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.replay_buffer)(states), -1)
 
 
-def over_devices(received: Accumulator, mesh: Mesh) -> Accumulator:
+def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
     """What a device has received of its clients, with the sums of all devices, which are added in the order
     of the devices."""
     ordered = functools.partial(jax.tree.map, functools.partial(add_over_devices, mesh=mesh))

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.data.streaming import Host, over_windows, ready
@@ -30,7 +29,7 @@ from fcljax.federated.client_loop import (
     Fetch,
     Lanes,
     LoopSettings,
-    Merged,
+    Merging,
     ReplayData,
     Shapes,
     TickWindow,
@@ -58,7 +57,20 @@ from fcljax.federated.server_replay import (
     replay,
 )
 from fcljax.federated.sums import sum_value
-from fcljax.mesh import WHOLE, by_device, device_count, in_order, on_each, put, put_shared, split
+from fcljax.mesh import (
+    WHOLE,
+    AnyMesh,
+    by_device,
+    device_count,
+    in_order,
+    keeps_order,
+    on_each,
+    put,
+    put_server,
+    put_shared,
+    server_specs,
+    split,
+)
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
@@ -137,7 +149,7 @@ class Player(NamedTuple):
     receive: Callable[..., tuple[Accumulator, Array]]
     # server(round_context, server, accumulator, key) -> (server, metrics, refused)
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
-    mesh: Mesh | None  # the devices; None: one device
+    mesh: AnyMesh | None  # the devices; None: one device
 
 
 class Exchange(NamedTuple):
@@ -184,7 +196,7 @@ class Engine(NamedTuple):
     """Puts arrays where the engine works, a copy on every device of its mesh; arrays that are there stay."""
     traces: dict[str, int]
     """How often each function was traced: once, after any number of rounds."""
-    mesh: Mesh | None
+    mesh: AnyMesh | None
     """The devices; None: one device."""
     replayer: Replayer | None = None
     """The server's training on its replay buffer, if it has one."""
@@ -197,7 +209,7 @@ def make_engine(
     capacities: tuple[Capacity, ...],
     example: Example,
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     shapes: tuple[Shapes, ...] | None = None,
 ) -> Engine:
     """Functions that are compiled once for all rounds of all tasks.
@@ -223,6 +235,10 @@ def make_engine(
                 f"capacities: made for {each.devices} devices; nearest valid value: {device_count(mesh)}"
             )
 
+    specs = WHOLE  # how the devices have the server's state
+    if mesh is not None and not keeps_order(mesh):
+        specs = server_specs(jax.eval_shape(method.init, jax.random.key(0), example.frozen), mesh)
+
     def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
         return jit_on(_counted(traces, name, function), mesh, spec, **options)
 
@@ -232,7 +248,7 @@ def make_engine(
         def named_jit(name: str, *args, **options) -> Callable:
             return jit(f"{each.when} {index} {name}", *args, **options)
 
-        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit)
+        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit, specs)
 
     return Engine(
         method,
@@ -242,7 +258,7 @@ def make_engine(
         place=lambda tree: put(tree, mesh) if mesh else tree,
         traces=traces,
         mesh=mesh,
-        replayer=make_replayer(method.server_replay, jit) if method.server_replay else None,
+        replayer=make_replayer(method.server_replay, jit, specs) if method.server_replay else None,
     )
 
 
@@ -252,8 +268,9 @@ def _player(
     capacity: Capacity,
     fetch: Fetch,
     lanes: Lanes,
-    mesh: Mesh | None,
+    mesh: AnyMesh | None,
     jit: Callable,
+    specs: PyTree,
 ) -> Player:
     program = each.program
     # a device's part of the carry has an axis of its own
@@ -298,7 +315,7 @@ def _player(
     server = None
     if each.server:
         serve = functools.partial(_serve, each.server, shapes, capacity.participants, mesh)
-        server = jit("server", serve)
+        server = jit("server", serve, (specs, WHOLE, WHOLE))
     return Player(
         each,
         capacity,
@@ -340,7 +357,7 @@ def begin_clients(engine: Engine, server: PyTree, clients: int, key: PRNGKeyArra
         return client_states(engine.method, server, ids, key)
 
     ids = put_shared(np.arange(clients), engine.mesh)
-    return jit_on(first, engine.mesh, split())(*engine.place((server,)), ids, engine.place(key))
+    return jit_on(first, engine.mesh, split())(put_server(server, engine.mesh), ids, engine.place(key))
 
 
 def _strong(tree: PyTree) -> PyTree:
@@ -424,7 +441,7 @@ def run_round(
         if stage == "round" and engine.replayer:
             with section("server"):
                 own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
-                context, server, own_key = engine.place((context, server, own_key))
+                (context, own_key), server = engine.place((context, own_key)), put_server(server, engine.mesh)
                 replayed = replay(engine.replayer, context, server, inputs.past, own_key, engine.place)
                 server = replayed.server
     states = jax.tree.map(lambda x, clients: x if len(x) == clients else x[:clients], states, given)
@@ -439,7 +456,8 @@ def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_
     if engine.replayer is None:
         return None
     round_context = RoundContext.on_host(frozen, task, round_, True)
-    return current_buffer(engine.replayer, *engine.place((round_context, _strong(server))))
+    server = put_server(_strong(server), engine.mesh)
+    return current_buffer(engine.replayer, engine.place(round_context), server)
 
 
 # what the key of a stage's first round is folded in with; the stage "round" has the round's key itself
@@ -466,8 +484,8 @@ def _exchange(
     if not len(exchange.ids):
         return server, states, RoundReport({})
     with section("client"):
-        context, server, key = engine.place((exchange.context, server, exchange.key))
-        states = put_shared(states, engine.mesh)
+        context, key = engine.place((exchange.context, exchange.key))
+        server, states = put_server(server, engine.mesh), put_shared(states, engine.mesh)
         broadcast = engine.broadcast(context, server)
         played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states)
         jax.block_until_ready(played.accumulator)
@@ -518,7 +536,7 @@ def run_chunks(
                 context.frozen, exchange.broadcast, chunks[i], context.task, exchange.key, np.bool_(guarded)
             )
             carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
-            progress = Merged(done, np.int32(i), np.bool_(guarded))
+            progress = Merging(done, np.int32(i), np.bool_(guarded))
             accumulator, states, done = player.close(accumulator, states, carry, chunks[i], progress)
             earlier.append(done)
         # the first one that is not merged has a bad upload, which rarely comes alone
@@ -577,7 +595,7 @@ def _over_host(
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> ReplayData:
+def _replayable(data: Host, may_replay: np.ndarray, mesh: AnyMesh | None) -> ReplayData:
     """The examples that a chunk's clients may replay, on the device that runs them; one example where there
     are none, because arrays need one."""
     devices = device_count(mesh)
@@ -725,7 +743,7 @@ def _serve(
     function: Callable,
     shapes: Shapes,
     participants: int,
-    mesh: Mesh | None,
+    mesh: AnyMesh | None,
     round_context: RoundContext,
     server: PyTree,
     acc: Accumulator,

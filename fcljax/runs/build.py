@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from fcljax import config
@@ -27,7 +26,7 @@ from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_byte
 from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
-from fcljax.mesh import device_count, with_batch
+from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
@@ -65,7 +64,7 @@ class Machine(NamedTuple):
 
     backend: str
     """As jax names it: cpu, gpu or tpu."""
-    mesh: Mesh | AbstractMesh | None = None
+    mesh: AnyMesh | None = None
     """Its devices; None: one device; an abstract one: shapes alone are asked for."""
 
 
@@ -268,7 +267,7 @@ class _Compute(NamedTuple):
 
     fetch: Fetch
     lanes: Lanes
-    mesh: Mesh | AbstractMesh | None
+    mesh: AnyMesh | None
     backbone: Pretrained
 
 
@@ -341,7 +340,7 @@ def shared_out(
     every: list[ClientPartition],
     backbone: Pretrained,
     machine: Machine,
-) -> tuple[Lanes, Mesh | AbstractMesh | None]:
+) -> tuple[Lanes, AnyMesh | None]:
     """The lanes and the devices that they share: what the settings ask for, else what pays.
 
     A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client

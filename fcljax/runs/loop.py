@@ -16,7 +16,7 @@ from fcljax.config import RunConfig, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
-from fcljax.mesh import put_shared
+from fcljax.mesh import put_server, put_shared
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, resume, signals
@@ -273,12 +273,13 @@ def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None)
     shapes, check = state_shapes(exp), intact_files(session.out / KEPT)
     found = hosts.agree(lambda: checkpoint.latest(manager, shapes, say_line, check) if manager else None)
     if hosts.from_first(lambda: found is None):
-        server = engine.place(hosts.broadcast(first_server(exp)))
+        server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
     found = found or checkpoint.Snapshot(0, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), {})
     step, records = hosts.from_first(lambda: found.step), hosts.from_first(lambda: found.records)
     server, clients, key = hosts.broadcast(found.state)
-    state = State(engine.place(server), put_shared(clients, engine.mesh), engine.place(key))
+    server, clients = put_server(server, engine.mesh), put_shared(clients, engine.mesh)
+    state = State(server, clients, engine.place(key))
     return Progress(state, Records(**records), step)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import Sharding
 
 from fcljax.data.streaming import whole
 from fcljax.federated.client_loop import (
@@ -16,13 +16,13 @@ from fcljax.federated.client_loop import (
     Accumulator,
     Call,
     Carry,
-    Merged,
+    Merging,
     ReplayData,
     TickWindow,
 )
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
-from fcljax.mesh import WHOLE, rows_on, shardings, split
+from fcljax.mesh import WHOLE, AnyMesh, rows_on, server_specs, shardings, split
 from fcljax.runs.build import Experiment
 from fcljax.types import Broadcast, PyTree, RoundContext
 
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
 
     one: Sharding | None = None
     """Of everything, on one device."""
-    mesh: Mesh | AbstractMesh | None = None
+    mesh: AnyMesh | None = None
     """The devices that share it."""
 
     def of(self, spec: PyTree = WHOLE) -> Callable[[PyTree], PyTree]:
@@ -85,15 +85,15 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
     """
     engine, placement = exp.engine, _on_mesh(exp, placement)
     server, states, context, broadcast = _round_of(exp)
-    place = placement.of()
-    yield RoundProgram("broadcast", engine.broadcast, (place(context), place(server)))
+    place, server = placement.of(), placement.of(server_specs(server, engine.mesh))(server)
+    yield RoundProgram("broadcast", engine.broadcast, (place(context), server))
     for index, player in enumerate(engine.players):
         name = f"{player.round.when} {index}"
         yield from _of_player(exp, player, name, (broadcast, states), placement)
         if player.server:
             context_after = context._replace(previous=broadcast)
             received = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
-            arguments = (*place((context_after, server)), received, place(exp.key))
+            arguments = (place(context_after), server, received, place(exp.key))
             yield RoundProgram(f"{name} server", player.server, arguments)
 
 
@@ -114,7 +114,7 @@ def _of_player(
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
         window = TickWindow(data, mine, mine, *place((np.int32(0), ticks)))
         yield RoundProgram(f"{name} phase {i}", run, (call, carry, window, past, False), steps[i])
-    merged = place(Merged(np.int32(0), np.int32(0), np.bool_(0)))
+    merged = place(Merging(np.int32(0), np.int32(0), np.bool_(0)))
     yield RoundProgram(f"{name} close", player.close, (accumulator, states, carry, chunk, merged))
 
 
@@ -181,11 +181,12 @@ def engine_state(exp: Experiment) -> EngineState:
     """What the engine holds on each device of its mesh, by shapes alone. The mesh may be abstract."""
     placement = _on_mesh(exp, DEFAULT)
     server, states, _, broadcast = _round_of(exp)
-    whole_ = placement.of()((server, broadcast, broadcast))
+    server = placement.of(server_specs(server, exp.engine.mesh))(server)
+    of_server = server, placement.of()((broadcast, broadcast))
     found = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
     chunk = max(((share((each.carry,)), share((each.chunk, each.indices))) for each in found), key=sum)
     received = max(share(each.accumulator) for each in found)
-    return EngineState(share(whole_), share(placement.of(split())(states)), received, *chunk)
+    return EngineState(share(of_server), share(placement.of(split())(states)), received, *chunk)
 
 
 def share(tree: PyTree) -> int:

@@ -20,7 +20,7 @@ from fcljax.federated.engine import (
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
-from fcljax.mesh import jit, on_host
+from fcljax.mesh import jit, on_host, put_server
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import make_evaluate
@@ -39,7 +39,7 @@ def first_server(exp: Experiment) -> PyTree:
 def first_state(exp: Experiment, server: PyTree | None = None) -> State:
     """The state of server and clients before the first round, where the engine works; with this state of the
     server, if it is given."""
-    server = exp.engine.place(first_server(exp)) if server is None else server
+    server = put_server(first_server(exp), exp.engine.mesh) if server is None else server
     key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
     clients = begin_clients(exp.engine, server, exp.sizes.clients, key)
     return State(server, clients, exp.engine.place(jax.random.key_data(exp.key)))
